@@ -1,12 +1,15 @@
-"""Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer is paid for twice.
+"""Crash-proof LLM inference for datatrove: each document is processed exactly once, and no answer
+is paid for twice.
 
-``InferenceRunner``, ``InferenceConfig`` and the three executors replace datatrove's. ``InferenceResult``,
-``InferenceError`` and ``ServerError`` are datatrove's own, so that a script changes one import line only:
-``datatrove_ckpt``, or ``datatrove_ckpt.run_inference``, for ``datatrove.pipeline.inference.run_inference``.
-``datatrove_ckpt.checkpoint`` explains recovery on one page, ``datatrove_ckpt.errors`` the errors.
+``InferenceRunner``, ``InferenceConfig`` and the three executors replace datatrove's.
+``InferenceResult``, ``InferenceError`` and ``ServerError`` are datatrove's own, so that a script
+changes one import line only: ``datatrove_ckpt``, or ``datatrove_ckpt.run_inference``, for
+``datatrove.pipeline.inference.run_inference``. ``datatrove_ckpt.checkpoint`` explains recovery on
+one page, ``datatrove_ckpt.errors`` the errors.
 
-The names are imported at their first use. Some programs that we start are modules of this package (``python -m
-datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make each start a second slower.
+The names are imported at their first use. Some programs that we start are modules of this package
+(``python -m datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make
+each start a second slower.
 """
 
 import os
@@ -57,8 +60,8 @@ _MODULES = {
 __all__ = [*_MODULES]
 __version__ = "0.2.0.dev0"
 
-# numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1 s)
-# before it sleeps.
+# numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1
+# s) before it sleeps.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 
 

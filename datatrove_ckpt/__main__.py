@@ -1,4 +1,7 @@
-"""The entry point of ``datatrove-ckpt``. Ctrl-C prints one message even during imports, which take a second."""
+"""The entry point of ``datatrove-ckpt``.
+
+Ctrl-C prints one message even during imports, which take a second.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """InferenceRunner, the datatrove step: checks its arguments. ``generation/rank.py`` runs its ranks.
 
-datatrove deep-copies and pickles a step, and may run one step object for several ranks in turn. So the step holds only
-the user's settings; everything that a rank needs is made in ``run`` and closed there.
+datatrove deep-copies and pickles a step, and may run one step object for several ranks in turn. So
+the step holds only the user's settings; everything that a rank needs is made in ``run`` and closed
+there.
 """
 
 from __future__ import annotations
@@ -20,57 +21,69 @@ from datatrove_ckpt.process.host_loop import run_hosted
 
 
 class InferenceRunner(Step):
-    """Sends each document through a rollout function, and writes the results, one file per chunk of documents.
+    """Sends each document through a rollout function, and writes the results, one file per chunk of
+    documents.
 
     The first eight arguments are those of datatrove's ``InferenceRunner``.
 
     Args:
-        rollout_fn: ``async def rollout(document, generate, **shared)``. Its result (an InferenceResult or JSON values)
-            is added to the list ``document.metadata[metadata_key]``. None is left out; a document whose rollouts all
+        rollout_fn: ``async def rollout(document, generate, **shared)``. Its result (an
+            InferenceResult or JSON values) is added to the list
+            ``document.metadata[metadata_key]``. None is left out; a document whose rollouts all
             return None is dropped.
         config: the server and how to ask it.
-        output_writer: any DiskWriter; its ``output_filename`` needs ``${chunk_index}`` with checkpoints, and
-            ``${rank}`` with several tasks.
-        shared_context: keyword arguments for the rollout: a dict, a context manager that gives one, or a function that
-            returns either.
-        checkpoints_local_dir: local folder for checkpoints. None: none, and a run that dies starts over.
+        output_writer: any DiskWriter; its ``output_filename`` needs ``${chunk_index}`` with
+            checkpoints, and ``${rank}`` with several tasks.
+        shared_context: keyword arguments for the rollout: a dict, a context manager that gives one,
+            or a function that returns either.
+        checkpoints_local_dir: local folder for checkpoints. None: none, and a run that dies starts
+            over.
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
-        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422, 431) becomes a dead
-            letter, and does not stop the rank.
-        on_document_error: "stop" the rank when a rollout raises or its request is rejected, or make the document a
-            "dead_letter". A request that kills servers always becomes one; a server that fails always stops the rank.
-        max_dead_letters: documents that may become dead letters; one more stops the rank. None: no limit.
-        retry_dead_letters: process the dead letters of a finished rank instead of the input, into output files of their
-            own. datatrove's executors need ``skip_completed=False`` for it.
-        seek: whether a resume may seek in the input. None: if the reader can, and the steps before this one are known
-            to keep nothing between documents; otherwise documents are counted. True: you know that they keep nothing.
-        sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it. "auto": 2 % of the
-            storage thread's time, from 0.1 to 30 seconds.
-        drain_seconds: time for requests in flight once a signal, an error or a time limit stops the rank. A second
-            signal ends it.
-        drain_signals: signals that ask a rank to stop. Afterwards each is raised again for the handler that was there
-            before.
+        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422,
+            431) becomes a dead letter, and does not stop the rank.
+        on_document_error: "stop" the rank when a rollout raises or its request is rejected, or make
+            the document a "dead_letter". A request that kills servers always becomes one; a server
+            that fails always stops the rank.
+        max_dead_letters: documents that may become dead letters; one more stops the rank. None: no
+            limit.
+        retry_dead_letters: process the dead letters of a finished rank instead of the input, into
+            output files of their own. datatrove's executors need ``skip_completed=False`` for it.
+        seek: whether a resume may seek in the input. None: if the reader can, and the steps before
+            this one are known to keep nothing between documents; otherwise documents are counted.
+            True: you know that they keep nothing.
+        sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it.
+            "auto": 2 % of the storage thread's time, from 0.1 to 30 seconds.
+        drain_seconds: time for requests in flight once a signal, an error or a time limit stops the
+            rank. A second signal ends it.
+        drain_signals: signals that ask a rank to stop. Afterwards each is raised again for the
+            handler that was there before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.
-        accept_changes: continue unfinished ranks that were started with other settings, and record that.
-        checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the run. A node without
-            the local folder resumes from it.
-        mirror_seconds: shortest time between two such uploads, which a lost node may cost. "auto": 5 % of the mirror
-            thread's time, from 5 to 600 seconds.
-        hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a commit.
-        hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may make 128.
+        accept_changes: continue unfinished ranks that were started with other settings, and record
+            that.
+        checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the
+            run. A node without the local folder resumes from it.
+        mirror_seconds: shortest time between two such uploads, which a lost node may cost. "auto":
+            5 % of the mirror thread's time, from 5 to 600 seconds.
+        hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a
+            commit.
+        hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may
+            make 128.
         monitoring: metrics.
-        keep_answers: keep answers of committed documents for ``answers_from``. They need about as much room as the
-            output, and no mirror holds them.
-        finished_from: folders or URLs of an old output. Documents found there by id, text and metadata keep their
-            results, and need no request. datatrove's runner, or ours, wrote it: JSON lines, Parquet or journals.
-            ``${rank}``, and ``*`` in the last part, name a task's own files.
-        answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many tasks. A request whose
-            final payload is equal takes the answer that its document got there, if that is still kept.
-        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM. ``{"cloud": "aws"}``,
-            "gcp" or "azure", or ``{"command": [...]}`` that ends with 0. Asked every 5 seconds.
-        rollout_version: replaces the code and the values of the rollout in the identity of the run. Another text is
-            another run, and edits of your code are your matter.
+        keep_answers: keep answers of committed documents for ``answers_from``. They need about as
+            much room as the output, and no mirror holds them.
+        finished_from: folders or URLs of an old output. Documents found there by id, text and
+            metadata keep their results, and need no request. datatrove's runner, or ours, wrote it:
+            JSON lines, Parquet or journals. ``${rank}``, and ``*`` in the last part, name a task's
+            own files.
+        answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many
+            tasks. A request whose final payload is equal takes the answer that its document got
+            there, if that is still kept.
+        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM.
+            ``{"cloud": "aws"}``, "gcp" or "azure", or ``{"command": [...]}`` that ends with 0.
+            Asked every 5 seconds.
+        rollout_version: replaces the code and the values of the rollout in the identity of the run.
+            Another text is another run, and edits of your code are your matter.
 
     Raises:
         ConfigError: an argument that cannot work.
@@ -87,9 +100,11 @@ class InferenceRunner(Step):
         """Processes every document of ``data``. When it returns, all of them are in the output.
 
         Raises:
-            CkptError: see ``errors.py``. Finished work is saved; the same call resumes. The failure of a document is
-                also datatrove's InferenceError, that of a server also its ServerError.
-            Preempted, or whatever the old signal handlers raise: a stop was requested, see ``process/preemption.py``.
+            CkptError: see ``errors.py``. Finished work is saved; the same call resumes. The failure
+                of a document is also datatrove's InferenceError, that of a server also its
+                ServerError.
+            Preempted, or whatever the old signal handlers raise: a stop was requested, see
+                ``process/preemption.py``.
         """
         event_loop.refuse_nested("InferenceRunner.run")
         with gc_paused():
@@ -98,12 +113,16 @@ class InferenceRunner(Step):
         self.stats = Stats(str(self))  # datatrove may have run another rank with this step
         run_rank(self, data, rank, world_size)
 
-    async def run_async(self, data_gen: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
-        """``run`` inside a running event loop, on which the rollouts then run, too. Other tasks go on meanwhile.
+    async def run_async(
+        self, data_gen: Iterable[Document] | None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """``run`` inside a running event loop, on which the rollouts then run, too. Other tasks go
+        on meanwhile.
 
-        Cancelled, as by ``asyncio.timeout``, this starts nothing new, gives the requests in flight ``drain_seconds``,
-        saves everything, and then raises CancelledError; the same call resumes. Cancelled again, it ends that wait.
-        ``asyncio.run`` makes Ctrl-C a cancellation. No other signal drains: SIGTERM kills unless you handle it.
+        Cancelled, as by ``asyncio.timeout``, this starts nothing new, gives the requests in flight
+        ``drain_seconds``, saves everything, and then raises CancelledError; the same call resumes.
+        Cancelled again, it ends that wait. ``asyncio.run`` makes Ctrl-C a cancellation. No other
+        signal drains: SIGTERM kills unless you handle it.
 
         Raises:
             CkptError: see ``run``.

@@ -1,4 +1,6 @@
-"""The tests. Here: bytecode, as they start hundreds of Python processes, and compiling takes half of a start's time."""
+"""The tests. Here: bytecode, as they start hundreds of Python processes, and compiling takes half
+of a start's time.
+"""
 
 import os
 import sys
@@ -6,7 +8,9 @@ from pathlib import Path
 
 
 def _keep_bytecode() -> None:
-    """Where Python is told to write no bytecode, keeps it apart from the sources, for us and the processes we start."""
+    """Where Python is told to write no bytecode, keeps it apart from the sources, for us and the
+    processes we start.
+    """
     if sys.dont_write_bytecode and sys.pycache_prefix is None:
         sys.dont_write_bytecode = False
         sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")

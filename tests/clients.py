@@ -1,4 +1,6 @@
-"""Clients: of the servers of a model, or of servers that run already, without the check that they answer."""
+"""Clients: of the servers of a model, or of servers that run already, without the check that they
+answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What several suites share. Tests that only need files use memory, where it is there: syncs cost nothing in it."""
+"""What several suites share.
+
+Tests that only need files use memory, where it is there: syncs cost nothing in it.
+"""
 
 from __future__ import annotations
 
@@ -40,48 +43,67 @@ TESTS = Path(__file__).parent
 
 
 def _nothing(number: int, frame: Any) -> None:
-    """Ignores a signal as SIG_IGN does, but a program that is started from here does not inherit it."""
+    """Ignores a signal as SIG_IGN does, but a program that is started from here does not inherit
+    it.
+    """
 
 
 def _hear_all_signals() -> list[int]:
     """Undoes what whoever started pytest did to signals; gives those that were ignored.
 
-    nohup ignores SIGHUP, and a shell SIGINT and SIGQUIT of what it puts into the background; some supervisors block
-    signals. All processes of the tests would inherit that.
+    nohup ignores SIGHUP, and a shell SIGINT and SIGQUIT of what it puts into the background; some
+    supervisors block signals. All processes of the tests would inherit that.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     of_python = {signal.SIGPIPE, signal.SIGXFSZ}
-    ignored = [number for number in signal.valid_signals() - of_python if signal.getsignal(number) is signal.SIG_IGN]
+    ignored = [
+        number
+        for number in signal.valid_signals() - of_python
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
     for number in ignored:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     return ignored
 
 
 _IGNORED = _hear_all_signals()
-os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}  # which both are read at import
+# Which both are read at import.
+os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
 _formatter = _better_exceptions.ExceptionFormatter
-_formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))  # 4 ms for each test's log
+# 4 ms for each test's log.
+_formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
 _dump_stacks = pytest_timeout.dump_stacks
 
 
 def _dump_tasks(terminal: Any) -> None:
-    """A test is given up: says where the tasks of event loops wait, which the stacks of threads do not show."""
-    for task in [found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()]:
+    """A test is given up: says where the tasks of event loops wait, which the stacks of threads do
+    not show.
+    """
+    for task in [
+        found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()
+    ]:
         print(task, file=sys.__stderr__)
         waiting: Any = task.get_coro()
         while getattr(waiting, "cr_frame", None) is not None:
-            print(f"    {waiting.cr_code.co_filename}:{waiting.cr_frame.f_lineno}", file=sys.__stderr__)
+            print(
+                f"    {waiting.cr_code.co_filename}:{waiting.cr_frame.f_lineno}",
+                file=sys.__stderr__,
+            )
             waiting = waiting.cr_await
     _dump_stacks(terminal)
 
 
 pytest_timeout.dump_stacks = _dump_tasks
-os.environ["DATATROVE_CKPT_CACHE"] = ""  # keep no row counts: a test leaves nothing in the user's cache
+# Keep no row counts: a test leaves nothing in the user's cache.
+os.environ["DATATROVE_CKPT_CACHE"] = ""
 forked.install()
 hypothesis.settings.register_profile(
     "on a busy machine",
     deadline=None,
-    derandomize="DATATROVE_CKPT_NO_SKIPS" in os.environ,  # in .ci/run the same examples each time: no failure by chance
+    # In .ci/run the same examples each time: no failure by chance.
+    derandomize="DATATROVE_CKPT_NO_SKIPS" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("on a busy machine")
@@ -97,24 +119,34 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Where everything must be there, as in .ci/run, a test that was skipped is one that failed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("DATATROVE_CKPT_NO_SKIPS") and reporter is not None and reporter.stats.get("skipped"):
+    if (
+        os.environ.get("DATATROVE_CKPT_NO_SKIPS")
+        and reporter is not None
+        and reporter.stats.get("skipped")
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """How many processes run the tests: two more than cores, as many tests wait; none but this for chosen tests."""
+    """How many processes run the tests: two more than cores, as many tests wait; none but this for
+    chosen tests.
+    """
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         return 0
-    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ) + 2
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
-    """Of a test with the mark ``matrix``, all rows but the first are slow. Groups are those of pytest-xdist.
+    """Of a test with the mark ``matrix``, all rows but the first are slow. Groups are those of
+    pytest-xdist.
 
-    It gives a test of a group a new ``_nodeid``, which pytest reads no more since 9.2 (pytest-xdist's issue 1386): each
-    worker would import, parse and run what one does for a whole group.
+    It gives a test of a group a new ``_nodeid``, which pytest reads no more since 9.2
+    (pytest-xdist's issue 1386): each worker would import, parse and run what one does for a whole
+    group.
     """
     begun: set[str] = set()
     for item in items:
@@ -133,7 +165,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Without the garbage collector, which would go through all tests again and again: a third of the time."""
+    """Without the garbage collector, which would go through all tests again and again: a third of
+    the time.
+    """
     gc.disable()
     _import_in_turns(session.config)
     found = yield
@@ -142,15 +176,20 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _import_in_turns(config: pytest.Config) -> None:
-    """For workers that run all tests: each begins with another file, so that no two of them compile the same ones."""
+    """For workers that run all tests: each begins with another file, so that no two of them compile
+    the same ones.
+    """
     worker = getattr(config, "workerinput", None)
     if worker is None or [Path(folder).resolve() for folder in config.args] != [TESTS]:
         return
-    modules = [f"tests.{path.parent.name}.{path.stem}" for path in sorted(TESTS.glob("*/test_*.py"))]
+    modules = [
+        f"tests.{path.parent.name}.{path.stem}" for path in sorted(TESTS.glob("*/test_*.py"))
+    ]
     begin = len(modules) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for module in modules[begin:] + modules[:begin]:
         if not module.startswith(("tests.bench.", "tests.real.")):  # the options leave them out
-            with suppress(Exception, pytest.skip.Exception):  # it is reported when the file is collected
+            # It is reported when the file is collected.
+            with suppress(Exception, pytest.skip.Exception):
                 import_module(module)
 
 
@@ -167,7 +206,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Tests that are coroutines run in an event loop of their own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    asyncio.run(
+        pyfuncitem.obj(
+            **{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        )
+    )
     return True
 
 
@@ -181,9 +224,15 @@ _COUNTING = ("tests/crash/", "tests/integration/test_kills.py", "tests/integrati
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How much was tried: what the tests say that count it. With ``-s`` they say it as they go."""
-    passed = [report for report in terminalreporter.stats.get("passed", ()) if report.nodeid.startswith(_COUNTING)]
+    passed = [
+        report
+        for report in terminalreporter.stats.get("passed", ())
+        if report.nodeid.startswith(_COUNTING)
+    ]
     lines = [
-        f"{report.nodeid.rpartition('::')[2]}: {line}" for report in passed for line in report.capstdout.splitlines()
+        f"{report.nodeid.rpartition('::')[2]}: {line}"
+        for report in passed
+        for line in report.capstdout.splitlines()
     ]
     if lines:
         terminalreporter.section("tried, and nothing lost or written twice")
@@ -217,7 +266,9 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture
 def said(command: Command) -> Callable[..., Printed]:
     """Runs a command on the checkpoints of a job."""
-    return lambda name, folder, *options, code=0: command(name, folder / "checkpoints", *options, code=code)
+    return lambda name, folder, *options, code=0: command(
+        name, folder / "checkpoints", *options, code=code
+    )
 
 
 @pytest.fixture
@@ -237,20 +288,31 @@ def real_ready_window() -> None:
 
 @pytest.fixture(autouse=True)
 def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the first answer may take seconds. Tests with a small patience mean later requests."""
+    """On a busy machine the first answer may take seconds.
+
+    Tests with a small patience mean later requests.
+    """
     if "real_ready_window" not in request.fixturenames:
-        monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0)
+        monkeypatch.setattr(
+            "datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0
+        )
 
 
 @pytest.fixture
 def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of hundreds of attempts with one rollout: describing its code takes a third of their time."""
+    """For tests of hundreds of attempts with one rollout: describing its code takes a third of
+    their time.
+    """
     known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
     def code_identity(rollout_fn: Any, shared_context: Any, *others: Any) -> Any:
         key = id(rollout_fn), id(shared_context)
         if key not in known:  # which keeps both alive, so that no other object gets their ids
-            known[key] = rollout_fn, shared_context, run_identity.code_identity(rollout_fn, shared_context)
+            known[key] = (
+                rollout_fn,
+                shared_context,
+                run_identity.code_identity(rollout_fn, shared_context),
+            )
         return known[key][2]
 
     monkeypatch.setattr("datatrove_ckpt.generation.step.code_identity", code_identity)
@@ -288,14 +350,18 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    """A hub of this test alone, with empty caches: huggingface_hub and datasets, new processes too, talk to it."""
+    """A hub of this test alone, with empty caches: huggingface_hub and datasets, new processes too,
+    talk to it.
+    """
     with FakeHub() as running, pointed_at(running, tmp_path / "huggingface"):
         yield running
 
 
 @pytest.fixture(autouse=True)
 def _no_rest_after_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of tests send nothing unasked, but for those of test_client.py, which rest for longer."""
+    """Servers of tests send nothing unasked, but for those of test_client.py, which rest for
+    longer.
+    """
     monkeypatch.setattr("datatrove_ckpt.inference.client.plain.QUIET", 0.0)
 
 
@@ -321,7 +387,9 @@ def _door_of_this_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _folders_of_this_test() -> None:
-    """fsspec keeps one object for each name of a folder, with the working directory that the first test had."""
+    """fsspec keeps one object for each name of a folder, with the working directory that the first
+    test had.
+    """
     DataFolder.clear_instance_cache()
 
 

@@ -1,7 +1,9 @@
-"""What ``assert_same_output_after_crash`` proves, with one attempt for all crash points instead of one for each.
+"""What ``assert_same_output_after_crash`` proves, with one attempt for all crash points instead of
+one for each.
 
-A crash leaves the folder as it was at that effect, and nothing that the process does afterwards reaches it. So one
-attempt that goes on, and of whose folder a copy is kept at each effect, leaves what crashes at all of them leave.
+A crash leaves the folder as it was at that effect, and nothing that the process does afterwards
+reaches it. So one attempt that goes on, and of whose folder a copy is kept at each effect, leaves
+what crashes at all of them leave.
 """
 
 from __future__ import annotations
@@ -17,19 +19,32 @@ from datatrove_ckpt.checkpoint import clock, files
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.testing import outputs
 from datatrove_ckpt.testing.crashes import Attempt, CrashReport, assert_equal
-from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, Arguments, CrashingDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing.disks import (
+    EFFECTS,
+    REMOTE_EFFECTS,
+    Arguments,
+    CrashingDisk,
+    copy_tree,
+    disk_in_place,
+)
 from tests.power_loss import Names, PowerLossDisk
 
 
 class CopyingDisk(CrashingDisk):
-    """A disk that never crashes: before each effect that is ``counted`` it keeps what a crash there would leave."""
+    """A disk that never crashes: before each effect that is ``counted`` it keeps what a crash there
+    would leave.
+    """
 
-    def __init__(self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
+    def __init__(
+        self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
+    ) -> None:
         super().__init__(0, folder, torn, counted)
         self.points: list[str] = []
         self._copies = Path(tempfile.mkdtemp(dir=folder.parent))
 
-    def happen(self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]) -> int | None:
+    def happen(
+        self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]
+    ) -> int | None:
         with self._lock:
             if self._torn and name == "put" and name in self._counted:
                 object_store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
@@ -55,7 +70,10 @@ class CopyingDisk(CrashingDisk):
         yield "killed"
 
     def left(self) -> Iterator[tuple[int, str]]:
-        """Puts each folder that a crash may leave behind in place. Yields the number of its point, and its name."""
+        """Puts each folder that a crash may leave behind in place.
+
+        Yields the number of its point, and its name.
+        """
         for number, point in enumerate(self.points):
             for survivor in self.put_back(number):
                 yield number, f"{point} ({survivor})"
@@ -64,7 +82,9 @@ class CopyingDisk(CrashingDisk):
 class CopyingPowerLossDisk(CopyingDisk, PowerLossDisk):
     """The same for power loss."""
 
-    def __init__(self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
+    def __init__(
+        self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
+    ) -> None:
         super().__init__(folder, torn, counted)
         self._kept: list[tuple[Names, Names]] = []
 
@@ -101,7 +121,9 @@ def assert_same_output_after_every_crash(
     expected = outputs(folder / "output")
 
     def resume(crashes: list[str], depth: int) -> None:
-        """Runs what is in the folder to its end; above depth 0, so does what each crash meanwhile would leave."""
+        """Runs what is in the folder to its end; above depth 0, so does what each crash meanwhile
+        would leave.
+        """
         report.attempts += 1
         if not depth:
             run(folder)

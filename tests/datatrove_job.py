@@ -52,13 +52,18 @@ def text_of(number: int) -> str:
 def write_input(folder: Path, *numbers: int) -> None:
     """Writes a file for each of the numbers, of so many documents."""
     (folder / "input").mkdir(exist_ok=True)
-    rows = [json.dumps({"id": f"id {n}", "text": text_of(n), "group": n % 3}) for n in range(sum(numbers))]
+    rows = [
+        json.dumps({"id": f"id {n}", "text": text_of(n), "group": n % 3})
+        for n in range(sum(numbers))
+    ]
     for index, number in enumerate(numbers):
         (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows[:number]))
         rows = rows[number:]
 
 
-def make_writer(folder: Path, template: str = TEMPLATE, compression: str | None = None) -> DiskWriter:
+def make_writer(
+    folder: Path, template: str = TEMPLATE, compression: str | None = None
+) -> DiskWriter:
     if template.endswith(".parquet"):
         return ParquetWriter(str(folder / "output"), template, expand_metadata=True)
     return JsonlWriter(str(folder / "output"), template, compression=compression)
@@ -73,7 +78,10 @@ class Datatrove:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._process is not None:
             self._process.kill()
@@ -105,7 +113,9 @@ class Killer:
 
     def __init__(self, seed: int, rejected: str = "nothing") -> None:
         self.chance = random.Random(seed)
-        self.server = FakeServer(delay=self._delay, status=lambda asked, times: 400 if rejected in str(asked) else None)
+        self.server = FakeServer(
+            delay=self._delay, status=lambda asked, times: 400 if rejected in str(asked) else None
+        )
         self.server.error = "BadRequestError"
         self._left = 0
         self._process: int | None = None  # a descriptor: it never means another process
@@ -172,7 +182,9 @@ def _job(
     if tasks == 1:
         runner.run(reader.run())
     else:
-        LocalPipelineExecutor([reader, runner], tasks, workers=1, logging_dir=f"{folder}/logs").run()
+        LocalPipelineExecutor(
+            [reader, runner], tasks, workers=1, logging_dir=f"{folder}/logs"
+        ).run()
 
 
 def _end_with_parent() -> None:

@@ -49,11 +49,13 @@ def assert_same_output_after_disk_errors(
     codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
     after_error: Attempt = lambda folder: None,
 ) -> list[str]:
-    """Makes every effect of a job fail, once and permanently, and runs the job again without the fault.
+    """Makes every effect of a job fail, once and permanently, and runs the job again without the
+    fault.
 
     Args:
         run: one attempt of the job.
-        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
+        folder: a folder for the job. Every attempt finds in it what it holds before the first (the
+            input).
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         codes: the values of ``errno`` to try.
         after_error: called with the folder as each failure leaves it, for further assertions.
@@ -62,8 +64,8 @@ def assert_same_output_after_disk_errors(
         What failed: effect, error, and whether permanently.
 
     Raises:
-        AssertionError: the job ignored a failure, its error does not name the file and what to do, or the output
-            differs.
+        AssertionError: the job ignored a failure, its error does not name the file and what to do,
+            or the output differs.
     """
     fresh = folder.with_name(folder.name + ".fresh")
     copy_tree(folder, fresh)
@@ -73,7 +75,9 @@ def assert_same_output_after_disk_errors(
     for code in codes:
         for permanent in (False, True):
             number = 0
-            while (refused := _refuse(run, fresh, folder, FailingDisk(number, code, permanent))) is not None:
+            while (
+                refused := _refuse(run, fresh, folder, FailingDisk(number, code, permanent))
+            ) is not None:
                 label = f"{refused}: {errno.errorcode[code]}{' (permanent)' if permanent else ''}"
                 after_error(folder)
                 run(folder)
@@ -96,6 +100,10 @@ def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str |
     else:
         assert disk.failed_at is not None, f"the job failed without an error of the disk: {failure}"
         message = str(failure)
-        assert any(str(path) in message for path in disk.refused), f"it names none of {disk.refused}: {message}"
-        assert "run the same command again" in message, f"the message does not say what to do: {message}"
+        assert any(str(path) in message for path in disk.refused), (
+            f"it names none of {disk.refused}: {message}"
+        )
+        assert "run the same command again" in message, (
+            f"the message does not say what to do: {message}"
+        )
     return disk.failed_at

@@ -1,12 +1,15 @@
-"""Python processes that tests start, forked from one that has imported the package: most of their time is imports.
+"""Python processes that tests start, forked from one that has imported the package: most of their
+time is imports.
 
-``install`` puts ``Popen`` in the place of subprocess's. It serves what a module of the tests starts as ``python -m
-datatrove_ckpt``, or as a script or code that names datatrove. All else is a new process: what the code under test
-starts, what the marker ``real_process`` asks for, and where the difference could be seen (``_fork`` and its helpers).
+``install`` puts ``Popen`` in the place of subprocess's. It serves what a module of the tests starts
+as ``python -m datatrove_ckpt``, or as a script or code that names datatrove. All else is a new
+process: what the code under test starts, what the marker ``real_process`` asks for, and where the
+difference could be seen (``_fork`` and its helpers).
 
-The server has one thread. It forks when asked and reaps when asked, so that a process that has ended stays a zombie
-until its Popen looks, as a child does. Not as in a new process: the parent, /proc/PID/cmdline, what is imported, and
-the seed of ``hash``; at the end, only the objects of the program itself are deleted.
+The server has one thread. It forks when asked and reaps when asked, so that a process that has
+ended stays a zombie until its Popen looks, as a child does. Not as in a new process: the parent,
+/proc/PID/cmdline, what is imported, and the seed of ``hash``; at the end, only the objects of the
+program itself are deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +35,19 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 _STREAMS = ("p2cread", "c2pwrite", "errwrite")
 _NOT_SERVED = ("executable", "preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
 # Read by the interpreter and by C libraries, or found by going through all variables.
-_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "TZ", "MALLOC_", "OMP_", "OPENBLAS_NUM_", "ARROW_", "FSSPEC_", "TQDM_")
+_AT_START = (
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "LD_",
+    "TZ",
+    "MALLOC_",
+    "OMP_",
+    "OPENBLAS_NUM_",
+    "ARROW_",
+    "FSSPEC_",
+    "TQDM_",
+)
 _ABOUT_IMPORTS = re.compile(r"\bsys\.(modules|meta_path|flags)\b|importlib|__import__|builtins")
 _START = "import sys; sys.path.insert(0, {!r}); import forked; del sys.path[0]; forked.serve({})"
 _MODULES = """
@@ -59,15 +74,23 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             super()._execute_child(args, *others)  # type: ignore[misc]
 
     def _fork(self, args: Any, given: dict[str, Any]) -> bool:
-        odd = any(given[name] for name in _NOT_SERVED) or not given["close_fds"] or given["umask"] != -1
+        odd = (
+            any(given[name] for name in _NOT_SERVED)
+            or not given["close_fds"]
+            or given["umask"] != -1
+        )
         if odd or not self.is_allowed or not _of_the_tests():
             return False
         cwd = str(Path(os.fsdecode(given["cwd"] or "")).absolute())
         words = _served(args, cwd)
-        streams = [given[pipe] if given[pipe] >= 0 else number for number, pipe in enumerate(_STREAMS)]
+        streams = [
+            given[pipe] if given[pipe] >= 0 else number for number, pipe in enumerate(_STREAMS)
+        ]
         if words is None or any(os.isatty(stream) for stream in streams):
             return False
-        environment = {os.fsdecode(k): os.fsdecode(v) for k, v in (given["env"] or os.environ).items()}
+        environment = {
+            os.fsdecode(k): os.fsdecode(v) for k, v in (given["env"] or os.environ).items()
+        }
         with self._starts:
             if Popen._server is None or Popen._server.owner != os.getpid():
                 Popen._server = _Server()
@@ -112,7 +135,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 class _Server:
     """The process that forks, as the process sees it that started it."""
 
-    environment: dict[str, str] | None = None  # of the first process of the tests, before any of them
+    # Of the first process of the tests, before any of them.
+    environment: dict[str, str] | None = None
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -174,7 +198,8 @@ def _served(args: Any, cwd: str) -> list[str] | None:
     if words[0] != sys.executable or len(words) < 2:
         return None
     script = Path(cwd, words[1])
-    if words[1] == "-c" and sys.version_info < (3, 13):  # which shows the lines of such code in tracebacks
+    # Which shows the lines of such code in tracebacks.
+    if words[1] == "-c" and sys.version_info < (3, 13):
         source = words[2]
     elif script.suffix == ".py" and script.is_file():
         source = script.read_text(errors="replace")
@@ -186,11 +211,13 @@ def _served(args: Any, cwd: str) -> list[str] | None:
 def _inherited() -> list[str]:
     """What a process gets from its parent beside files and variables."""
     of_thread = Path("/proc/thread-self/status").read_text().splitlines()
-    lines = [line for line in of_thread if line.startswith(("Umask", "SigBlk", "SigIgn", "Cpus_allowed"))]
+    lines = [
+        line for line in of_thread if line.startswith(("Umask", "SigBlk", "SigIgn", "Cpus_allowed"))
+    ]
     return [*lines, Path("/proc/self/limits").read_text()]
 
 
-# The server ----------------------------------------------------------------------------------------------------------
+# The server --------------------------------------------------------------------------------------
 
 
 def serve(descriptor: int) -> None:
@@ -239,7 +266,12 @@ def _import() -> set[str]:
 
 
 def _become(
-    streams: list[int], words: list[str], environment: dict[str, str], cwd: str, new_session: bool, group: int
+    streams: list[int],
+    words: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    new_session: bool,
+    group: int,
 ) -> NoReturn:
     """Runs a program as a new interpreter would, down to its end."""
     for number, stream in enumerate(streams):
@@ -278,7 +310,9 @@ def _become(
 
 
 def _finalize() -> None:
-    """As the interpreter does it, but only for the objects of the program: it would go through all memory."""
+    """As the interpreter does it, but only for the objects of the program: it would go through all
+    memory.
+    """
     import gc
 
     threading._shutdown()  # type: ignore[attr-defined]
@@ -318,7 +352,9 @@ def _execute(words: list[str]) -> None:
     main = vars(sys.modules["__main__"])  # other modules have it
     kept = {name: main[name] for name in ("__builtins__", "__loader__")}
     main.clear()
-    main.update(kept, __name__="__main__", __doc__=None, __package__=None, __spec__=None, __annotations__={})
+    main.update(
+        kept, __name__="__main__", __doc__=None, __package__=None, __spec__=None, __annotations__={}
+    )
     sys.orig_argv = words
     if words[1] == "-m":
         sys.argv, sys.path[0] = words[2:], str(Path.cwd())

@@ -43,7 +43,10 @@ def progress(documents: int = 7, at: float = 0.0, attempt: int = 1) -> Progress:
 
 @dataclass(slots=True)
 class Attempt:
-    """What the history has of one attempt. Each part may be missing: killed, damaged, or left out to bound the size."""
+    """What the history has of one attempt.
+
+    Each part may be missing: killed, damaged, or left out to bound the size.
+    """
 
     number: int
     start: Start | None = None
@@ -87,7 +90,9 @@ class History:
     @property
     def last(self) -> Progress | None:
         """The newest progress line."""
-        return next((record for record in reversed(self.records) if isinstance(record, Progress)), None)
+        return next(
+            (record for record in reversed(self.records) if isinstance(record, Progress)), None
+        )
 
     @property
     def last_attempt(self) -> int:
@@ -95,8 +100,13 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """A missing file has no records. A torn last line is left out, and so are whole ones that are not known here."""
+    """A missing file has no records.
+
+    A torn last line is left out, and so are whole ones that are not known here.
+    """
     lines = whole_lines(path.read_bytes()) if path.exists() else []
     found = [parse_line(line) for line in lines]
-    damaged = sum(record is None and unseal(line) is None for line, record in zip(lines, found, strict=True))
+    damaged = sum(
+        record is None and unseal(line) is None for line, record in zip(lines, found, strict=True)
+    )
     return History([record for record in found if record is not None], damaged)

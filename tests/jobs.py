@@ -18,7 +18,10 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
-"""Config for servers that stop answering by design, where the rank's stop is waited for. The start has more time."""
+"""Config for servers that stop answering by design, where the rank's stop is waited for.
+
+The start has more time.
+"""
 
 
 @asynccontextmanager
@@ -51,15 +54,21 @@ def fails_at(bad: Collection[str]) -> Callable[[Document, Any], Awaitable[Any]]:
     return rollout
 
 
-async def the_first_last(document: Document, generate: Any, others_committed: Callable[[], Awaitable[None]]) -> Any:
-    """The first document has its answer early, and is finished when the chunks after it are committed."""
+async def the_first_last(
+    document: Document, generate: Any, others_committed: Callable[[], Awaitable[None]]
+) -> Any:
+    """The first document has its answer early, and is finished when the chunks after it are
+    committed.
+    """
     result = await ask(document, generate)
     if document.id == "id 0":
         await others_committed()
     return result
 
 
-def rejects(texts: Collection[str], status: int = 400) -> Callable[[dict[str, Any], int], int | None]:
+def rejects(
+    texts: Collection[str], status: int = 400
+) -> Callable[[dict[str, Any], int], int | None]:
     """For a server: what it says to documents with these texts, as long as they are among them."""
     return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
@@ -75,12 +84,21 @@ class Budget:
 
 
 def config(server: FakeServer, **changes: Any) -> InferenceConfig:
-    settings: dict[str, Any] = {"model_name_or_path": "fake", "server_patience_seconds": 60.0, **changes}
+    settings: dict[str, Any] = {
+        "model_name_or_path": "fake",
+        "server_patience_seconds": 60.0,
+        **changes,
+    }
     return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)
 
 
 def writer(folder: Path, compression: str | None = None, **changes: Any) -> JsonlWriter:
-    return JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=compression, **changes)
+    return JsonlWriter(
+        str(folder / "output"),
+        "${rank}_chunk_${chunk_index}.jsonl",
+        compression=compression,
+        **changes,
+    )
 
 
 def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> InferenceRunner:
@@ -89,7 +107,10 @@ def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any)
     changes.setdefault("records_per_chunk", 2)
     settings = changes.pop("config", {})
     return InferenceRunner(
-        rollout, config(server, **settings), checkpoints_local_dir=str(folder / "checkpoints"), **changes
+        rollout,
+        config(server, **settings),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        **changes,
     )
 
 
@@ -111,11 +132,17 @@ def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
 
 def make_server(config: InferenceConfig, rank: int) -> ExternalServers | InferenceServer:
     """One that we launch, or an endpoint that runs already."""
-    return ExternalServers(config) if config.server_type == "endpoint" else InferenceServer(config, rank)
+    return (
+        ExternalServers(config)
+        if config.server_type == "endpoint"
+        else InferenceServer(config, rank)
+    )
 
 
 @asynccontextmanager
-async def started_server(config: InferenceConfig, rank: int) -> AsyncIterator[ExternalServers | InferenceServer]:
+async def started_server(
+    config: InferenceConfig, rank: int
+) -> AsyncIterator[ExternalServers | InferenceServer]:
     server = make_server(config, rank)
     await server.start()
     try:

@@ -1,7 +1,8 @@
-"""What a checkpoint has kept: the content of its files, and how many answers, seen from outside while its run is on.
+"""What a checkpoint has kept: the content of its files, and how many answers, seen from outside
+while its run is on.
 
-An answer is written down a moment after it came. So a test that says exactly what a kill -9 may cost waits until those
-are kept that are not to be lost.
+An answer is written down a moment after it came. So a test that says exactly what a kill -9 may
+cost waits until those are kept that are not to be lost.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def answers_kept(checkpoints: Path) -> int:
 
 
 def _kept(rank: Path) -> int:
-    # In the order in which an answer moves on, so that none is missed; those seen twice are told by their ordinal.
+    # In the order in which an answer moves on, so that none is missed; those seen twice are told by
+    # their ordinal.
     cached = _cached(rank / "replay.sqlite3")
     finished: dict[int, int] = {}
     for path in rank.glob("chunk_*.jsonl"):
@@ -51,7 +53,11 @@ def _kept(rank: Path) -> int:
                 document = Finished.from_body(line.body)
                 finished[document.ordinal] = document.requests
     commits = read_commits(rank / "commits.jsonl").values()
-    committed = {ordinal for commit in commits for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
+    committed = {
+        ordinal
+        for commit in commits
+        for ordinal in range(commit.first_ordinal, commit.next_ordinal)
+    }
     return (
         sum(commit.counts.requests for commit in commits)
         + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
@@ -67,8 +73,12 @@ def _cached(path: Path) -> list[int]:
                 shutil.copy(name, folder)
             connection = sqlite3.connect(Path(folder, path.name))
             try:
-                return [ordinal for (ordinal,) in connection.execute("SELECT ordinal FROM request_cache")]
+                return [
+                    ordinal
+                    for (ordinal,) in connection.execute("SELECT ordinal FROM request_cache")
+                ]
             finally:
                 connection.close()
-        except (FileNotFoundError, sqlite3.DatabaseError):  # not yet there, or copied while it changed
+        except (FileNotFoundError, sqlite3.DatabaseError):
+            # Not yet there, or copied while it changed.
             return []

@@ -1,14 +1,17 @@
-"""Makes the fixture of a queue: each executor.pik that this version's jobs leave for their tasks, as
-tests/data/queued/NAME. Tasks that a version has queued may start after the package was updated.
+"""Makes the fixture of a queue: each executor.pik that this version's jobs leave for their tasks,
+as tests/data/queued/NAME. Tasks that a version has queued may start after the package was updated.
 
     python -m tests.make_queued NAME
 
-    script.pik    of a script: functions of a module (tests/data/queued/site), shared context, monitoring, a key
+    script.pik    of a script: functions of a module (tests/data/queued/site), shared context,
+                  monitoring, a key
     yaml.pik      of `datatrove-ckpt run` with a YAML file and a ready-made rollout
-    parts.pik     every other reader, rollout and writer that may be in such a file; its tasks need not run
+    parts.pik     every other reader, rollout and writer that may be in such a file; its tasks need
+                  not run
     made.json     what each runner's settings and identity were
 
-No path in them is absolute, no function is pickled by value, and no test may need another Python for them.
+No path in them is absolute, no function is pickled by value, and no test may need another Python
+for them.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ def write_input(folder: Path) -> None:
     """One file for each task."""
     (folder / "input").mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
-        rows = [json.dumps({"text": text, "id": f"{number}/{index}"}) for index, text in enumerate(texts)]
+        rows = [
+            json.dumps({"text": text, "id": f"{number}/{index}"})
+            for index, text in enumerate(texts)
+        ]
         (folder / "input" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
@@ -72,7 +78,11 @@ def script() -> Any:
     runner = InferenceRunner(
         queued_job.rollout,
         InferenceConfig(
-            "endpoint", "m", endpoint_url="${QUEUED_URL}", api_key_env="QUEUED_KEY", max_concurrent_generations=1
+            "endpoint",
+            "m",
+            endpoint_url="${QUEUED_URL}",
+            api_key_env="QUEUED_KEY",
+            max_concurrent_generations=1,
         ),
         JsonlWriter("output", NAME, compression=None),
         shared_context=queued_job.shared,
@@ -90,21 +100,39 @@ def script() -> Any:
 
 def parts() -> Any:
     import queued_job
-    from datatrove.pipeline.writers import HuggingFaceBucketWriter, HuggingFaceDatasetWriter, ParquetWriter
+    from datatrove.pipeline.writers import (
+        HuggingFaceBucketWriter,
+        HuggingFaceDatasetWriter,
+        ParquetWriter,
+    )
 
     from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader
+    from datatrove_ckpt.readers import (
+        HuggingFaceDatasetReader,
+        IpcReader,
+        JsonlReader,
+        ParquetReader,
+    )
     from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, JudgeRollout, chat
 
     parquet = "${rank}_${chunk_index}.parquet"
     servers = [
         InferenceConfig("vllm", "m", tp=2, model_kwargs={"enforce-eager": True, "revision": "v1"}),
         InferenceConfig(
-            "sglang", "m", default_generation_params={"temperature": 0.5}, max_concurrent_generations="auto"
+            "sglang",
+            "m",
+            default_generation_params={"temperature": 0.5},
+            max_concurrent_generations="auto",
         ),
         InferenceConfig("custom", "m", model_kwargs={"server_script": "serve.py"}, replicas=2),
         InferenceConfig("llamacpp", "m.gguf"),
-        InferenceConfig("endpoint", "m", endpoint_url=["http://a:1", "http://b:1"], use_chat=False, api_key="k3y"),
+        InferenceConfig(
+            "endpoint",
+            "m",
+            endpoint_url=["http://a:1", "http://b:1"],
+            use_chat=False,
+            api_key="k3y",
+        ),
     ]
     rollouts = [
         queued_job.Asker(2),
@@ -114,13 +142,23 @@ def parts() -> Any:
         CompletionRollout("Say {text}"),
     ]
     writers = [
-        HuggingFaceDatasetWriter("owner/name", private=True, output_filename=parquet, local_working_dir="work"),
+        HuggingFaceDatasetWriter(
+            "owner/name", private=True, output_filename=parquet, local_working_dir="work"
+        ),
         HuggingFaceBucketWriter("owner/name", output_filename=parquet, local_working_dir="work"),
         *(ParquetWriter(f"output{number}", parquet) for number in range(3)),
     ]
     steps = [
-        InferenceRunner(rollout, config, writer, checkpoints_local_dir=f"checkpoints{number}", keep_answers=number == 1)
-        for number, (rollout, config, writer) in enumerate(zip(rollouts, servers, writers, strict=True))
+        InferenceRunner(
+            rollout,
+            config,
+            writer,
+            checkpoints_local_dir=f"checkpoints{number}",
+            keep_answers=number == 1,
+        )
+        for number, (rollout, config, writer) in enumerate(
+            zip(rollouts, servers, writers, strict=True)
+        )
     ]
     readers = [
         JsonlReader("input", shuffle_seed=1),
@@ -133,8 +171,12 @@ def parts() -> Any:
 
 def settings(step: Any) -> dict[str, Any]:
     """Of a runner, and of its config: what its attributes say, as plain JSON."""
-    names = [name for name in inspect.signature(type(step).__init__).parameters if hasattr(step, name)]
-    found: dict[str, Any] = json.loads(json.dumps({name: getattr(step, name) for name in names}, default=_shown))
+    names = [
+        name for name in inspect.signature(type(step).__init__).parameters if hasattr(step, name)
+    ]
+    found: dict[str, Any] = json.loads(
+        json.dumps({name: getattr(step, name) for name in names}, default=_shown)
+    )
     return found
 
 
@@ -146,7 +188,9 @@ def _shown(value: Any) -> Any:
 
 def identity(step: Any) -> dict[str, Any]:
     """What a task compares with the checkpoint that it continues, as plain JSON."""
-    found: dict[str, Any] = json.loads(json.dumps(step.identity(TASKS).fields).replace(str(Path.cwd()), "."))
+    found: dict[str, Any] = json.loads(
+        json.dumps(step.identity(TASKS).fields).replace(str(Path.cwd()), ".")
+    )
     return found
 
 
@@ -171,7 +215,8 @@ def make(target: Path) -> None:
     for name in ("script", "yaml", "parts"):
         with tempfile.TemporaryDirectory(prefix="queued-") as temporary, chdir(temporary):
             folder = Path(temporary)
-            DataFolder.clear_instance_cache()  # it would keep the working directory of the job before
+            # It would keep the working directory of the job before.
+            DataFolder.clear_instance_cache()
             write_input(folder)
             (folder / "bin").mkdir()
             (folder / "bin" / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
@@ -184,7 +229,9 @@ def make(target: Path) -> None:
                 submit(script() if name == "script" else parts())
             pickled = (folder / "logs" / "executor.pik").read_bytes()
             steps = runners(dill.loads(pickled))
-            made[name] = [{"settings": settings(step), "identity": identity(step)} for step in steps]
+            made[name] = [
+                {"settings": settings(step), "identity": identity(step)} for step in steps
+            ]
         (target / f"{name}.pik").write_bytes(pickled)
     (target / "made.json").write_text(json.dumps(made, indent=1) + "\n")
 

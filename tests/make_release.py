@@ -1,9 +1,12 @@
-"""Makes the fixture of a release: the folders that its code leaves behind, as tests/data/releases/NAME.
+"""Makes the fixture of a release: the folders that its code leaves behind, as
+tests/data/releases/NAME.
 
-    python -m tests.make_release COMMIT NAME         git archives the package of COMMIT, and runs this job with it
+    python -m tests.make_release COMMIT NAME         git archives the package of COMMIT, and runs
+                                                     this job with it
 
-The job has three tasks. Task 0 is finished, and has retried its dead letter. Task 1 was killed with -9: a committed
-chunk, a journal, and a cached answer of a document that was not finished. Task 2 has not started. Task 1 has a mirror.
+The job has three tasks. Task 0 is finished, and has retried its dead letter. Task 1 was killed with
+-9: a committed chunk, a journal, and a cached answer of a document that was not finished. Task 2
+has not started. Task 1 has a mirror.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ def write_input(folder: Path) -> None:
     """One file for each task."""
     folder.mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
-        rows = [json.dumps({"text": text, "id": f"{number}/{index}"}) for index, text in enumerate(texts)]
+        rows = [
+            json.dumps({"text": text, "id": f"{number}/{index}"})
+            for index, text in enumerate(texts)
+        ]
         (folder / f"part-{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
@@ -56,7 +62,9 @@ def run(folder: Path, url: str, rank: int, output: str | None = None, **changes:
             rollouts_per_document=2,
             max_concurrent_generations=1,
         ),
-        JsonlWriter(output or str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None),
+        JsonlWriter(
+            output or str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+        ),
         checkpoints_local_dir=str(folder / "checkpoints"),
         records_per_chunk=PER_CHUNK,
         skip_bad_requests=True,
@@ -85,19 +93,25 @@ def make(commit: str, target: Path) -> None:
 
     with tempfile.TemporaryDirectory(prefix="made-by-") as temporary:
         root, folder = Path(temporary), Path(temporary) / "job"
-        archive = subprocess.run(["git", "archive", commit, "datatrove_ckpt"], check=True, capture_output=True).stdout
+        archive = subprocess.run(
+            ["git", "archive", commit, "datatrove_ckpt"], check=True, capture_output=True
+        ).stdout
         subprocess.run(["tar", "-x", "-C", str(root)], input=archive, check=True)
         write_input(folder / "input")
         with FakeServer(delay=delay, status=status) as server:
             for changes in ({"rank": 0}, {"rank": 0, "retry_dead_letters": True}):
                 start(root, folder, server.url, **changes).wait()
-            killed = start(root, folder, server.url, rank=1, checkpoints_remote_dir=str(folder / "mirror"))
+            killed = start(
+                root, folder, server.url, rank=1, checkpoints_remote_dir=str(folder / "mirror")
+            )
             assert stopped.wait(240), "the document was not asked for"
             time.sleep(3)  # all that was answered is on the disk, and on the mirror
             killed.send_signal(signal.SIGKILL)
             killed.wait()
         said = "from datatrove_ckpt import __version__ as v; print(v)"
-        asked = subprocess.run([sys.executable, "-c", said], cwd=root, capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            [sys.executable, "-c", said], cwd=root, capture_output=True, text=True, check=False
+        )
         made = {"commit": commit, "version": asked.stdout.strip() or "0.1.0", "folder": str(folder)}
         (folder / "made.json").write_text(json.dumps(made, indent=2) + "\n")
         shutil.rmtree(folder / "input")
@@ -112,7 +126,9 @@ def is_about(payload: Any, text: str) -> bool:
 def start(package: Path, folder: Path, url: str, **changes: Any) -> subprocess.Popen[bytes]:
     """A process that runs a task with the package in ``package``."""
     command = [sys.executable, __file__, "--job", str(folder), url, json.dumps(changes)]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}, cwd=package)
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}, cwd=package
+    )
 
 
 if __name__ == "__main__":

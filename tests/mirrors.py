@@ -1,4 +1,6 @@
-"""What tests of mirrors share: a rank that was stopped in the middle, and what a folder says is answered."""
+"""What tests of mirrors share: a rank that was stopped in the middle, and what a folder says is
+answered.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ PASSES = Passes()
 
 
 class Job:
-    """Six documents in chunks of three, two requests each, one after the other, mirrored to ``remote``."""
+    """Six documents in chunks of three, two requests each, one after the other, mirrored to
+    ``remote``.
+    """
 
     def __init__(self, folder: Path, remote: str | None = None) -> None:
         self.folder = folder
@@ -84,17 +88,34 @@ class Job:
         self.checkpoints = folder / "checkpoints"
         self.rank = self.checkpoints / "00000"
 
-    def run(self, server: FakeServer, number: int = 6, patience: Mapping[str, float] = {}, **changes: Any) -> None:
+    def run(
+        self,
+        server: FakeServer,
+        number: int = 6,
+        patience: Mapping[str, float] = {},
+        **changes: Any,
+    ) -> None:
         settings: dict[str, Any] = {
             "checkpoints_remote_dir": self.remote,
             "mirror_seconds": 1000,
             "records_per_chunk": 3,
         }
-        settings |= {"checkpoints_local_dir": str(self.checkpoints), "output_writer": writer(self.folder), **changes}
-        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | patience), **settings).run(documents(number))
+        settings |= {
+            "checkpoints_local_dir": str(self.checkpoints),
+            "output_writer": writer(self.folder),
+            **changes,
+        }
+        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | patience), **settings).run(
+            documents(number)
+        )
 
-    def run_until(self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any) -> None:
-        """Runs until this question fails; then the rank uploads a last time. ``wait`` is called before each answer."""
+    def run_until(
+        self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any
+    ) -> None:
+        """Runs until this question fails; then the rank uploads a last time.
+
+        ``wait`` is called before each answer.
+        """
 
         def broken(payload: dict[str, Any], times: int) -> int | None:
             wait()
@@ -115,7 +136,8 @@ class Job:
 
 
 def refuse_the_second(folder: Path, remotes: tuple[str, str], **settings: Any) -> None:
-    """Two jobs start into one empty folder. The later one is refused, also once the first has lost its node.
+    """Two jobs start into one empty folder. The later one is refused, also once the first has lost
+    its node.
 
     All answers of the first one say "first".
     """
@@ -148,7 +170,9 @@ def answered(rank: Path) -> Counter[str]:
 
 
 def known_ordinals(rank: Path) -> tuple[set[int], Counter[int]]:
-    """The documents that commits and journals hold, and of how many answers of each the request cache knows."""
+    """The documents that commits and journals hold, and of how many answers of each the request
+    cache knows.
+    """
     finished: set[int] = set()
     for commit in read_commits(rank / "commits.jsonl").values():
         finished.update(range(commit.first_ordinal, commit.next_ordinal))
@@ -195,7 +219,8 @@ runner.run(documents(int(number)))
 
 
 class Killed:
-    """Documents in a process of its own, killed with -9 at random moments; the node's disk is lost every time.
+    """Documents in a process of its own, killed with -9 at random moments; the node's disk is lost
+    every time.
 
     Args:
         delay: seconds before each answer.
@@ -216,7 +241,9 @@ class Killed:
         self._process: subprocess.Popen[bytes] | None = None
 
     def delay(self, payload: dict[str, Any], times: int) -> float:
-        """For the server: kills the process before the answer that might finish it, however busy the machine is."""
+        """For the server: kills the process before the answer that might finish it, however busy
+        the machine is.
+        """
         self._left -= 1
         if self._left <= 0 and self._process is not None:
             self._process.kill()
@@ -229,7 +256,9 @@ class Killed:
         for left in [*(chance.randrange(5, self.MOST) for _ in range(self._kills)), None]:
             server.asked.clear()
             killed = self._run_once(server, left)
-            assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
+            assert not known & server.asked, (
+                f"asked again for what a version holds: {known & server.asked}"
+            )
             assert killed == (left is not None)
             if killed:
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
@@ -237,7 +266,15 @@ class Killed:
 
     def _run_once(self, server: FakeServer, kill_after: int | None) -> bool:
         """Returns whether it was killed."""
-        argv = [sys.executable, "-c", RUN_DOCUMENTS, str(self.folder), self.remote, server.url, str(self.documents)]
+        argv = [
+            sys.executable,
+            "-c",
+            RUN_DOCUMENTS,
+            str(self.folder),
+            self.remote,
+            server.url,
+            str(self.documents),
+        ]
         with self.log.open("ab") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
         if kill_after is not None:

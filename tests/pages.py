@@ -1,7 +1,7 @@
 """README and docs/, with their fenced examples, so that tests can check and run them.
 
-An example is a fenced block in one of the languages of ``LANGUAGES``. Terminal output, tables of numbers and diagrams
-are indented instead: nobody is meant to type them.
+An example is a fenced block in one of the languages of ``LANGUAGES``. Terminal output, tables of
+numbers and diagrams are indented instead: nobody is meant to type them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.barrier --documents 960 --tasks 1 10 40 80 --ranks-at-once 32 8": "the same",
     "python -m tests.bench.gpu_tasks --documents 400": "needs a GPU",
 }
-"""Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them instead."""
+"""Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them
+instead.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,11 @@ def table_rows(text: str) -> list[list[str]]:
         for line in text.splitlines()
         if line.startswith("|")
     ]
-    rulers = [index for index, row in enumerate(rows) if all(set(cell) <= {"-", ":"} and cell for cell in row)]
+    rulers = [
+        index
+        for index, row in enumerate(rows)
+        if all(set(cell) <= {"-", ":"} and cell for cell in row)
+    ]
     headers = {index - 1 for index in rulers} | set(rulers)
     return [row for index, row in enumerate(rows) if index not in headers]
 

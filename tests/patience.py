@@ -1,8 +1,9 @@
 """Seconds that a promise may take, counted only while the machine has time for it.
 
-On a quiet machine they are seconds. While processes wait for a processor or a disk (Linux's pressure stall
-information), they stand still: a promise that is broken fails its test, a machine that does other work does not. The
-limit of a test (``timeout`` in pyproject.toml) ends one that waits for ever.
+On a quiet machine they are seconds. While processes wait for a processor or a disk (Linux's
+pressure stall information), they stand still: a promise that is broken fails its test, a machine
+that does other work does not. The limit of a test (``timeout`` in pyproject.toml) ends one that
+waits for ever.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, w
 
 
 def stalled() -> float:
-    """Seconds that some process of the machine has waited for a processor, memory or a disk; 0 if it is not told."""
+    """Seconds that some process of the machine has waited for a processor, memory or a disk; 0 if
+    it is not told.
+    """
     files = [PRESSURE / name for name in ("cpu", "memory", "io")]
-    sums = [re.search(r"^some .*total=(\d+)", file.read_text(), re.M) for file in files if file.exists()]
+    sums = [
+        re.search(r"^some .*total=(\d+)", file.read_text(), re.M) for file in files if file.exists()
+    ]
     return sum(int(found[1]) for found in sums if found) / 1e6
 
 
@@ -67,7 +72,10 @@ class Patience:
         return ended or bool(select.select([descriptor], [], [], 0)[0])
 
     def output_of(self, process: subprocess.Popen[str]) -> str:
-        """What it wrote until nobody held its standard output any more. Raises ``TimeoutExpired`` when time is over."""
+        """What it wrote until nobody held its standard output any more.
+
+        Raises ``TimeoutExpired`` when time is over.
+        """
         while True:
             try:
                 return process.communicate(timeout=0.1)[0]

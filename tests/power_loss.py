@@ -25,19 +25,23 @@ Names = dict[Path, "_File | None"]
 class PowerLossDisk(CrashingDisk):
     """A disk that loses power: data that was not synced may be lost, all or in part.
 
-    The survivors are every combination of *contents* (of each file: only what was synced; all; synced and half of the
-    rest; all, but the last block is zeros; and, so that files disagree, alternate files all or nothing) and *names*
-    (of each folder: as at its last sync; as now). Everything counts as synced when the disk is made. SQLite does not
-    write through this class, so its files are read whenever another effect happens, and count as synced when their
-    log is.
+    The survivors are every combination of *contents* (of each file: only what was synced; all;
+    synced and half of the rest; all, but the last block is zeros; and, so that files disagree,
+    alternate files all or nothing) and *names* (of each folder: as at its last sync; as now).
+    Everything counts as synced when the disk is made. SQLite does not write through this class, so
+    its files are read whenever another effect happens, and count as synced when their log is.
     """
 
     BLOCK = 64  # bytes; smaller than a real one, as everything in tests is
 
-    def __init__(self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS) -> None:
+    def __init__(
+        self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
+    ) -> None:
         super().__init__(crash_at, folder, torn, counted)
         found = folder.rglob("*")
-        self._now: Names = {path: None if path.is_dir() else _File(path.read_bytes()) for path in found}
+        self._now: Names = {
+            path: None if path.is_dir() else _File(path.read_bytes()) for path in found
+        }
         self._durable = dict(self._now)
 
     def before(self, name: str, args: Arguments, label: str) -> None:
@@ -72,9 +76,12 @@ class PowerLossDisk(CrashingDisk):
         if path.is_dir():
             for known in [known for known in self._durable if known.parent == path]:
                 del self._durable[known]
-            self._durable.update({known: file for known, file in self._now.items() if known.parent == path})
+            self._durable.update(
+                {known: file for known, file in self._now.items() if known.parent == path}
+            )
             return
-        # SQLite syncs its database before it relies on it, and what it wrote there is at least as old as its log.
+        # SQLite syncs its database before it relies on it, and what it wrote there is at least as
+        # old as its log.
         also = path.with_name(path.name.removesuffix("-wal"))
         for synced in {path, also}:
             if (file := self._now.get(synced)) is not None:
@@ -100,11 +107,14 @@ class PowerLossDisk(CrashingDisk):
                 path.write_bytes(self._survives(path, file, content, index))
 
     def _survives(self, path: Path, file: _File, content: str, index: int) -> bytes:
-        # SQLite syncs its log before it writes to the database, and the database before it restarts the log. So the
-        # database survives as it is now. If it changed since our last sync, SQLite has synced the log.
+        # SQLite syncs its log before it writes to the database, and the database before it restarts
+        # the log. So the database survives as it is now. If it changed since our last sync, SQLite
+        # has synced the log.
         database = self._now.get(path.with_name(path.name.removesuffix("-wal")))
         if path.name == CACHE or (
-            path.name.endswith("-wal") and database is not None and database.content != database.durable
+            path.name.endswith("-wal")
+            and database is not None
+            and database.content != database.durable
         ):
             return file.content
         if content == "synced" or (content in ("odd", "even") and index % 2 == (content == "even")):

@@ -1,4 +1,6 @@
-"""Programs that tests start, and some that stand in for others; what tests ask of processes not their children."""
+"""Programs that tests start, and some that stand in for others; what tests ask of processes not
+their children.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def run(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[
 
 
 def start(command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
-    """In a session of its own, so that it can be killed with its children; its errors are part of its output."""
+    """In a session of its own, so that it can be killed with its children; its errors are part of
+    its output.
+    """
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, **both, text=True, start_new_session=True, **settings)
 

@@ -36,7 +36,10 @@ class Terminal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for descriptor in (self.master, self.slave):
             os.close(descriptor)
@@ -57,19 +60,23 @@ class Terminal:
     def read(self) -> list[str]:
         """The lines, without empty ones at the end, after all that was written.
 
-        What is written to a pty reaches its other end some time later, in order. So a mark is written, and awaited.
+        What is written to a pty reaches its other end some time later, in order. So a mark is
+        written, and awaited.
         """
         self._marks += 1
         mark, content, is_marked = b"\x1b]mark %d\x07" % self._marks, b"", False
         while mark not in content:
-            readable, writable, _ = select.select([self.master], [] if is_marked else [self.slave], [])
+            readable, writable, _ = select.select(
+                [self.master], [] if is_marked else [self.slave], []
+            )
             if readable:
                 content += os.read(self.master, 1 << 16)
             elif writable:
                 is_marked = bool(os.write(self.slave, mark))
         self._stream.feed(content.replace(mark, b""))
         above = [
-            "".join(row[column].data for column in range(self._screen.columns)) for row in self._screen.history.top
+            "".join(row[column].data for column in range(self._screen.columns))
+            for row in self._screen.history.top
         ]
         lines = [line.rstrip() for line in [*above, *self._screen.display]]
         while lines and not lines[-1]:
@@ -103,8 +110,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 @contextmanager
 def on_terminal(terminal: Terminal, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """``datatrove-ckpt WORDS`` in this folder, whose terminal it is."""
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": "default"}
-    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "PYTHONIOENCODING": "utf-8",
+        "PYTHONWARNINGS": "default",
+    }
+    environment = {
+        name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")
+    }
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.slave)
     argv = [sys.executable, "-c", _WITH_TERMINAL, sys.executable, "-m", "datatrove_ckpt", *words]
     process = subprocess.Popen(argv, cwd=folder, start_new_session=True, env=environment, **streams)

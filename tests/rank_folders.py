@@ -1,4 +1,6 @@
-"""Folders of ranks as runs leave them, made without a run: for ``status`` and the commands that read many ranks."""
+"""Folders of ranks as runs leave them, made without a run: for ``status`` and the commands that
+read many ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import orjson
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Record, Start, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import (
+    End,
+    InputPosition,
+    Progress,
+    Record,
+    Start,
+    WorkCounts,
+)
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
@@ -34,10 +43,14 @@ def work(documents: int, **more: Any) -> WorkCounts:
     """What it took to finish so many documents."""
     tokens = {"prompt_tokens": documents * PROMPT, "completion_tokens": documents * COMPLETION}
     requests = documents * REQUESTS
-    return WorkCounts(**{"documents": documents, "requests": requests, "sent": requests, **tokens, **more})
+    return WorkCounts(
+        **{"documents": documents, "requests": requests, "sent": requests, **tokens, **more}
+    )
 
 
-def minute(at: float, documents: int, total: int | None = None, attempt: int = 1, **changes: Any) -> Progress:
+def minute(
+    at: float, documents: int, total: int | None = None, attempt: int = 1, **changes: Any
+) -> Progress:
     """A minute line. The input is counted in rows, a document each."""
     position = InputPosition(documents, total, "rows" if total is not None else None)
     fields: dict[str, Any] = {
@@ -54,10 +67,14 @@ def minute(at: float, documents: int, total: int | None = None, attempt: int = 1
     return Progress(at=at, attempt=attempt, **fields | changes)
 
 
-def minutes(start: float, number: int, per_minute: int, total: int | None = None, **changes: Any) -> list[Progress]:
+def minutes(
+    start: float, number: int, per_minute: int, total: int | None = None, **changes: Any
+) -> list[Progress]:
     """Minute lines of a rank that works at one speed, from its start on."""
     return [
-        minute(start + 60 * n, per_minute * n, total, **{"seconds": Seconds(60 * n, 60 * n)} | changes)
+        minute(
+            start + 60 * n, per_minute * n, total, **{"seconds": Seconds(60 * n, 60 * n)} | changes
+        )
         for n in range(number + 1)
     ]
 
@@ -113,10 +130,20 @@ def write_rank(
     """
     folder = layout.rank_folder(root, number)
     folder.mkdir(parents=True)
-    owner = {"fence": attempts, "host": ELSEWHERE, "pid": 42, "nonce": f"{number:016x}", "earlier": {}, "commits": 0}
+    owner = {
+        "fence": attempts,
+        "host": ELSEWHERE,
+        "pid": 42,
+        "nonce": f"{number:016x}",
+        "earlier": {},
+        "commits": 0,
+    }
     run = {"format": FORMAT, "records_per_chunk": per_chunk, **settings, "owner": owner}
     (folder / layout.RUN).write_bytes(sealed_json(run))
-    dead = [orjson.dumps({"kind": kind, "error": error, "document": {}}) + b"\n" for kind, error in letters]
+    dead = [
+        orjson.dumps({"kind": kind, "error": error, "document": {}}) + b"\n"
+        for kind, error in letters
+    ]
     size = len(b"".join(dead))
     lines = [commit(index, per_chunk) for index in range(chunks - 1)]
     lines += [commit(chunks - 1, per_chunk, len(dead), size)] if chunks else []
@@ -125,10 +152,20 @@ def write_rank(
         (folder / layout.DEAD_LETTERS).write_bytes(b"".join(dead))
     if journal:
         documents = [
-            Finished(chunks * per_chunk + index, "written", f"{index}", b"{}", REQUESTS, PROMPT, COMPLETION)
+            Finished(
+                chunks * per_chunk + index,
+                "written",
+                f"{index}",
+                b"{}",
+                REQUESTS,
+                PROMPT,
+                COMPLETION,
+            )
             for index in range(journal)
         ]
-        layout.journal_path(folder, chunks).write_bytes(b"".join(one.to_line() for one in documents))
+        layout.journal_path(folder, chunks).write_bytes(
+            b"".join(one.to_line() for one in documents)
+        )
     records = list(history)
     if records:
         (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))

@@ -1,7 +1,9 @@
-"""Whether a loader that stopped goes on where it stopped: the samples of a run with stops against those without.
+"""Whether a loader that stopped goes on where it stopped: the samples of a run with stops against
+those without.
 
-The idea is the leakage check of data loader benchmarks: train in pieces, and look for samples that two pieces share or
-that no piece has. Here the order counts, too, and so do the borders of the batches.
+The idea is the leakage check of data loader benchmarks: train in pieces, and look for samples that
+two pieces share or that no piece has. Here the order counts, too, and so do the borders of the
+batches.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class ResumeReport:
     Attributes:
         samples: number of samples in each epoch of the run without stops.
         batches: number of batches in each epoch of the run without stops.
-        stops: the stops of each resumed run: numbers of batches, each counted from the stop before it.
+        stops: the stops of each resumed run: numbers of batches, each counted from the stop before
+            it.
     """
 
     samples: list[int] = field(default_factory=list)
@@ -50,8 +53,8 @@ class ResumeReport:
 def samples_of(batch: Any) -> list[Any]:
     """The samples of a batch, as torch's and Hugging Face's default collate functions make it.
 
-    A dict of columns of one length, and a list of arrays of one length, are split into rows, a list into its items, an
-    array along its first dimension. Anything else is one sample.
+    A dict of columns of one length, and a list of arrays of one length, are split into rows, a list
+    into its items, an array along its first dimension. Anything else is one sample.
     """
     if isinstance(batch, Mapping):
         columns = list(batch.values())
@@ -80,26 +83,29 @@ def assert_resume_is_exact(
     epochs: int = 1,
     samples: Callable[[Any], Iterable[Any]] = samples_of,
 ) -> ResumeReport:
-    """Asserts that a loader that stops and resumes gives the samples of one that does not, in the same batches.
+    """Asserts that a loader that stops and resumes gives the samples of one that does not, in the
+    same batches.
 
-    Each run is a training loop: a new loader, its state if there is one, then the rest of the epochs. The state comes
-    from ``loader.state_dict()`` (or ``loader.dataset.state_dict()`` if the loader has none) and goes through pickle, as
-    it would through a file. With more than one epoch, ``set_epoch`` of the loader, or else of its dataset and its
-    sampler, is called before each.
+    Each run is a training loop: a new loader, its state if there is one, then the rest of the
+    epochs. The state comes from ``loader.state_dict()`` (or ``loader.dataset.state_dict()`` if the
+    loader has none) and goes through pickle, as it would through a file. With more than one epoch,
+    ``set_epoch`` of the loader, or else of its dataset and its sampler, is called before each.
 
     Args:
-        make_loader: makes a loader of the same data each time: a StatefulDataLoader, a DataLoader, a dataset, a reader
-            of any library: anything that can be iterated and has ``state_dict`` and ``load_state_dict``.
-        stops: after how many batches to stop, counted over all epochs; or several numbers for a run that stops several
-            times, each counted from the one before. None: after the first, in the middle, after the last batch of each
-            epoch and one batch later. At the end of an epoch, both its last batch and the time after it are tried.
+        make_loader: makes a loader of the same data each time: a StatefulDataLoader, a DataLoader,
+            a dataset, a reader of any library: anything that can be iterated and has ``state_dict``
+                and ``load_state_dict``.
+        stops: after how many batches to stop, counted over all epochs; or several numbers for a run
+            that stops several times, each counted from the one before. None: after the first, in
+            the middle, after the last batch of each epoch and one batch later. At the end of an
+            epoch, both its last batch and the time after it are tried.
         epochs: how many epochs a run has.
-        samples: the samples of a batch. Each is compared by its values and their types: the dtype of arrays and
-            tensors, and the classes of plain values and containers.
+        samples: the samples of a batch. Each is compared by its values and their types: the dtype
+            of arrays and tensors, and the classes of plain values and containers.
 
     Raises:
-        AssertionError: a resumed run differs. The message names the stop, and the samples that were seen twice,
-            skipped or moved, or the first one that has other types.
+        AssertionError: a resumed run differs. The message names the stop, and the samples that were
+            seen twice, skipped or moved, or the first one that has other types.
         TypeError: neither the loader nor its dataset has ``state_dict`` and ``load_state_dict``.
         ValueError: a stop lies behind the last batch, or there is no batch at all.
     """
@@ -118,7 +124,9 @@ def assert_resume_is_exact(
         numbers = (stop,) if isinstance(stop, int) else tuple(stop)
         last = sum(numbers)
         if min(numbers, default=-1) < 0 or last > len(whole):
-            raise ValueError(f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}.")
+            raise ValueError(
+                f"stops must lie from 0 to {len(whole)}, the number of batches, not {stop!r}."
+            )
         _compare(whole, trial.in_pieces(numbers, False), numbers, False)
         report.stops.append(numbers)
         if last > 0 and last in ends:
@@ -130,7 +138,9 @@ def assert_resume_is_exact(
 class _Trial:
     """Runs of one loader."""
 
-    def __init__(self, make_loader: Callable[[], Any], epochs: int, samples: Callable[[Any], Iterable[Any]]) -> None:
+    def __init__(
+        self, make_loader: Callable[[], Any], epochs: int, samples: Callable[[Any], Iterable[Any]]
+    ) -> None:
         self.make_loader = make_loader
         self.epochs = epochs
         self.samples = samples
@@ -146,7 +156,9 @@ class _Trial:
         if not hasattr(loader, "state_dict"):
             stateful = getattr(loader, "dataset", None)
         if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
-            raise TypeError(f"{type(loader).__name__} has no state_dict and load_state_dict, and nor has its dataset.")
+            raise TypeError(
+                f"{type(loader).__name__} has no state_dict and load_state_dict, and nor has its dataset."
+            )
         if self.state is not None:
             stateful.load_state_dict(pickle.loads(self.state[1]))
         taken = 0
@@ -161,7 +173,13 @@ class _Trial:
                 if batch is None:
                     break
                 taken += 1
-                yield epoch, tuple((name_of(sample), sys.intern(_types(sample))) for sample in self.samples(batch))
+                yield (
+                    epoch,
+                    tuple(
+                        (name_of(sample), sys.intern(_types(sample)))
+                        for sample in self.samples(batch)
+                    ),
+                )
             if taken == stop:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
@@ -179,7 +197,9 @@ class _Trial:
 
 
 def name_of(sample: Any) -> str:
-    """A sample as text that is equal only for equal values: what a message shows of it, and a hash of the rest."""
+    """A sample as text that is equal only for equal values: what a message shows of it, and a hash
+    of the rest.
+    """
     text = repr(_plain(sample))
     if len(text) <= _SHOWN:
         return text
@@ -187,7 +207,10 @@ def name_of(sample: Any) -> str:
 
 
 def _types(value: Any) -> str:
-    """The dtype of an array or tensor, else the class, with the types of its items. Runs of one type are one."""
+    """The dtype of an array or tensor, else the class, with the types of its items.
+
+    Runs of one type are one.
+    """
     if hasattr(value, "dtype"):
         return str(value.dtype)
     name = type(value).__name__
@@ -274,9 +297,7 @@ def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
             return f"the same samples in another order: sample {index} is {got[0]}, and without a stop {wanted[0]}"
     for index, (wanted, got) in enumerate(zip(*flat, strict=True)):
         if wanted != got:
-            return (
-                f"the same values in other types: sample {index}, {got[0]}, is {got[1]}, and without a stop {wanted[1]}"
-            )
+            return f"the same values in other types: sample {index}, {got[0]}, is {got[1]}, and without a stop {wanted[1]}"
     index = next(i for i, pair in enumerate(zip(whole, seen, strict=False)) if pair[0] != pair[1])
     sizes = len(seen[index][1]), len(whole[index][1])
     return f"the same samples in other batches: batch {index} has {sizes[0]}, and without a stop {sizes[1]}"

@@ -1,9 +1,10 @@
-"""docs/settings.md, made of the signatures and docstrings of the runner, its configs and the rollouts.
+"""docs/settings.md, made of the signatures and docstrings of the runner, its configs and the
+rollouts.
 
     python -m tests.settings_page
 
-A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or in its description, which begins with it
-("tokens of ...") or names it ("..., in tokens").
+A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or in its description,
+which begins with it ("tokens of ...") or names it ("..., in tokens").
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def page() -> str:
     found = f"{_HEAD}{_RUNNER}{_COLUMNS}{_rows(runner, InferenceRunner)}"
     for head, cls in ((_CONFIG, InferenceConfig), (_MONITORING, MonitoringConfig)):
         hints = typing.get_type_hints(cls)
-        settings = [(one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(cls)]
+        settings = [
+            (one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(cls)
+        ]
         found += f"{head}{_COLUMNS}{_rows(settings, cls)}"
     return found + "".join(_rollout(cls, others) for cls, others in _ROLLOUTS.items())
 
@@ -96,12 +99,16 @@ def page() -> str:
 def _rollout(cls: type, others: str) -> str:
     """A rollout's section. What its docstring leaves out is one of PromptRollout's settings."""
     settings = [
-        (one.name, one.annotation, one.default) for one in inspect.signature(cls, eval_str=True).parameters.values()
+        (one.name, one.annotation, one.default)
+        for one in inspect.signature(cls, eval_str=True).parameters.values()
     ]
     if cls is not PromptRollout:
         inherited = set(inspect.signature(PromptRollout).parameters) - set(descriptions(cls))
         order = list(descriptions(cls))  # what a base class has comes first in the signature
-        settings = sorted((one for one in settings if one[0] not in inherited), key=lambda one: order.index(one[0]))
+        settings = sorted(
+            (one for one in settings if one[0] not in inherited),
+            key=lambda one: order.index(one[0]),
+        )
     first = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
     heading = _ROLLOUT.format(name=cls.__name__, first=first, others=others)
     return f"{heading}{_COLUMNS}{_rows(settings, cls)}"
@@ -115,11 +122,15 @@ def _field_default(field: dataclasses.Field[Any]) -> Any:
 
 def _rows(settings: list[tuple[str, Any, Any]], cls: type) -> str:
     texts = descriptions(cls)
-    assert list(texts) == [name for name, _, _ in settings], f"{cls.__name__}: settings and docstring differ"
+    assert list(texts) == [name for name, _, _ in settings], (
+        f"{cls.__name__}: settings and docstring differ"
+    )
     for name, hint, _ in settings:
         check_unit(name, hint, texts[name])
     rows = [[_shown(name, default), texts[name]] for name, _, default in settings]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows
+    )
 
 
 def descriptions(cls: type) -> dict[str, str]:
@@ -138,10 +149,18 @@ def check_unit(name: str, hint: Any, text: str) -> None:
     Raises:
         ValueError: it does not.
     """
-    if name in _PURE_NUMBERS or not {int, float} & set(_alternatives(hint)) or name.endswith(("_seconds", "_sec")):
+    if (
+        name in _PURE_NUMBERS
+        or not {int, float} & set(_alternatives(hint))
+        or name.endswith(("_seconds", "_sec"))
+    ):
         return
-    if text.partition(" ")[0] not in _UNITS and not re.search(rf", in ({'|'.join(_UNITS)})\b", text):
-        raise ValueError(f"{name}: its docstring does not say the unit, one of {', '.join(_UNITS)}.")
+    if text.partition(" ")[0] not in _UNITS and not re.search(
+        rf", in ({'|'.join(_UNITS)})\b", text
+    ):
+        raise ValueError(
+            f"{name}: its docstring does not say the unit, one of {', '.join(_UNITS)}."
+        )
 
 
 def _alternatives(hint: Any) -> list[Any]:

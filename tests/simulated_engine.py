@@ -1,9 +1,10 @@
-"""An engine in simulated time, which schedules as vLLM does, and the client that sends requests to it.
+"""An engine in simulated time, which schedules as vLLM does, and the client that sends requests to
+it.
 
-Each step decodes one token of every running request, and processes prompts with what is left of the step's token
-budget. Requests that arrive during a step wait for the next one. A running request needs a block of the KV cache per 16
-tokens; if none is left, the youngest request loses its blocks, and waits at the front of the queue. The metrics are
-those of the last step.
+Each step decodes one token of every running request, and processes prompts with what is left of the
+step's token budget. Requests that arrive during a step wait for the next one. A running request
+needs a block of the KV cache per 16 tokens; if none is left, the youngest request loses its blocks,
+and waits at the front of the queue. The metrics are those of the last step.
 """
 
 from __future__ import annotations
@@ -91,14 +92,21 @@ class Engine:
         while len(scheduled) < len(self.running) and budget:
             request = self.running[len(scheduled)]
             tokens = min(max(1, request.length - request.computed), budget)
-            while (new := _blocks(request.computed + tokens) - _blocks(request.computed)) > self.free:
+            while (
+                new := _blocks(request.computed + tokens) - _blocks(request.computed)
+            ) > self.free:
                 self._preempt()
                 if len(scheduled) == len(self.running):  # it was the youngest itself
                     return scheduled
             self.free -= new
             budget -= tokens
             scheduled.append((request, tokens))
-        while self.preemptions == preemptions and self.waiting and len(self.running) < self.places and budget:
+        while (
+            self.preemptions == preemptions
+            and self.waiting
+            and len(self.running) < self.places
+            and budget
+        ):
             request = self.waiting[0]
             tokens = min(request.length, budget)
             if _blocks(tokens) > self.free:
@@ -123,7 +131,9 @@ def _blocks(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """What there was at the end of a step: the time in seconds, requests, tokens so far, and the target of ``auto``."""
+    """What there was at the end of a step: the time in seconds, requests, tokens so far, and the
+    target of ``auto``.
+    """
 
     at: float
     running: int
@@ -138,7 +148,8 @@ class Simulation:
     Args:
         limit: requests in flight, or what adapts it.
         lengths: of the requests.
-        on_the_way: mean seconds of a request to the engine, of an answer back, and of a read of the metrics.
+        on_the_way: mean seconds of a request to the engine, of an answer back, and of a read of the
+            metrics.
         interval: seconds between two reads of the metrics.
         requests: that want to be in flight at once. None: always more than the limit.
 

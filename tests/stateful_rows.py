@@ -1,4 +1,6 @@
-"""A stateful iterable, as users have them: rows of a list, in an order of their own for each epoch."""
+"""A stateful iterable, as users have them: rows of a list, in an order of their own for each
+epoch.
+"""
 
 from __future__ import annotations
 

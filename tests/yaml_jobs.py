@@ -1,4 +1,6 @@
-"""A small job that several tests give to ``datatrove-ckpt``: job.yaml and its input, in the working directory."""
+"""A small job that several tests give to ``datatrove-ckpt``: job.yaml and its input, in the working
+directory.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ ENDPOINT = 'server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake
 """Settings of ``config`` for a server whose address takes the place of URL."""
 
 
-def job_yaml(config: str, tasks: int = 1, data: str = "input", output: str = "output", rollout: str = PROMPT) -> str:
-    """A job for ``datatrove-ckpt``, with folders in the working directory. The runner's settings come last, so that
-    lines with more of them can be added.
+def job_yaml(
+    config: str, tasks: int = 1, data: str = "input", output: str = "output", rollout: str = PROMPT
+) -> str:
+    """A job for ``datatrove-ckpt``, with folders in the working directory. The runner's settings
+    come last, so that lines with more of them can be added.
 
     Args:
         config: settings of ``config``, as they stand between its braces.
@@ -58,11 +62,15 @@ def write_input(folder: Path, *files: Iterable[str]) -> None:
 
 
 def write_tasks(folder: Path, tasks: int, documents: int) -> None:
-    """Writes input/0.jsonl, 1.jsonl, ... of so many documents each; ids and texts name task and document."""
+    """Writes input/0.jsonl, 1.jsonl, ... of so many documents each; ids and texts name task and
+    document.
+    """
     (folder / "input").mkdir(parents=True, exist_ok=True)
     for task in range(tasks):
         rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(documents)]
-        (folder / "input" / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "input" / f"{task}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
 
 
 def doctor_lines(said: str) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""Assigns documents to chunks, and decides when a chunk is complete. Memory only; nothing here touches a disk.
+"""Assigns documents to chunks, and decides when a chunk is complete. Memory only; nothing here
+touches a disk.
 
-A chunk is complete when this process has admitted all its documents and each of them is in its journal. That holds for
-full chunks, for the last chunk of the input, and for chunks that an earlier attempt finished without committing.
+A chunk is complete when this process has admitted all its documents and each of them is in its
+journal. That holds for full chunks, for the last chunk of the input, and for chunks that an earlier
+attempt finished without committing.
 
-One thread has a ``Chunk`` at a time: event loop, storage thread, publisher, storage thread. Each sets what it finds
-out, and hands the chunk on through a queue.
+One thread has a ``Chunk`` at a time: event loop, storage thread, publisher, storage thread. Each
+sets what it finds out, and hands the chunk on through a queue.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Chunk:
     """One chunk, from its first document to its commit.
 
     Attributes:
-        recovered: fingerprints of the documents found in its journal, by ordinal, until they are read again.
+        recovered: fingerprints of the documents found in its journal, by ordinal, until they are
+            read again.
         read, finished: numbers of documents.
         full: no document of it follows.
         last_input: fingerprint of the last document.
@@ -79,7 +82,11 @@ class ChunkTracker:
     """
 
     def __init__(
-        self, folder: Path, records_per_chunk: int, point: ResumePoint, on_complete: Callable[[Chunk], None]
+        self,
+        folder: Path,
+        records_per_chunk: int,
+        point: ResumePoint,
+        on_complete: Callable[[Chunk], None],
     ) -> None:
         self._folder = folder
         self._ends = point.chunk_ends(records_per_chunk)
@@ -97,7 +104,8 @@ class ChunkTracker:
         return not self._open
 
     def admit(self, fingerprint: str, position: PositionGetter) -> ChunkSlot | None:
-        """Returns the slot of the next document of the input; None if an earlier attempt finished the document.
+        """Returns the slot of the next document of the input; None if an earlier attempt finished
+        the document.
 
         Raises:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
@@ -134,8 +142,10 @@ class ChunkTracker:
         """
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
-                f"The input ended after {self.documents} documents, but {self._folder} holds finished documents "
-                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore it, or start with ",
+                f"The input ended after {self.documents} documents, but {self._folder} holds "
+                "finished documents "
+                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore "
+                "it, or start with ",
                 StartOver(),
                 f"{written.old_results}.",
             )
@@ -179,7 +189,8 @@ class ChunkTracker:
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
         if known != fingerprint:
             raise CheckpointMismatch(
-                f"Document {ordinal} of this rank is not the one that was finished there before (see {self._folder}): "
+                f"Document {ordinal} of this rank is not the one that was finished there before "
+                f"(see {self._folder}): "
                 "the input, or a step before this one, has changed. Restore it, or start with ",
                 StartOver(),
                 f"{written.old_results}.",

@@ -1,7 +1,7 @@
 """Measures how long a rank took, over all attempts.
 
-Commits and journals hold the rank's seconds so far, not their own. So the highest numbers that survived are the truth,
-and a kill loses only the time after the last line that was written.
+Commits and journals hold the rank's seconds so far, not their own. So the highest numbers that
+survived are the truth, and a kill loses only the time after the last line that was written.
 """
 
 from __future__ import annotations
@@ -58,4 +58,7 @@ class RankClock:
     def now(self) -> Seconds:
         now = _monotonic()
         inference, total = self._earlier
-        return Seconds(round(inference + max(0.0, now - self._serving), 3), round(total + now - self._started, 3))
+        return Seconds(
+            round(inference + max(0.0, now - self._serving), 3),
+            round(total + now - self._started, 3),
+        )

@@ -1,10 +1,12 @@
-"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or are for people.
+"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or
+are for people.
 
-So a commit that is lost is never treated as a chunk that is not done: its output files would be taken for strangers,
-and its documents would be paid for twice. ``ledger`` compares the log with what else is known of it.
+So a commit that is lost is never treated as a chunk that is not done: its output files would be
+taken for strangers, and its documents would be paid for twice. ``ledger`` compares the log with
+what else is known of it.
 
-Each line is synced before the next one is written, so a crash tears one line at most (``lines.may_be_torn``).
-Everything else at the end of the log is damage.
+Each line is synced before the next one is written, so a crash tears one line at most
+(``lines.may_be_torn``). Everything else at the end of the log is damage.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ from datatrove_ckpt.errors.doors import Repair, written
 ENDS = "ends"
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 MAX_GAP = 1_000_000
-"""No run has more chunks than this in progress at once. A larger gap between two chunks is not of our making."""
+"""No run has more chunks than this in progress at once.
+
+A larger gap between two chunks is not of our making.
+"""
 
 
 class CommitsDamaged(CheckpointCorrupt):
@@ -59,7 +64,8 @@ class CommitsDamaged(CheckpointCorrupt):
         else:
             checkpoints = root.parent
         super().__init__(
-            f"{what} Keep the rank's output files: they may belong to lost commits. Restore {path.name} from a copy or "
+            f"{what} Keep the rank's output files: they may belong to lost commits. Restore "
+            f"{path.name} from a copy or "
             "from the mirror. If there is none: ",
             Repair(str(checkpoints), logging_dir),
             ". Commits that can be proved are kept; the other chunks are processed again.",
@@ -70,12 +76,16 @@ class CommitsDamaged(CheckpointCorrupt):
         self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
-        return type(self), (self.log, self.what, self.logging_dir)  # it comes back from pool workers
+        # It comes back from pool workers.
+        return type(self), (self.log, self.what, self.logging_dir)
 
 
 def stamp_of(text: str) -> int:
-    """Returns the stamp of a file, see ``OutputFile``, from a text that changes with the file; 0 if there is none."""
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0  # 53 bits: every reader of JSON keeps them
+    """Returns the stamp of a file, see ``OutputFile``, from a text that changes with the file; 0 if
+    there is none.
+    """
+    # 53 bits: every reader of JSON keeps them.
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 11 if text else 0
 
 
 @dataclass(slots=True)
@@ -86,10 +96,10 @@ class OutputFile:
         path: below the output folder.
         size: in bytes.
         xxh128: of its content.
-        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not in LFS. "" elsewhere,
-            in a bucket, and in commits of an earlier release.
-        stamp: a number that changes with the file: of its time of change and inode, or its ETag. As in git's index,
-            only a file with another stamp is read to be compared. 0: not known.
+        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not
+            in LFS. "" elsewhere, in a bucket, and in commits of an earlier release.
+        stamp: a number that changes with the file: of its time of change and inode, or its ETag. As
+            in git's index, only a file with another stamp is read to be compared. 0: not known.
     """
 
     path: str
@@ -100,15 +110,20 @@ class OutputFile:
 
     def to_json(self) -> Json:
         """Leaves out what is not known, as earlier releases did."""
-        return {name: value for name, value in asdict(self).items() if value or name not in ("hub_hash", "stamp")}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if value or name not in ("hub_hash", "stamp")
+        }
 
 
 @dataclass(slots=True)
 class DocumentCounts:
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
-    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a text, or with a vector
-    of zeros. One of several choices is enough. Earlier releases did not note this.
+    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
+    text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
+    this.
     """
 
     read: int = 0
@@ -127,7 +142,9 @@ class DocumentCounts:
         sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))
         written = outcomes.count("written")
         dead = outcomes.count("dead")
-        self.add(DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums))
+        self.add(
+            DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
+        )
 
     def add(self, other: DocumentCounts) -> None:
         for name in self.__slots__:
@@ -141,14 +158,17 @@ class DocumentCounts:
 
     @property
     def odd_answers(self) -> str:
-        """Sentences, each with a space before it, on no answer at all, and on those cut off or empty."""
+        """Sentences, each with a space before it, on no answer at all, and on those cut off or
+        empty.
+        """
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:
             were = "was" if self.cut_off == 1 else "were"
             said.append(
                 f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
-                f"max_tokens{written.in_default_params}, and model_max_context if prompt and answer do not fit)"
+                f"max_tokens{written.in_default_params}, and model_max_context if prompt and "
+                "answer do not fit)"
             )
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
@@ -169,9 +189,11 @@ _numbers = attrgetter(*DocumentCounts.__slots__)
 
 
 def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
-    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each document counts once.
+    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each
+    document counts once.
 
-    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them first.
+    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them
+    first.
     """
     found = DocumentCounts()
     known = set()
@@ -190,14 +212,16 @@ def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
 
 @dataclass(slots=True)
 class Commit:
-    """One finished chunk. Commits of earlier releases have no ``seconds`` and ``at``, and only totals of ``work``.
+    """One finished chunk. Commits of earlier releases have no ``seconds`` and ``at``, and only
+    totals of ``work``.
 
     Attributes:
-        position: the reader's state right after the chunk's last document; None if the reader has no state.
+        position: the reader's state right after the chunk's last document; None if the reader has
+            no state.
         last_input: fingerprint of that document, by which a resumed rank notices another input.
         dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
-        work: what its documents took, as ``WorkStats.to_json`` writes it. It is parsed only to be summed, which takes
-            longer than the rest of the line.
+        work: what its documents took, as ``WorkStats.to_json`` writes it. It is parsed only to be
+            summed, which takes longer than the rest of the line.
         seconds: what the rank took until then.
         at: when, in Unix seconds.
     """
@@ -224,7 +248,9 @@ class Commit:
         counts = DocumentCounts(**data.pop("tally"))
         if (work := data.get("work")) is not None:
             counts.answers, counts.cut_off, counts.empty = work.pop(ENDS, (0, 0, 0))
-        data["work"] = orjson.dumps(work).decode() if work is not None else counts.unsplit().to_json()
+        data["work"] = (
+            orjson.dumps(work).decode() if work is not None else counts.unsplit().to_json()
+        )
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds.from_json(data.get("seconds", ()))
         commit = cls(counts=counts, **data)
@@ -233,7 +259,12 @@ class Commit:
 
     def _check(self) -> None:
         """Checks names, too: ``repair`` removes the files that have them."""
-        numbers = [self.chunk_index, self.first_ordinal, self.dead_letters_size, *_numbers(self.counts)]
+        numbers = [
+            self.chunk_index,
+            self.first_ordinal,
+            self.dead_letters_size,
+            *_numbers(self.counts),
+        ]
         numbers += [number for file in self.files for number in (file.size, file.stamp)]
         if not all(map(is_count, numbers)):
             raise ValueError("a number is missing or negative")
@@ -249,14 +280,17 @@ class Commit:
                 raise ValueError(f"a hash of {file.path!r} has another type")
 
     def to_json(self) -> bytes:
-        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since version 0.1.
+        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since
+        version 0.1.
 
         How answers ended is in "work", where earlier releases pass over it.
         """
         fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
         ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
         fields |= {"work": orjson.loads(self.work) | {ENDS: ends}, "seconds": list(self.seconds)}
-        return orjson.dumps({"tally" if name == "counts" else name: value for name, value in fields.items()})
+        return orjson.dumps(
+            {"tally" if name == "counts" else name: value for name, value in fields.items()}
+        )
 
 
 def read_commits(path: Path) -> dict[int, Commit]:
@@ -275,13 +309,17 @@ def read_whole_commits(path: Path) -> list[Commit]:
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
-    """Returns what ``read_commits`` does, and the size of the whole lines, which is the offset of a torn tail."""
+    """Returns what ``read_commits`` does, and the size of the whole lines, which is the offset of a
+    torn tail.
+    """
     commits: dict[int, Commit] = {}
     size = letters = 0
     for number, line in _whole_lines(path):
         commit = _parse(path, number, line)
         if commit.chunk_index in commits:
-            raise CommitsDamaged(path, f"{path}, line {number}: chunk {commit.chunk_index} is committed twice.")
+            raise CommitsDamaged(
+                path, f"{path}, line {number}: chunk {commit.chunk_index} is committed twice."
+            )
         if commit.dead_letters_size < letters:
             what = "the lines are not in the order in which they were written."
             raise CommitsDamaged(path, f"{path}, line {number}: {what}")
@@ -307,7 +345,9 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
             yield number, line
     if torn is not None and not may_be_torn(torn[1]):
         raise CommitsDamaged(
-            path, f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no crash did this."
+            path,
+            f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no "
+            "crash did this.",
         )
 
 
@@ -317,13 +357,17 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointCorrupt(
             path,
-            f", line {number}: the line is whole, but no commit of this version of the program ({error!r}). "
-            "Keep the rank's output files. Use the version that wrote it, or restore the file from a copy.",
+            f", line {number}: the line is whole, but no commit of this version of the program "
+            f"({error!r}). "
+            "Keep the rank's output files. Use the version that wrote it, or restore the file from "
+            "a copy.",
         ) from error
 
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
-    """Returns what the documents of a rank's commits are and took, and the seconds until the last of them."""
+    """Returns what the documents of a rank's commits are and took, and the seconds until the last
+    of them.
+    """
     work = WorkStats()
     seconds = NO_SECONDS
     for commit in commits:
@@ -341,8 +385,9 @@ def count_unbroken(commits: Iterable[int]) -> int:
 def read_last_chunk(path: Path) -> int | None:
     """Returns the chunk in the file for people; None if there is no such file, or no number in it.
 
-    A run writes it after the commit of that chunk is synced. ``repair``, a restored mirror and a new start correct or
-    remove it first. So the chunk that it names was committed, and so were all before it.
+    A run writes it after the commit of that chunk is synced. ``repair``, a restored mirror and a
+    new start correct or remove it first. So the chunk that it names was committed, and so were all
+    before it.
 
     Raises:
         StorageFailed: it cannot be read.
@@ -356,7 +401,8 @@ def read_last_chunk(path: Path) -> int | None:
 
 
 class CommitLog:
-    """``commits.jsonl`` of one rank, in the order in which chunks were committed. Opening it cuts off a torn tail.
+    """``commits.jsonl`` of one rank, in the order in which chunks were committed. Opening it cuts
+    off a torn tail.
 
     Args:
         scanned: what ``scan_commits`` returned, if no process has written to the file since.
@@ -373,7 +419,10 @@ class CommitLog:
         self._file.sync()
 
     def append(self, commit: Commit) -> None:
-        """Appends and syncs the line. Once this returns, the chunk is done and survives power loss."""
+        """Appends and syncs the line.
+
+        Once this returns, the chunk is done and survives power loss.
+        """
         self._file.append(seal(commit.to_json()))
         self._file.sync()
         self.commits[commit.chunk_index] = commit
@@ -386,7 +435,7 @@ class CommitLog:
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
 
 
-# sums -----------------------------------------------------------------------------------------------------------------
+# sums --------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

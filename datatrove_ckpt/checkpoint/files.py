@@ -1,8 +1,9 @@
-"""The one place that changes the disk. Everything a checkpoint or a staged output writes goes through ``Disk``.
+"""The one place that changes the disk. Everything a checkpoint or a staged output writes goes
+through ``Disk``.
 
-Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except ``write``, of which a
-crash may leave a prefix. ``testing`` replaces ``files.disk`` to crash before, or in the middle of, any effect; this is
-the project's only seam for crashes on disk.
+Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except
+``write``, of which a crash may leave a prefix. ``testing`` replaces ``files.disk`` to crash before,
+or in the middle of, any effect; this is the project's only seam for crashes on disk.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
@@ -37,12 +38,13 @@ from datatrove_ckpt.errors.doors import written
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A chunk that waits for one slow document keeps its journal open, and there may be as many such chunks as documents in
-# progress. This is far below every default limit on open files, and far above what a usual records_per_chunk needs.
+# A chunk that waits for one slow document keeps its journal open, and there may be as many such
+# chunks as documents in progress. This is far below every default limit on open files, and far
+# above what a usual records_per_chunk needs.
 MAX_OPEN_FILES = 64
 
-# What may hold prompts, documents or answers is for its owner only; ``chmod`` by the owner stays in force. Everything
-# else (the output, ``last_chunk``, parent folders) follows the user's umask.
+# What may hold prompts, documents or answers is for its owner only; ``chmod`` by the owner stays in
+# force. Everything else (the output, ``last_chunk``, parent folders) follows the user's umask.
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
 PUBLIC_FILE = 0o666
@@ -51,7 +53,8 @@ PUBLIC_FOLDER = 0o777
 # What file systems without hard links answer, and those that limit them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
-# ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many seconds.
+# ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many
+# seconds.
 _TRIES = 100
 _LOOK_SECONDS = 0.005
 _PATIENCE_SECONDS = 10.0
@@ -63,13 +66,16 @@ def copy_mode(path: Path, fd: int) -> None:
 
 
 class Disk:
-    """The effects. Paths are absolute. Nothing is buffered, so an effect that has returned survives kill -9."""
+    """The effects. Paths are absolute.
+
+    Nothing is buffered, so an effect that has returned survives kill -9.
+    """
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
         self._appending = threading.RLock()
 
-    # effects -------------------------------------------------------------------------------------------------
+    # effects -------------------------------------------------------------------------------------
 
     def make_dir(self, path: Path, mode: int = PRIVATE_FOLDER) -> None:
         """Makes one folder. An existing folder keeps its mode."""
@@ -77,7 +83,10 @@ class Disk:
             path.mkdir(mode, exist_ok=True)
 
     def create(self, path: Path, mode: int = PRIVATE_FILE) -> int:
-        """Makes an empty file in place of any old one, whose mode it keeps. Returns its descriptor."""
+        """Makes an empty file in place of any old one, whose mode it keeps.
+
+        Returns its descriptor.
+        """
         with explained("create", path):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
 
@@ -137,22 +146,27 @@ class Disk:
         with explained("commit to", path):
             connection.commit()
 
-    # made of effects -----------------------------------------------------------------------------------------
+    # made of effects -----------------------------------------------------------------------------
 
     def append(self, path: Path, data: bytes) -> int:
-        """Adds ``data`` at the end of the file, which is made if it is missing. Returns the offset where it starts.
+        """Adds ``data`` at the end of the file, which is made if it is missing. Returns the offset
+        where it starts.
 
-        Without locks, a process that was fenced off may have appended since the last time. So the offset is read from
-        the file, not computed.
+        Without locks, a process that was fenced off may have appended since the last time. So the
+        offset is read from the file, not computed.
         """
-        # Ranks that run in threads of one process share the descriptors: none may be closed during a write to it.
+        # Ranks that run in threads of one process share the descriptors: none may be closed during
+        # a write to it.
         with self._appending:
             fd = self._descriptor(path)
             self.write(fd, data, path)
             return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
-        """Makes the folder and its missing parents, which are public. All of them survive power loss."""
+        """Makes the folder and its missing parents, which are public.
+
+        All of them survive power loss.
+        """
         for tries_left in reversed(range(_TRIES)):
             if path.is_dir():
                 return
@@ -163,23 +177,34 @@ class Disk:
             except StorageFailed as error:
                 # Ranks share parents, and one that ends removes a parent that is empty just now.
                 vanished = isinstance(error.__cause__, FileNotFoundError)
-                vanished |= isinstance(error.__cause__, FileExistsError) and (path.is_dir() or not path.exists())
+                vanished |= isinstance(error.__cause__, FileExistsError) and (
+                    path.is_dir() or not path.exists()
+                )
                 if not vanished or not tries_left:
                     raise
             else:
                 return
 
     def detach(self, path: Path) -> None:
-        """Replaces the file with a copy: a process that has the old file open then writes to no file of the rank."""
+        """Replaces the file with a copy: a process that has the old file open then writes to no
+        file of the rank.
+        """
         if path.exists():
             with explained("read", path):
                 data = path.read_bytes()
             self.replace(path, data)
 
     def write_new(
-        self, path: Path, blocks: Iterable[bytes], mode: int = PRIVATE_FILE, like: Path | None = None
+        self,
+        path: Path,
+        blocks: Iterable[bytes],
+        mode: int = PRIVATE_FILE,
+        like: Path | None = None,
     ) -> None:
-        """Writes a new file, and syncs it. It gets the mode of the file ``like``, if there is one."""
+        """Writes a new file, and syncs it.
+
+        It gets the mode of the file ``like``, if there is one.
+        """
         fd = self.create(path, mode)
         try:
             if like is not None:
@@ -202,9 +227,11 @@ class Disk:
         self.sync_dir(path.parent)
 
     def put_new(self, source: Path, target: Path) -> bool:
-        """Gives a file its final name, unless that name exists; the old name may stay. Returns whether it did.
+        """Gives a file its final name, unless that name exists; the old name may stay. Returns
+        whether it did.
 
-        On a file system without hard links, two processes that do this at one moment may both succeed.
+        On a file system without hard links, two processes that do this at one moment may both
+        succeed.
         """
         try:
             return self.link(source, target)
@@ -216,7 +243,7 @@ class Disk:
         self.rename(source, target)
         return True
 
-    # bookkeeping ---------------------------------------------------------------------------------------------
+    # bookkeeping ---------------------------------------------------------------------------------
 
     def _descriptor(self, path: Path) -> int:
         fd = self._open.get(path)
@@ -246,7 +273,10 @@ class Disk:
 
 
 disk = Disk()
-"""The disk that all rooms write to. Always accessed as ``files.disk``, so that a test can replace it."""
+"""The disk that all rooms write to.
+
+Always accessed as ``files.disk``, so that a test can replace it.
+"""
 
 
 class AppendFile:
@@ -255,8 +285,8 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size if path.exists() else 0
-        # What an earlier process wrote, the file's name included, may be in the page cache only, which survives kill -9
-        # but not power loss.
+        # What an earlier process wrote, the file's name included, may be in the page cache only,
+        # which survives kill -9 but not power loss.
         self._unsynced_name = True
         self._unsynced_data = self.size > 0
 
@@ -277,7 +307,8 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file of the output, which is written once, from start to end, and knows its size and its xxh128.
+    """A new file of the output, which is written once, from start to end, and knows its size and
+    its xxh128.
 
     Its mode follows the user's umask. Until it is published, its folder is private.
     """
@@ -311,7 +342,9 @@ class HashedFile(io.RawIOBase):
 
 
 def _release_in_child() -> None:
-    """A forked child (of the user's process pool) inherits the lock, and would hold it after this process has ended."""
+    """A forked child (of the user's process pool) inherits the lock, and would hold it after this
+    process has ended.
+    """
     for lock in list(_held):
         os.close(lock._fd)
 
@@ -321,7 +354,9 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def lock_holder(path: Path | str) -> Json | None:
-    """Returns who holds a lock now, as ``this_process`` does; None if there is no holder, or are no locks."""
+    """Returns who holds a lock now, as ``this_process`` does; None if there is no holder, or are no
+    locks.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -361,18 +396,24 @@ def _held_by(holder: bytes, path: Path) -> str:
     found = _holder(holder)
     if found == this_process():
         return (
-            f"This very process works on this rank already: another call of run or run_async in it holds {path}. Wait "
-            "for that call to end, or cancel it, and call again. Two calls at once need two ranks, or two "
+            "This very process works on this rank already: another call of run or run_async in it "
+            f"holds {path}. Wait "
+            "for that call to end, or cancel it, and call again. Two calls at once need two ranks, "
+            "or two "
             f"{written.checkpoints_local_dir}."
         )
     return (
-        f"Another process works on this rank: {name_holder(found)} holds {path}. Wait for it to end, or stop it, and "
+        f"Another process works on this rank: {name_holder(found)} holds {path}. Wait for it to "
+        "end, or stop it, and "
         "run the same command again."
     )
 
 
 def name_holder(holder: dict[str, object]) -> str:
-    """Names the process to stop: "pid 42 on node7". Of a worker it is the command that started it."""
+    """Names the process to stop:
+
+    "pid 42 on node7". Of a worker it is the command that started it.
+    """
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 
@@ -380,13 +421,19 @@ def this_process() -> dict[str, object]:
     """Host and pid; of a worker also the pid of the ``command`` that started it."""
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None
-    return {"host": socket.gethostname(), "pid": os.getpid(), **({"command": parent.pid} if parent else {})}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        **({"command": parent.pid} if parent else {}),
+    }
 
 
 class Lock:
-    """An exclusive lock on a rank's folder. The process holds it until ``release``, or until it ends in any way.
+    """An exclusive lock on a rank's folder. The process holds it until ``release``, or until it
+    ends in any way.
 
-    ``works`` is False on a file system without locks, where only the fence (``identity``) keeps two processes apart.
+    ``works`` is False on a file system without locks, where only the fence (``identity``) keeps two
+    processes apart.
 
     Raises:
         CheckpointLocked: another process holds it; the message names its host and pid.
@@ -423,7 +470,8 @@ class Lock:
                 continue
             except OSError:
                 self.works = False
-            # A holder removes the file when its rank is finished. A lock on a removed file excludes nobody.
+            # A holder removes the file when its rank is finished. A lock on a removed file excludes
+            # nobody.
             if self._is_current(fd):
                 return fd
             os.close(fd)

@@ -1,11 +1,13 @@
-"""HistoryLog: appends to ``history.jsonl`` of one rank, and bounds its size. The storage thread alone uses it.
+"""HistoryLog: appends to ``history.jsonl`` of one rank, and bounds its size. The storage thread
+alone uses it.
 
-A line is one write, so a kill tears the last line at most, which the next attempt cuts off. Readers skip other damaged
-lines, which go when the log is thinned.
+A line is one write, so a kill tears the last line at most, which the next attempt cuts off. Readers
+skip other damaged lines, which go when the log is thinned.
 
-When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines: the older, the fewer,
-and never without the first and the last one of an attempt. So a week of minute lines stays below a megabyte, and so
-does a year. If starts and ends alone are too many, the oldest lines go.
+When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines:
+the older, the fewer, and never without the first and the last one of an attempt. So a week of
+minute lines stays below a megabyte, and so does a year. If starts and ends alone are too many, the
+oldest lines go.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class HistoryLog:
     Attributes:
         earlier, position, skipped: of the last progress line that was there.
         unsynced: whether power loss may cost a line.
-        generation: how often the file was replaced. It grows before the replacement, so a reader that opens the file
-            and then finds the same number has the file of that number.
+        generation: how often the file was replaced. It grows before the replacement, so a reader
+            that opens the file and then finds the same number has the file of that number.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -114,7 +116,10 @@ class HistoryLog:
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """Returns lines in their order, at most ``most`` bytes of them. Damaged lines are left out first."""
+    """Returns lines in their order, at most ``most`` bytes of them.
+
+    Damaged lines are left out first.
+    """
     parsed = [(line, parse_line(line)) for line in lines]
     found = [(line, record) for line, record in parsed if record is not None]
     fixed = _fixed([record for _, record in found])
@@ -129,7 +134,9 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
-    """Indices of the lines that stay: events, and of each attempt its first and last progress and last histograms."""
+    """Indices of the lines that stay: events, and of each attempt its first and last progress and
+    last histograms.
+    """
     fixed: set[int] = set()
     first: dict[int, int] = {}
     last: dict[tuple[int, str], int] = {}
@@ -143,7 +150,9 @@ def _fixed(records: Sequence[Record]) -> set[int]:
     return fixed | set(first.values()) | set(last.values())
 
 
-def _less_often(found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: float, factor: int) -> Iterator[bytes]:
+def _less_often(
+    found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: float, factor: int
+) -> Iterator[bytes]:
     before: tuple[float, int] | None = None
     for index, (line, record) in enumerate(found):
         if index in fixed:

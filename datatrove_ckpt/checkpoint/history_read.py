@@ -1,7 +1,8 @@
-"""Reads ``history.jsonl``: attempts, what happened to servers, and as many of the minutes as are needed.
+"""Reads ``history.jsonl``: attempts, what happened to servers, and as many of the minutes as are
+needed.
 
-``status`` needs the last minutes, and ``report`` an even share of all of them. A minute line takes longer to parse than
-all else that is read of a rank, so the others are not parsed.
+``status`` needs the last minutes, and ``report`` an even share of all of them. A minute line takes
+longer to parse than all else that is read of a rank, so the others are not parsed.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class History:
         minutes: progress lines, the last one of each attempt among them.
         spreads: the last line of each attempt, which has all of its requests. Only with minutes.
         servers: what happened to servers in the newest attempt.
-        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there are lines. None if
-            it has ended.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there
+            are lines. None if it has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
@@ -156,7 +157,8 @@ def read_history(path: str, most: int = 0) -> History:
     """Reads a ``history.jsonl``. A missing file has no attempts.
 
     Args:
-        most: progress lines to parse besides the first and the last one of each attempt; 0: only the last ones.
+        most: progress lines to parse besides the first and the last one of each attempt; 0: only
+            the last ones.
 
     Raises:
         StorageFailed: it cannot be read.
@@ -173,7 +175,9 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
     def take(record: Record | None) -> None:
         if record is not None:
-            attempt = attempts.setdefault(record.attempt, AttemptSummary(record.attempt, record.at, record.at))
+            attempt = attempts.setdefault(
+                record.attempt, AttemptSummary(record.attempt, record.at, record.at)
+            )
             attempt.take(record)
         if isinstance(record, Progress):
             found.minutes.append(record)
@@ -214,7 +218,9 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
 
 def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    """Returns the last line of the attempt, and the line ``RATE_SECONDS`` before it, or the first one."""
+    """Returns the last line of the attempt, and the line ``RATE_SECONDS`` before it, or the first
+    one.
+    """
     oldest = b""
     for line in reversed(minutes):
         head = _HEAD.match(line, BODY_AT)

@@ -1,20 +1,22 @@
 """The records in ``history.jsonl``: what the attempts of a rank did, and when, one line per event.
 
-For people, ``status`` and ``report``. Recovery does not need it, so damage costs the line and never the run.
+For people, ``status`` and ``report``. Recovery does not need it, so damage costs the line and never
+the run.
 
-Each line has a checksum (``lines``) and is a JSON object with the keys "k", the kind of the line, "at", Unix seconds,
-and "n", the number of the attempt, from 1: the owner's fence in ``run.json``, which also counts starts that left no
-line here.
+Each line has a checksum (``lines``) and is a JSON object with the keys "k", the kind of the line,
+"at", Unix seconds, and "n", the number of the attempt, from 1: the owner's fence in ``run.json``,
+which also counts starts that left no line here.
 
     k           keys
-    start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our version)
+    start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our
+                version)
     server      what, name, url (without secrets, or null), why
     progress    s, d, c, all, own, err, own_err, q, w, out, pos, skip: see ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
-Readers ignore keys and kinds of later releases. The log is bounded (``history_log``): of older attempts and hours, some
-lines are left out.
+Readers ignore keys and kinds of later releases. The log is bounded (``history_log``): of older
+attempts and hours, some lines are left out.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds,
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
-"""A server: is started; answers; was started for an earlier rank of this process, and answers; died or was given up; is
-started again."""
+"""A server: is started; answers; was started for an earlier rank of this process, and answers; died
+or was given up; is started again.
+"""
 EndWhy = Literal["done", "stopped", "error"]
 """An attempt: every document is in the output; was asked to stop, and saved its work; failed."""
 
@@ -48,8 +51,8 @@ _COUNTS = len(fields(DocumentCounts))
 class InputPosition(NamedTuple):
     """How much of its input a rank has read.
 
-    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit`` is None if not even
-    the position is, and then ``done`` is 0.
+    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
+    is None if not even the position is, and then ``done`` is 0.
     """
 
     done: int = 0
@@ -68,7 +71,11 @@ class InputPosition(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[object]) -> Self:
         done, total, unit = values
-        if not is_count(done) or not (total is None or is_count(total)) or unit not in (None, "bytes", "rows"):
+        if (
+            not is_count(done)
+            or not (total is None or is_count(total))
+            or unit not in (None, "bytes", "rows")
+        ):
             raise ValueError("a position is damaged")
         return cls(done, total, unit)  # type: ignore[arg-type]
 
@@ -76,7 +83,8 @@ class InputPosition(NamedTuple):
 class Silence(NamedTuple):
     """For how long requests failed and none was answered, and after how long the rank stops for it.
 
-    ``unreachable``: no server can be reached. ``model``: whose servers, if there are several models.
+    ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
+    models.
     """
 
     seconds: float = 0.0
@@ -107,9 +115,9 @@ class Silence(NamedTuple):
 class Wait(NamedTuple):
     """What a rank waits for.
 
-    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``: seconds since the oldest
-    request in flight was sent, and ``document`` the id of its document. ``all_started``: no document is left to be
-    started.
+    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``:
+    seconds since the oldest request in flight was sent, and ``document`` the id of its document.
+    ``all_started``: no document is left to be started.
     """
 
     quiet: float = 0.0
@@ -126,7 +134,8 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class WorkCounts:
-    """What attempts did. Unlike the counts of documents, this does not survive a kill: the last minute is not here.
+    """What attempts did. Unlike the counts of documents, this does not survive a kill: the last
+    minute is not here.
 
     Attributes:
         requests: requests that a server answered.
@@ -154,7 +163,10 @@ class WorkCounts:
     def __add__(self, other: WorkCounts) -> WorkCounts:
         names = dict.fromkeys([*self.errors, *other.errors])
         errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
-        return WorkCounts(**{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS}, errors=errors)
+        return WorkCounts(
+            **{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS},
+            errors=errors,
+        )
 
     def numbers(self) -> list[int]:
         return [getattr(self, name) for name in _WORK_NUMBERS]
@@ -210,7 +222,13 @@ class Start(_Record):
     version: str = ""
 
     def to_json(self) -> Json:
-        return {"host": self.host, "pid": self.pid, "job": self.job, "slot": self.slot, "v": self.version}
+        return {
+            "host": self.host,
+            "pid": self.pid,
+            "job": self.job,
+            "slot": self.slot,
+            "v": self.version,
+        }
 
     @classmethod
     def read(cls, data: Json) -> Start:
@@ -220,7 +238,13 @@ class Start(_Record):
             raise ValueError("pid or slot is damaged")
         if job is not None:
             job = _text(job)
-        return cls(host=_text(data["host"]), pid=data["pid"], job=job, slot=slot, version=_text(data.get("v", "")))
+        return cls(
+            host=_text(data["host"]),
+            pid=data["pid"],
+            job=job,
+            slot=slot,
+            version=_text(data.get("v", "")),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,19 +273,27 @@ class ServerEvent(_Record):
         url = data.get("url")
         if url is not None:
             url = _text(url)
-        return cls(what=data["what"], name=_text(data.get("name", "")), url=url, why=_text(data.get("why", "")))
+        return cls(
+            what=data["what"],
+            name=_text(data.get("name", "")),
+            url=url,
+            why=_text(data.get("why", "")),
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress(_Record):
-    """Where the rank stands: written at the start of an attempt, after ten seconds, each minute, and at its end.
+    """Where the rank stands: written at the start of an attempt, after ten seconds, each minute,
+    and at its end.
 
     Attributes:
         seconds: of all attempts up to now ("s").
-        documents: all finished documents, in commits and journals of all attempts, with their requests and tokens,
-            answers from the cache included ("d"). Exact, however many attempts were killed.
+        documents: all finished documents, in commits and journals of all attempts, with their
+            requests and tokens, answers from the cache included ("d"). Exact, however many attempts
+            were killed.
         chunks: committed, over all attempts ("c").
-        total: what all attempts did ("all" and "err"), without the last minute of those that were killed.
+        total: what all attempts did ("all" and "err"), without the last minute of those that were
+            killed.
         own: what this attempt did ("own" and "own_err").
         in_flight: requests that a server has now ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
@@ -269,7 +301,8 @@ class Progress(_Record):
         wait: for answers, now ("w").
         silence: of the servers, until now ("out").
         position: how much of the input is done ("pos").
-        skipped: lines of the input that were read in all attempts, and were no documents ("skip", if there are any).
+        skipped: lines of the input that were read in all attempts, and were no documents ("skip",
+            if there are any).
     """
 
     KIND = "progress"
@@ -309,7 +342,8 @@ class Progress(_Record):
         in_flight, waiting, in_work = data["q"]
         silence = Silence.from_json(data["out"])
         documents = DocumentCounts(*data["d"][:_COUNTS])
-        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])  # astuple is slow: it copies deeply
+        # Astuple is slow: it copies deeply.
+        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])
         if not all(is_count(number) for number in numbers):
             raise ValueError("a number is missing or negative")
         return cls(
@@ -331,7 +365,8 @@ class Progress(_Record):
 class Buckets(dict[int, int]):
     """A histogram: how many values lie in each bucket. Bucket 0 is for values below 1.
 
-    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each power of two.
+    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
+    power of two.
     """
 
     def count(self, value: float, times: int = 1) -> None:
@@ -357,14 +392,17 @@ class Buckets(dict[int, int]):
 
     @classmethod
     def from_json(cls, pairs: Sequence[Sequence[int]]) -> Self:
-        if not all(is_count(bucket) and is_count(count) and bucket < _MAX_BUCKET for bucket, count in pairs):
+        if not all(
+            is_count(bucket) and is_count(count) and bucket < _MAX_BUCKET for bucket, count in pairs
+        ):
             raise ValueError("a histogram is damaged")
         return cls((bucket, count) for bucket, count in pairs)
 
 
 @dataclass(slots=True, kw_only=True)
 class Spread(_Record):
-    """The requests of this attempt that servers answered, as histograms, every ten minutes and at the end.
+    """The requests of this attempt that servers answered, as histograms, every ten minutes and at
+    the end.
 
     Attributes:
         milliseconds: from sending to the answer ("ms").
@@ -382,7 +420,9 @@ class Spread(_Record):
 
     @classmethod
     def read(cls, data: Json) -> Spread:
-        milliseconds, prompt, completion = (Buckets.from_json(data[name]) for name in ("ms", "pt", "ct"))
+        milliseconds, prompt, completion = (
+            Buckets.from_json(data[name]) for name in ("ms", "pt", "ct")
+        )
         return cls(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
 
 
@@ -391,7 +431,8 @@ class End(_Record):
     """An attempt ended. An attempt that was killed, or lost its node, has no such line.
 
     Attributes:
-        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, without secrets.
+        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, without
+            secrets.
     """
 
     KIND = "end"
@@ -409,7 +450,9 @@ class End(_Record):
 
 
 Record: TypeAlias = Start | ServerEvent | Progress | Spread | End
-_KINDS: dict[str, type[Record]] = {kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)}
+_KINDS: dict[str, type[Record]] = {
+    kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)
+}
 
 
 def parse_line(line: bytes) -> Record | None:

@@ -1,21 +1,24 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. Where another release has described the user's
-code in another way, all but the code is compared, and the code from the next start on. ``run.json`` is replaced
-atomically, so a crash leaves either description, and both are accepted.
+The identity is a flat dict of plain JSON values, which the caller makes. Where another release has
+described the user's code in another way, all but the code is compared, and the code from the next
+start on. ``run.json`` is replaced atomically, so a crash leaves either description, and both are
+accepted.
 
-The owner is the process that started last. Each start takes the next fencing number, and a process that finds another
-owner in the file stops before its next write. Locks (``files.Lock``) keep a second process from starting. The fence
-covers the cases that locks do not: file systems without locks, and clusters that give a lost node's job to another node
-while the old process still runs. Between a check of the fence and the write that follows, there are microseconds in
-which both processes may write; each writes whole, valid lines and files.
+The owner is the process that started last. Each start takes the next fencing number, and a process
+that finds another owner in the file stops before its next write. Locks (``files.Lock``) keep a
+second process from starting. The fence covers the cases that locks do not: file systems without
+locks, and clusters that give a lost node's job to another node while the old process still runs.
+Between a check of the fence and the write that follows, there are microseconds in which both
+processes may write; each writes whole, valid lines and files.
 
-Secrets in the user's fields are replaced by their hashes, both in what is written and in what is read: earlier releases
-wrote some as they were, and such a file still describes the same run.
+Secrets in the user's fields are replaced by their hashes, both in what is written and in what is
+read: earlier releases wrote some as they were, and such a file still describes the same run.
 
-An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it (null), or up to the
-version of a mirror that the folder was restored from (a number; see ``mirror/restore.py``). And it names the number of
-commits that it found, by which the next owner notices that some are lost.
+An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it
+(null), or up to the version of a mirror that the folder was restored from (a number; see
+``mirror/restore.py``). And it names the number of commits that it found, by which the next owner
+notices that some are lost.
 """
 
 from __future__ import annotations
@@ -50,7 +53,13 @@ from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_seal
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced, StorageFailed, VersionMismatch
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointMismatch,
+    Fenced,
+    StorageFailed,
+    VersionMismatch,
+)
 from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
 
 _USERS_FIELDS = (
@@ -103,7 +112,9 @@ def fields_without_secrets(fields: Json) -> Json:
     return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
 
 
-def _field_without_secrets(name: str, value: object, found: Collection[str] | None = None) -> object:
+def _field_without_secrets(
+    name: str, value: object, found: Collection[str] | None = None
+) -> object:
     is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
     if is_users:
         return without_secrets(name, value, found)
@@ -119,7 +130,9 @@ def without_its_secrets(content: Json) -> Json:
 
 def _change_without_secrets(change: Json) -> Json:
     name = str(change.get("field"))
-    return change | {key: _field_without_secrets(name, change[key]) for key in ("old", "new") if key in change}
+    return change | {
+        key: _field_without_secrets(name, change[key]) for key in ("old", "new") if key in change
+    }
 
 
 def as_kept(fields: Json) -> Json:
@@ -128,11 +141,12 @@ def as_kept(fields: Json) -> Json:
     return fields_without_secrets(kept)
 
 
-# ``format`` in ``run.json`` and ``job.json`` is the version of everything in a rank's folder. It grows with each
-# release that an earlier one could misread. Each start writes the newest format.
+# ``format`` in ``run.json`` and ``job.json`` is the version of everything in a rank's folder. It
+# grows with each release that an earlier one could misread. Each start writes the newest format.
 #
 #     1   0.1.0
-#     2   history.jsonl, job.json, shard.json; times, work and hashes of the hub in commits, and checksums of answers
+#     2   history.jsonl, job.json, shard.json; times, work and hashes of the hub in commits, and
+#         checksums of answers
 #     3   a checksum in front of run.json, job.json and shard.json
 #     4   results without a wrapper in journals (``documents.encode_finished``)
 
@@ -141,12 +155,21 @@ FORMAT = 4
 SEALED_FORMATS = range(3, FORMAT + 1)
 """``run.json`` and ``job.json`` of these have a checksum."""
 OLDEST_FORMAT = 1
-"""All formats from this one on can be continued. It stays as it is within a major version of the package."""
+"""All formats from this one on can be continued.
+
+It stays as it is within a major version of the package.
+"""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
-"""In ``run.json`` and ``job.json``: the version of the package that wrote the file. 0.1.0 wrote none."""
+"""In ``run.json`` and ``job.json``: the version of the package that wrote the file.
+
+0.1.0 wrote none.
+"""
 NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "forked"})
-"""What ``run.json`` and ``job.json`` hold besides the identity of the run. Earlier builds of 0.2.0 wrote ``forked``."""
+"""What ``run.json`` and ``job.json`` hold besides the identity of the run.
+
+Earlier builds of 0.2.0 wrote ``forked``.
+"""
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
@@ -160,8 +183,11 @@ def settings_in(content: Json) -> Json:
     return {name: value for name, value in content.items() if name not in NO_SETTINGS}
 
 
-def check_format(where: object, content: object, known: int = FORMAT, written_by: object = None) -> None:
-    """Checks that this version can go on with what another one wrote. Anything without a number passes.
+def check_format(
+    where: object, content: object, known: int = FORMAT, written_by: object = None
+) -> None:
+    """Checks that this version can go on with what another one wrote. Anything without a number
+    passes.
 
     Args:
         where: the file, for the message.
@@ -190,27 +216,38 @@ def check_format(where: object, content: object, known: int = FORMAT, written_by
     else:
         formats = f"formats {OLDEST_FORMAT} to {known}"
     raise VersionMismatch(
-        f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, which reads {formats}. "
-        f"Nothing was changed. Install {get}, and run the same command again; or start a new run in other folders."
+        f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
+        f"which reads {formats}. "
+        f"Nothing was changed. Install {get}, and run the same command again; or start a new run "
+        "in other folders."
     )
 
 
 _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
 _MAX_TASKS = 10_000_000
-_NO_RUN = "Restore it from a copy or from the mirror. If there is none, start this rank over: move its folder away."
+_NO_RUN = (
+    "Restore it from a copy or from the mirror. If there is none, start this rank over: move "
+    "its folder away."
+)
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"
-_OF_CODE = re.compile(r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\.")
+_OF_CODE = re.compile(
+    r"identity_version$|(rollout_fn|shared_context|imports|uses)\b|output_writer\."
+)
 OUTPUT_FOLDER = "output_folder"
-"""In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the identity: files may
-be moved. Tasks that run at one time must agree about it."""
-_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})  # reshards: see ``refuse_resharded``
+"""In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the
+identity: files may be moved. Tasks that run at one time must agree about it.
+"""
+# Reshards: see ``refuse_resharded``.
+_LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
 class Change(NamedTuple):
-    """A field in which two runs differ: both values, and both as text, which tells null from a missing field."""
+    """A field in which two runs differ: both values, and both as text, which tells null from a
+    missing field.
+    """
 
     field: str
     old: object
@@ -226,7 +263,10 @@ class Change(NamedTuple):
 
 
 class Owner(TypedDict):
-    """The process that owns a rank, as ``run.json`` has it. ``earlier`` and ``commits``: see above."""
+    """The process that owns a rank, as ``run.json`` has it.
+
+    ``earlier`` and ``commits``: see above.
+    """
 
     fence: int
     host: str
@@ -236,8 +276,13 @@ class Owner(TypedDict):
     commits: int
 
 
-def new_owner(fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0) -> Owner:
-    """Returns this process as an owner, with a nonce of its own. Fence 0: no process has worked on the rank."""
+def new_owner(
+    fence: int = 0, earlier: dict[str, int | None] | None = None, commits: int = 0
+) -> Owner:
+    """Returns this process as an owner, with a nonce of its own.
+
+    Fence 0: no process has worked on the rank.
+    """
     return Owner(
         fence=fence,
         host=socket.gethostname(),
@@ -264,7 +309,8 @@ class Fence:
         """Checks that this process is still the owner.
 
         Args:
-            thorough: open and read the file. Otherwise only its attributes are compared, which takes a microsecond.
+            thorough: open and read the file. Otherwise only its attributes are compared, which
+                takes a microsecond.
 
         Raises:
             Fenced: another process has started since.
@@ -276,14 +322,18 @@ class Fence:
         if owner != self.owner:
             self.lost = True
             raise Fenced(
-                f"Another process has taken over {self._path.parent}: {owner.get('host')} pid {owner.get('pid')}, "
-                f"start number {owner.get('fence')}; this one, number {self.owner['fence']}, writes nothing more. "
+                f"Another process has taken over {self._path.parent}: {owner.get('host')} pid "
+                f"{owner.get('pid')}, "
+                f"start number {owner.get('fence')}; this one, number {self.owner['fence']}, "
+                "writes nothing more. "
                 "What it saved before is kept."
             )
         self._seen = self._stamp()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns ``Fenced`` if a new owner may have caused ``error``: it removes what the old owner staged."""
+        """Returns ``Fenced`` if a new owner may have caused ``error``: it removes what the old
+        owner staged.
+        """
         if isinstance(error, StorageFailed):
             try:
                 self.check(thorough=True)
@@ -300,14 +350,16 @@ class Fence:
 
 
 class RunClaim:
-    """A run's claim on a rank's folder. The identity fits the folder; ``take`` makes this process the owner.
+    """A run's claim on a rank's folder. The identity fits the folder; ``take`` makes this process
+    the owner.
 
     Args:
-        accept_changes: record a different identity, with the time, instead of refusing it. A folder in which no work
-            was kept takes any identity.
+        accept_changes: record a different identity, with the time, instead of refusing it. A folder
+            in which no work was kept takes any identity.
 
     Raises:
-        CheckpointMismatch: the checkpoint belongs to another run; the message names each field with both values.
+        CheckpointMismatch: the checkpoint belongs to another run; the message names each field with
+            both values.
         CheckpointCorrupt: ``run.json`` cannot be read.
     """
 
@@ -324,7 +376,8 @@ class RunClaim:
             changes = compare(old, identity)
             if not describe_alike(old, identity.fields):
                 logger.warning(
-                    f"{self._path}: another version of datatrove-ckpt described the code of this run in another way, "
+                    f"{self._path}: another version of datatrove-ckpt described the code of this "
+                    "run in another way, "
                     "so the code is not compared this time. From now on it is."
                 )
             owner = old.get("owner", {})
@@ -338,10 +391,12 @@ class RunClaim:
             refuse_missing_run_json(folder)
 
     def take(self, commits: int | None = None) -> Fence:
-        """Writes ``run.json``. A process that owned the rank before notices this before its next write.
+        """Writes ``run.json``. A process that owned the rank before notices this before its next
+        write.
 
         Args:
-            commits: the number of commits that the rank has now; None: as many as ``run.json`` names.
+            commits: the number of commits that the rank has now; None: as many as ``run.json``
+                names.
         """
         if commits is None:
             commits = self.before.get("owner", {}).get("commits", 0)
@@ -395,13 +450,15 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
 def not_readable(path: Path | str) -> str:
     return (
-        f"{path}: permission denied. Checkpoints are private, because they hold documents and answers. Run this "
+        f"{path}: permission denied. Checkpoints are private, because they hold documents and "
+        "answers. Run this "
         "command as the user who made them"
     )
 
 
 def check_run(content: object) -> Json:
-    """Returns the content of ``run.json`` if the values that this program itself uses have their types.
+    """Returns the content of ``run.json`` if the values that this program itself uses have their
+    types.
 
     Raises:
         ValueError: it says which value has not.
@@ -416,7 +473,11 @@ def check_run(content: object) -> Json:
         earlier = None
     if not isinstance(earlier, dict) or not isinstance(owner.get("nonce", ""), str):
         raise ValueError("its owner is damaged")
-    numbers = [owner.get("fence", 0), owner.get("commits", 0), *(upto for upto in earlier.values() if upto is not None)]
+    numbers = [
+        owner.get("fence", 0),
+        owner.get("commits", 0),
+        *(upto for upto in earlier.values() if upto is not None),
+    ]
     numbers += [content.get(name) or 0 for name in ("tasks", "records_per_chunk")]
     if not all(map(is_count, numbers)):
         raise ValueError("a number in it is none")
@@ -451,7 +512,14 @@ def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> lis
         old = without_code(old)
         new = without_code(new)
     return [
-        Change(name, old.get(name), new.get(name), _shown(old, name), _shown(new, name), identity.notes.get(name))
+        Change(
+            name,
+            old.get(name),
+            new.get(name),
+            _shown(old, name),
+            _shown(new, name),
+            identity.notes.get(name),
+        )
         for name in dict.fromkeys([*old, *new])
         if (with_output or name != OUTPUT_FOLDER)
         and ((name in old) != (name in new) or not same_value(name, old.get(name), new.get(name)))
@@ -469,9 +537,15 @@ def without_code(fields: Json) -> Json:
 
 
 def refusal(what: str, changes: Sequence[Change], *way_out: object) -> CheckpointMismatch:
-    """Returns the error for a run that differs from the one that is kept: fields with both values, then the way out."""
+    """Returns the error for a run that differs from the one that is kept: fields with both values,
+    then the way out.
+    """
     lines = [line for one in changes for line in _lines(one)]
-    notes = [f"  ({change.note})" for change in changes if change.note and not change.field.startswith(change.note)]
+    notes = [
+        f"  ({change.note})"
+        for change in changes
+        if change.note and not change.field.startswith(change.note)
+    ]
     shown = "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes])])
     return CheckpointMismatch(f"{shown}\n", *way_out)
 
@@ -482,7 +556,10 @@ def _lines(change: Change) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
         if keys:
-            return [f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}" for key in keys]
+            return [
+                f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}"
+                for key in keys
+            ]
     return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
 
 
@@ -491,20 +568,36 @@ def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
     folders = [", or choose ", StartOver(), " for the new ones"]
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
-        return [f"Go on with {plural(old, 'task')} (", Tasks(old), ")", *folders, f"{written.old_results}."]
+        return [
+            f"Go on with {plural(old, 'task')} (",
+            Tasks(old),
+            ")",
+            *folders,
+            f"{written.old_results}.",
+        ]
     go_on = ["Go on with the old settings", *folders]
     if not may_mix or any(change.is_layout for change in changes):
         return [*go_on, "."]
-    return [*go_on, ", or ", ChangeSetting("accept_changes"), " to mix the two: what is done stays as it is."]
+    return [
+        *go_on,
+        ", or ",
+        ChangeSetting("accept_changes"),
+        " to mix the two: what is done stays as it is.",
+    ]
 
 
 def records(changes: Iterable[Change]) -> list[Json]:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return [{"when": when, "field": change.field, "old": change.old, "new": change.new} for change in changes]
+    return [
+        {"when": when, "field": change.field, "old": change.old, "new": change.new}
+        for change in changes
+    ]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Returns field, old and new value, as short JSON, of accepted changes, but not of the output's place."""
+    """Returns field, old and new value, as short JSON, of accepted changes, but not of the output's
+    place.
+    """
     found = {
         (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
         for change in changes
@@ -524,11 +617,13 @@ def _shown(identity: Json, name: str) -> str:
 
 # When two values of a setting are the same: as JSON, with three rules.
 #
-# The order of keys does not matter, except in a JSON schema and inside of a parameter of requests: engines answer in
-# the order of a schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is 1.0.
-# Hashes of secrets that were made with two keys of a mirror, or one without, cannot be compared, and count as the same.
+# The order of keys does not matter, except in a JSON schema and inside of a parameter of requests:
+# engines answer in the order of a schema's properties, and requests keep it. True is not 1, because
+# a request says ``true``; 1 is 1.0. Hashes of secrets that were made with two keys of a mirror, or
+# one without, cannot be compared, and count as the same.
 
-# Parts of a request that hold a schema. A setting of the user's may have any name with "schema" in it.
+# Parts of a request that hold a schema. A setting of the user's may have any name with "schema" in
+# it.
 _ORDERED = ("response_format", "structured_outputs", "schema")
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
@@ -540,7 +635,10 @@ def comparable(name: str, value: object) -> bytes:
 
 
 def same_value(name: str, old: object, new: object) -> bool:
-    """Whether two values of this setting are the same. Earlier releases kept a writer without its module."""
+    """Whether two values of this setting are the same.
+
+    Earlier releases kept a writer without its module.
+    """
     if name == "output_writer" and not ("." in str(old) and "." in str(new)):
         old, new = (str(value).rpartition(".")[2] for value in (old, new))
     old = comparable(name, old)
@@ -555,7 +653,9 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
     if isinstance(value, dict):
         ordered = ordered or any(part in name for part in _ORDERED)
         inside = ordered or name.endswith("params")
-        return {key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))}
+        return {
+            key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))
+        }
     if isinstance(value, list):
         return [_plain(name, one, ordered) for one in value]
     if value == _ZERO:
@@ -567,5 +667,10 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, or a cached answer."""
-    written = [folder / COMMITS, *(journal_path(folder, index) for index in journal_indices(folder))]
-    return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(folder / CACHE)
+    written = [
+        folder / COMMITS,
+        *(journal_path(folder, index) for index in journal_indices(folder)),
+    ]
+    return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(
+        folder / CACHE
+    )

@@ -1,11 +1,13 @@
-"""Intents: what a rank is about to publish, on its disk before any of it appears in the output folder.
+"""Intents: what a rank is about to publish, on its disk before any of it appears in the output
+folder.
 
-A file that stands where a rank publishes is replaced only if its content is named here: then an earlier attempt of this
-rank published it. A chunk that is written again, by another version of zlib perhaps, has other bytes. Any other content
-belongs to another job, and stays.
+A file that stands where a rank publishes is replaced only if its content is named here: then an
+earlier attempt of this rank published it. A chunk that is written again, by another version of zlib
+perhaps, has other bytes. Any other content belongs to another job, and stays.
 
-A rank without this file may have published anything: an earlier release began it, it came from a mirror, or ``repair``
-rebuilt its commits. Then ``ChunkOutput.prepare`` takes the files under the rank's names for its own, once.
+A rank without this file may have published anything: an earlier release began it, it came from a
+mirror, or ``repair`` rebuilt its commits. Then ``ChunkOutput.prepare`` takes the files under the
+rank's names for its own, once.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from datatrove_ckpt.checkpoint.layout import PUBLISHING
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 
 _ADVICE = (
-    "Check that no other job writes to the output folder, then remove this file: uncommitted output files under the "
+    "Check that no other job writes to the output folder, then remove this file: uncommitted "
+    "output files under the "
     "rank's names count as the rank's own then."
 )
 
 
 class Intents:
-    """The content that a rank may have published, as hashes by file name: a line for each time that a chunk is written.
+    """The content that a rank may have published, as hashes by file name: a line for each time that
+    a chunk is written.
 
     Raises:
         CheckpointCorrupt: the file is damaged.

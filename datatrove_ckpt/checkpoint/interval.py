@@ -1,15 +1,16 @@
-"""Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set share of the time.
+"""Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set
+share of the time.
 
-No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on another. "auto"
-times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
+No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
+another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
 
     interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-The mean keeps the share even if one save in a hundred takes a second. Several saves count, because a single slow one
-would stretch the next interval, and so the possible loss, to the maximum.
+The mean keeps the share even if one save in a hundred takes a second. Several saves count, because
+a single slow one would stretch the next interval, and so the possible loss, to the maximum.
 
-``young``, ``daly`` and ``efficiency`` also know that everything that is not saved gets lost every M seconds on average
-(the MTBF). A save takes C seconds, in which the work stops, and a restart R.
+``young``, ``daly`` and ``efficiency`` also know that everything that is not saved gets lost every M
+seconds on average (the MTBF). A save takes C seconds, in which the work stops, and a restart R.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def young(save_cost: float, mtbf: float) -> float:
 
 
 def daly(save_cost: float, mtbf: float) -> float:
-    """The best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >= 2M.
+    """The best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >=
+    2M.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006.
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
+    22(3), 2006.
     """
     if save_cost >= 2 * mtbf:
         return mtbf
@@ -49,7 +52,8 @@ def daly(save_cost: float, mtbf: float) -> float:
 def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 0.0) -> float:
     """Useful time divided by all time, from 0 to 1, with T seconds of work between two saves.
 
-    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be interrupted, too.
+    T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be
+    interrupted, too.
     """
     exponent = (interval + save_cost) / mtbf
     if 0 < exponent < 700:
@@ -79,17 +83,20 @@ class Tuning:
         return min(max(sum(recent) / len(recent) / self.share, self.shortest), self.longest)
 
 
-# An interval below ``shortest`` gains nothing noticeable. ``longest`` bounds the loss, however slow the disk or the
-# remote is: half a minute of answers at a power loss, ten minutes when the node is gone.
+# An interval below ``shortest`` gains nothing noticeable. ``longest`` bounds the loss, however slow
+# the disk or the remote is: half a minute of answers at a power loss, ten minutes when the node is
+# gone.
 SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
 
 
 class Interval:
-    """The ``seconds`` to wait between two saves. One thread calls ``took``; others may read ``seconds``.
+    """The ``seconds`` to wait between two saves. One thread calls ``took``; others may read
+    ``seconds``.
 
     Args:
-        setting: a number of seconds, which stays; "auto": ``seconds`` follows the duration of saves.
+        setting: a number of seconds, which stays; "auto": ``seconds`` follows the duration of
+            saves.
     """
 
     def __init__(self, setting: Seconds, tuning: Tuning) -> None:
@@ -107,6 +114,8 @@ def check_seconds(name: str, value: object) -> None:
     """Raises:
     ConfigError: a setting is no ``Seconds``. The message names the setting.
     """
-    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    is_valid = (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    )
     if value != "auto" and not is_valid:
         raise ConfigError(f'{name}: must be "auto" or a number of seconds >= 0; it is {value!r}.')

@@ -1,12 +1,14 @@
 """``job.json``: the identity that all ranks of a job share.
 
-The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each other, so that a rank
-that starts reads one file, and not those of a thousand other ranks. A rank that finds none, or one that differs, takes
-``job.lock``, compares itself with all other ranks, replaces ``job.json``, and keeps the lock until its own ``run.json``
-is written. A crash on the way leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks
-at the other ranks again.
+The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each
+other, so that a rank that starts reads one file, and not those of a thousand other ranks. A rank
+that finds none, or one that differs, takes ``job.lock``, compares itself with all other ranks,
+replaces ``job.json``, and keeps the lock until its own ``run.json`` is written. A crash on the way
+leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks at the
+other ranks again.
 
-A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json`` still has its lock.
+A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json``
+still has its lock.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class JobChanges:
     Attributes:
         changes: each difference once.
         ranks: the ranks that differ, in ascending order.
-        empty: ranks that differ and hold no work, so that they may start over with the new settings.
+        empty: ranks that differ and hold no work, so that they may start over with the new
+            settings.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -80,7 +83,9 @@ class JobChanges:
 
 
 class KeptRun(NamedTuple):
-    """A rank's ``run.json``, whether that binds the rank to its run, and in which state the rank is."""
+    """A rank's ``run.json``, whether that binds the rank to its run, and in which state the rank
+    is.
+    """
 
     run: Json
     is_bound: Callable[[], bool]
@@ -90,16 +95,23 @@ class KeptRun(NamedTuple):
 
 @contextmanager
 def join_job(
-    root: Path, rank: int, identity: RunIdentity, accept_changes: bool, check_output: Callable[[], None]
+    root: Path,
+    rank: int,
+    identity: RunIdentity,
+    accept_changes: bool,
+    check_output: Callable[[], None],
 ) -> Iterator[None]:
-    """Compares a rank that starts with the other ranks of its job. Inside the block, the rank writes ``run.json``.
+    """Compares a rank that starts with the other ranks of its job. Inside the block, the rank
+    writes ``run.json``.
 
     Args:
         root: ``checkpoints_local_dir``.
-        check_output: called before ``job.json`` names another output folder; an error of it refuses the rank.
+        check_output: called before ``job.json`` names another output folder; an error of it refuses
+            the rank.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; the message names each field with both values.
+        CheckpointMismatch: another rank belongs to another run; the message names each field with
+            both values.
         CheckpointLocked: another process has kept ``job.lock`` for a minute.
     """
     guard = None if _is_current(root, identity) else _guard(root, identity)
@@ -113,7 +125,8 @@ def join_job(
     finally:
         if guard is not None:
             guard.release(remove=True)
-    if changes := compare(_read(root), identity, with_output=True):  # another job started at the same instant
+    # Another job started at the same instant.
+    if changes := compare(_read(root), identity, with_output=True):
         raise _refusal(root, JobChanges(changes, [rank]))
 
 
@@ -148,12 +161,17 @@ def note_output(root: Path, folder: str) -> None:
 
 
 def compare_job(
-    root: Path, identity: RunIdentity, ranks: Collection[int] | None = None, only_tasks: bool = False
+    root: Path,
+    identity: RunIdentity,
+    ranks: Collection[int] | None = None,
+    only_tasks: bool = False,
 ) -> JobChanges:
-    """Compares a job that is about to start with its ranks, finished ones included. Changes nothing.
+    """Compares a job that is about to start with its ranks, finished ones included. Changes
+    nothing.
 
     Args:
-        ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have a folder.
+        ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have
+            a folder.
         only_tasks: see ``compare_kept``.
     """
     if ranks is None or not _agrees(root, identity):
@@ -203,7 +221,9 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """``job.json`` agrees, also about code and place, and need not be written again without a secret."""
+    """``job.json`` agrees, also about code and place, and need not be written again without a
+    secret.
+    """
     if (path := root / JOB).exists():
         job = run_with_secrets(path)
     else:
@@ -214,7 +234,9 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
-    """Takes ``job.lock``. None: while this rank waited, another rank has written a ``job.json`` that agrees."""
+    """Takes ``job.lock``. None: while this rank waited, another rank has written a ``job.json``
+    that agrees.
+    """
     deadline = time.monotonic() + _GUARD_SECONDS
     while True:
         try:
@@ -228,7 +250,9 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
 
 
 def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
-    others = _compare_ranks(root, [other for other in rank_numbers(root) if other != rank], identity)
+    others = _compare_ranks(
+        root, [other for other in rank_numbers(root) if other != rank], identity
+    )
     if others.changes and (not accept or others.is_layout):
         raise _refusal(root, others)
     return job_content(identity, _read(root), others)
@@ -245,8 +269,12 @@ def _refusal(root: Path, found: JobChanges) -> Exception:
     return refusal(what, found.changes, *way_back(found.changes))
 
 
-def _compare_ranks(root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False) -> JobChanges:
-    runs = {rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()}
+def _compare_ranks(
+    root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False
+) -> JobChanges:
+    runs = {
+        rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()
+    }
     kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
     return compare_kept(kept, _read(root), identity, only_tasks)
 
@@ -255,10 +283,14 @@ def _kept_here(folder: Path, run: Json) -> KeptRun:
     def is_live() -> bool:
         return _is_live(folder, run)
 
-    return KeptRun(run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live)
+    return KeptRun(
+        run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live
+    )
 
 
-def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool) -> JobChanges:
+def compare_kept(
+    kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool
+) -> JobChanges:
     """Compares a job with what is kept of its ranks, by rank.
 
     Args:
@@ -277,29 +309,48 @@ def compare_kept(kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, 
             found.empty.append(rank)
             continue
         if each.is_finished():
-            changes = [change for change in changes if (change.field, change.old, change.new) not in accepted]
+            changes = [
+                change
+                for change in changes
+                if (change.field, change.old, change.new) not in accepted
+            ]
         if changes:
             found.add(rank, changes)
     return found
 
 
 def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    """Field, old and new value of what the user has accepted. It holds for all ranks that were finished then."""
+    """Field, old and new value of what the user has accepted.
+
+    It holds for all ranks that were finished then.
+    """
     changes = [change for content in kept for change in content.get("accepted_changes", [])]
     return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 
 
 def _is_live(folder: Path, run: Json) -> bool:
-    """Whether the process that wrote ``run.json`` works on the rank. A process with the lock alone compares itself."""
+    """Whether the process that wrote ``run.json`` works on the rank.
+
+    A process with the lock alone compares itself.
+    """
     holder = files.lock_holder(folder / LOCK)
     owner = run.get("owner", {})
-    return holder is not None and all(holder.get(name) == owner.get(name) for name in ("host", "pid"))
+    return holder is not None and all(
+        holder.get(name) == owner.get(name) for name in ("host", "pid")
+    )
 
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:
-    """Returns the missing ranks that the file for their last chunk, or a retry of their dead letters, names."""
+    """Returns the missing ranks that the file for their last chunk, or a retry of their dead
+    letters, names.
+    """
     folders = (root / "last_chunk", *retry_folders(root))
     named = {path.stem for folder in folders for path in folder.glob("*")}
     places = {rank: rank_folder(root, rank) for rank in missing}
-    # Looked at again: a rank may have started since its folder was looked for, and have finished a chunk.
-    return [rank for rank, folder in places.items() if folder.name in named and not (folder / RUN).exists()]
+    # Looked at again: a rank may have started since its folder was looked for, and have finished a
+    # chunk.
+    return [
+        rank
+        for rank, folder in places.items()
+        if folder.name in named and not (folder / RUN).exists()
+    ]

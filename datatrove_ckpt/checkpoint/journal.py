@@ -1,11 +1,14 @@
-"""ChunkJournal: the finished documents of one unfinished chunk, in the order in which they finished.
+"""ChunkJournal: the finished documents of one unfinished chunk, in the order in which they
+finished.
 
-A document is finished once its line is written. The journal keeps the offset and length of each ordinal's line (12
-bytes per document, so a chunk of 100,000 documents costs about a megabyte), and reads the lines back in input order.
+A document is finished once its line is written. The journal keeps the offset and length of each
+ordinal's line (12 bytes per document, so a chunk of 100,000 documents costs about a megabyte), and
+reads the lines back in input order.
 
-It reads a megabyte at a time because of the event loop. A thread that reads one line after another releases the GIL for
-a moment at each read, and takes it again before a waiting thread is awake. It never holds the GIL for the 5 ms after
-which Python would switch threads: an event loop was seen to wait for 50 ms.
+It reads a megabyte at a time because of the event loop. A thread that reads one line after another
+releases the GIL for a moment at each read, and takes it again before a waiting thread is awake. It
+never holds the GIL for the 5 ms after which Python would switch threads: an event loop was seen to
+wait for 50 ms.
 """
 
 from __future__ import annotations
@@ -27,24 +30,29 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 Outcome = Literal["written", "dropped", "dead"]
 
 JOURNAL_ADVICE = (
-    "Restore the file from a copy, or move it away: its documents are then processed again, with the saved answers "
+    "Restore the file from a copy, or move it away: its documents are then processed again, with "
+    "the saved answers "
     "where they exist."
 )
 """What to do about a damaged journal."""
 _OUTCOMES = get_args(Outcome)
-_HEAD = b'{"ordinal":%d,"outcome":"%s","input":"%s","requests":%d,"prompt_tokens":%d,"completion_tokens":%d'
+_HEAD = (
+    b'{"ordinal":%d,"outcome":"%s","input":"%s",'
+    b'"requests":%d,"prompt_tokens":%d,"completion_tokens":%d'
+)
 _ENDS = b',"ends":[%d,%d,%d]'
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
-# Lines with a gap of fewer bytes than this between them are read in one call, together with the gap.
+# Lines with a gap of fewer bytes than this between them are read in one call, together with the
+# gap.
 _READ_GAP = 1 << 13
 
 
 class Work(NamedTuple):
     """What a document took.
 
-    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number of requests of each
-    rollout. ``tokens``: prompt and completion tokens of each answer in turn.
+    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number
+    of requests of each rollout. ``tokens``: prompt and completion tokens of each answer in turn.
     """
 
     kept: int
@@ -72,10 +80,12 @@ class Finished:
 
     Attributes:
         fingerprint: hash of the document as it was read.
-        document: JSON of the document as it will be written; of the dead letter for "dead"; ``null`` for "dropped".
-        requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache included.
-        work: of each rollout and request. None, too, if there was one rollout with at most one request, which was
-            answered, and its result was kept unless the document is dropped.
+        document: JSON of the document as it will be written; of the dead letter for "dead";
+            ``null`` for "dropped".
+        requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache
+            included.
+        work: of each rollout and request. None, too, if there was one rollout with at most one
+            request, which was answered, and its result was kept unless the document is dropped.
         seconds: what the rank took until the line was written, if the line says it.
         ends: number of its answers, of those that were cut off, and of empty ones.
     """
@@ -101,7 +111,13 @@ class Finished:
 
     def to_line(self) -> bytes:
         names = self.outcome.encode(), self.fingerprint.encode()  # neither needs an escape
-        head = _HEAD % (self.ordinal, *names, self.requests, self.prompt_tokens, self.completion_tokens)
+        head = _HEAD % (
+            self.ordinal,
+            *names,
+            self.requests,
+            self.prompt_tokens,
+            self.completion_tokens,
+        )
         if self.ends != (0, 0, 0):
             head += _ENDS % self.ends
         if self.work is not None:
@@ -112,7 +128,9 @@ class Finished:
 
     @classmethod
     def from_body(cls, body: bytes) -> Finished:
-        """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see ``check``, too."""
+        """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see
+        ``check``, too.
+        """
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
         return cls(
@@ -129,9 +147,15 @@ class Finished:
         )
 
     def check(self) -> None:
-        """Raises TypeError or ValueError if a line that is whole holds something else: another version wrote it."""
+        """Raises TypeError or ValueError if a line that is whole holds something else: another
+        version wrote it.
+        """
         numbers = (self.ordinal, *self.numbers)
-        if not all(is_count(number) for number in numbers) or len(self.ends) != 3 or self.outcome not in _OUTCOMES:
+        if (
+            not all(is_count(number) for number in numbers)
+            or len(self.ends) != 3
+            or self.outcome not in _OUTCOMES
+        ):
             raise ValueError("a number or the outcome is damaged")
         if not isinstance(self.fingerprint, str) or not self.document.endswith((b"}", b"null")):
             raise ValueError("the document is damaged")
@@ -160,7 +184,8 @@ def read_finished(
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f", at byte {line.offset}: the line holds no finished document of this version of the program "
+                f", at byte {line.offset}: the line holds no finished document of this version of "
+                "the program "
                 f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}",
             ) from error
         ordinal = finished.ordinal
@@ -169,7 +194,9 @@ def read_finished(
             yield line, None
         elif ordinal in known or ordinal < first_ordinal or (end is not None and ordinal >= end):
             raise CheckpointCorrupt(
-                path, f", at byte {line.offset}: document {ordinal} does not belong there. {JOURNAL_ADVICE}"
+                path,
+                f", at byte {line.offset}: document {ordinal} does not belong there. "
+                f"{JOURNAL_ADVICE}",
             )
         else:
             known[ordinal] = fingerprint
@@ -177,17 +204,21 @@ def read_finished(
 
 
 class ChunkJournal:
-    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it is complete.
+    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it
+    is complete.
 
     Args:
-        end: the ordinal after the chunk's last document, if the journal may hold documents of an earlier attempt.
+        end: the ordinal after the chunk's last document, if the journal may hold documents of an
+            earlier attempt.
         count: gets what these documents took.
 
     Raises:
         CheckpointCorrupt: see ``read_finished``.
     """
 
-    def __init__(self, path: Path, first_ordinal: int, end: int | None = None, count: Count | None = None) -> None:
+    def __init__(
+        self, path: Path, first_ordinal: int, end: int | None = None, count: Count | None = None
+    ) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
         self._end = end
@@ -203,7 +234,9 @@ class ChunkJournal:
     def _recover(self, count: Count | None) -> None:
         size = 0
         took = list[Took]()
-        for line, finished in read_finished(self.path, self.recovered, self.first_ordinal, self._end):
+        for line, finished in read_finished(
+            self.path, self.recovered, self.first_ordinal, self._end
+        ):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
@@ -245,7 +278,9 @@ class ChunkJournal:
                     body = unseal(lines.pop(index, b""))
                     if body is None:
                         number = self.first_ordinal + index
-                        raise CheckpointCorrupt(self.path, f": document {number} cannot be read back.")
+                        raise CheckpointCorrupt(
+                            self.path, f": document {number} cannot be read back."
+                        )
                     yield Finished.from_body(body)
 
     def _megabytes(self) -> Generator[range, None, None]:
@@ -263,7 +298,9 @@ class ChunkJournal:
         lengths = self._lengths
         runs: list[list[int]] = []
         end = -_READ_GAP
-        for index in sorted((index for index in indices if offsets[index] >= 0), key=offsets.__getitem__):
+        for index in sorted(
+            (index for index in indices if offsets[index] >= 0), key=offsets.__getitem__
+        ):
             if offsets[index] - end >= _READ_GAP:
                 runs.append([])
             runs[-1].append(index)
@@ -273,7 +310,9 @@ class ChunkJournal:
             start = offsets[run[0]]
             data = os.pread(fd, offsets[run[-1]] + lengths[run[-1]] - start, start)
             for index in run:
-                lines[index] = data[offsets[index] - start : offsets[index] - start + lengths[index]]
+                lines[index] = data[
+                    offsets[index] - start : offsets[index] - start + lengths[index]
+                ]
         return lines
 
     def remove(self) -> None:

@@ -1,9 +1,11 @@
-"""The names of a checkpoint's files. They are part of the format on disk: older and newer versions read them.
+"""The names of a checkpoint's files. They are part of the format on disk: older and newer versions
+read them.
 
 <checkpoints_local_dir>/job.json                                 the identity that all ranks share
 <checkpoints_local_dir>/last_chunk/00000.txt
 <checkpoints_local_dir>/00000/run.json, commits.jsonl, ...       rank 0
-<checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead letters
+<checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead
+letters
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ CACHE_LOGS = ("-wal", "-journal")
 CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
-"""What the rank has read: its files, and how many lines were skipped. Written when the input has ended."""
+"""What the rank has read: its files, and how many lines were skipped.
+
+Written when the input has ended.
+"""
 KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
 HISTORY = "history.jsonl"
@@ -36,13 +41,19 @@ FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
 STAGING = "staging"
 """Finished files that wait for their upload to a remote folder."""
 OUTPUT_STAGING = ".datatrove-ckpt-staging"
-"""The hidden folder below a local output folder, and the prefix of probes below a remote one. Readers skip it."""
+"""The hidden folder below a local output folder, and the prefix of probes below a remote one.
+
+Readers skip it.
+"""
 OWNER = "datatrove-ckpt-owner-"
 """Part of the name of the file beside an output folder that names its owner."""
 PUBLISHING = "publishing.jsonl"
 """What the rank may have published, see ``intents``."""
 HOME = "home"
-"""Below ``checkpoints_local_dir``: where the run began. Its output folder knows it by that, see ``output/owner.py``."""
+"""Below ``checkpoints_local_dir``: where the run began.
+
+Its output folder knows it by that, see ``output/owner.py``.
+"""
 RETRY_INPUT = "input.jsonl"
 """In the folder of a retry: the dead letters that it processes."""
 CHECKPOINT_LINES = (COMMITS, DEAD_LETTERS, KEPT_ANSWERS, HISTORY, PUBLISHING, RETRY_INPUT)
@@ -82,7 +93,8 @@ def last_chunk_of(folder: Path) -> Path:
 
 
 def is_datatroves(last_chunk: Path) -> bool:
-    """Whether datatrove's own runner wrote the file for people. It ends with no line break, and ours does.
+    """Whether datatrove's own runner wrote the file for people. It ends with no line break, and
+    ours does.
 
     A kill can leave datatrove's file empty, but not ours, which is replaced in one step.
     """
@@ -117,29 +129,38 @@ def journal_indices(folder: Path) -> list[int]:
         if not path.match("chunk_*.jsonl"):
             continue
         if not is_journal(path.name):
-            raise CheckpointCorrupt(path, " is not a journal of this program. Move it out of the rank's folder.")
+            raise CheckpointCorrupt(
+                path, " is not a journal of this program. Move it out of the rank's folder."
+            )
         found.append(int(path.stem.removeprefix("chunk_")))
     return sorted(found)
 
 
 def check_files(folder: Path, last_chunk: Path) -> None:
     """Raises:
-    CheckpointCorrupt: something else has the name of a file of the rank's folder, or of the folder itself.
+    CheckpointCorrupt: something else has the name of a file of the rank's folder, or of the folder
+    itself.
     """
     if folder.exists() and not folder.is_dir():
-        raise CheckpointCorrupt(folder, " is not a folder. Move it away: a rank's checkpoint has this name.")
+        raise CheckpointCorrupt(
+            folder, " is not a folder. Move it away: a rank's checkpoint has this name."
+        )
     if not folder.is_dir():
         return
     journals = [journal_path(folder, index) for index in journal_indices(folder)]
     for path in [*(folder / name for name in FILES), *journals, last_chunk]:
         if path.exists() and not path.is_file():
             raise CheckpointCorrupt(
-                path, " is not a file. Move it away, and restore the file of this name from a copy if there was one."
+                path,
+                " is not a file. Move it away, and restore the file of this name from a copy if "
+                "there was one.",
             )
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the rank is completed: then it has removed its lock, request cache and journals, and kept run.json."""
+    """Whether the rank is completed: then it has removed its lock, request cache and journals, and
+    kept run.json.
+    """
     if not (folder / RUN).exists() or (folder / LOCK).exists() or (folder / CACHE).exists():
         return False
     return not journal_indices(folder)
@@ -151,7 +172,10 @@ def retry_folder(root: Path, number: int) -> Path:
 
 
 def retry_folders(root: Path) -> list[Path]:
-    """Returns the folders of retries, in ascending order. It lists ``root``: with many ranks, call it once."""
+    """Returns the folders of retries, in ascending order.
+
+    It lists ``root``: with many ranks, call it once.
+    """
     return sorted(root.glob(RETRIES))
 
 
@@ -163,11 +187,13 @@ def retry_number(name: str) -> int | None:
     return None
 
 
-# Folders that another program made, datatrove's own runner above all: refused, with what continues there.
+# Folders that another program made, datatrove's own runner above all: refused, with what continues
+# there.
 
 
 def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
-    """Refuses a run whose number of tasks an earlier build has changed, or half changed: its ranks read parts of files.
+    """Refuses a run whose number of tasks an earlier build has changed, or half changed: its ranks
+    read parts of files.
 
     Args:
         mirrored: the names of what the run's mirror has.
@@ -175,14 +201,20 @@ def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
     Raises:
         CheckpointMismatch: it names the commit that can finish the run.
     """
-    if "shares.json" in mirrored or (root / "shares.json").exists() or (root / "reshard/plan.json").exists():
+    if (
+        "shares.json" in mirrored
+        or (root / "shares.json").exists()
+        or (root / "reshard/plan.json").exists()
+    ):
         raise CheckpointMismatch(
-            f"{root}: `datatrove-ckpt reshard` changed this run's number of tasks. Finish it with commit d3ddc9c6."
+            f"{root}: `datatrove-ckpt reshard` changed this run's number of tasks. Finish it with "
+            "commit d3ddc9c6."
         )
 
 
 def refuse_missing_run_json(folder: Path) -> None:
-    """Refuses a folder without ``run.json`` that holds another part of a checkpoint, or one of datatrove's runner.
+    """Refuses a folder without ``run.json`` that holds another part of a checkpoint, or one of
+    datatrove's runner.
 
     Raises:
         CheckpointMismatch: the message names the setting that continues datatrove's run.
@@ -191,23 +223,29 @@ def refuse_missing_run_json(folder: Path) -> None:
         return
     if is_datatroves(last_chunk_of(folder)):
         raise CheckpointMismatch(
-            f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it wrote "
+            f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
+            "wrote "
             f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
     if not folder.is_dir():
         return
     journals = [journal_name(index) for index in journal_indices(folder)]
-    foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()] + journals[:3]
+    foreign = [
+        name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()
+    ] + journals[:3]
     if foreign:
         raise CheckpointMismatch(
-            f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner made it: "
-            f"{continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a copy or from the mirror."
+            f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
+            "made it: "
+            f"{continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a copy or "
+            "from the mirror."
         )
 
 
 def continue_datatroves(checkpoints: Path | str) -> str:
     return (
         f"To continue that run, stop it, choose another {written.folders}, and set "
-        f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. To "
+        f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep "
+        "their results. To "
         "start over, choose other folders without finished_from."
     )

@@ -1,4 +1,7 @@
-"""RankLease: this process owns a rank. Whatever publishes a rank's output is made with the lease of the rank."""
+"""RankLease: this process owns a rank.
+
+Whatever publishes a rank's output is made with the lease of the rank.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles
 
 @dataclass(eq=False)
 class RankLease:
-    """A rank that this process has taken. Made by ``CheckpointManager.take``; ``OpenCheckpoint.close`` gives it back.
+    """A rank that this process has taken. Made by ``CheckpointManager.take``;
+    ``OpenCheckpoint.close`` gives it back.
 
     Methods may be called in any thread.
 
@@ -30,13 +34,17 @@ class RankLease:
     """Set once the rank ends: nothing more is published."""
 
     def check(self) -> None:
-        """Raises what forbids to publish now, above all that another process has taken the rank over."""
+        """Raises what forbids to publish now, above all that another process has taken the rank
+        over.
+        """
         self.files.fence.check(thorough=True)
         if self.mirror is not None:
             self.mirror.check(not self.files.log.commits, self.stopping)
 
     def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
-        """``read_rank``, but of this rank from memory: others write to its files only where locks do not work."""
+        """``read_rank``, but of this rank from memory: others write to its files only where locks
+        do not work.
+        """
         if folder != self.files.folder or not self.lock.works:
             return read_rank(root, number, folder, want)
         journals = journal_indices(folder)

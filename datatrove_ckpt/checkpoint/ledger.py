@@ -1,11 +1,13 @@
 """RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
 
-The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and last_chunk, the
-history, the journals, and the commits last. A run adds commits meanwhile, so what was read before them proves less, and
-nothing wrong. A chunk that is committed meanwhile has left its journal, and is counted as committed.
+The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and
+last_chunk, the history, the journals, and the commits last. A run adds commits meanwhile, so what
+was read before them proves less, and nothing wrong. A chunk that is committed meanwhile has left
+its journal, and is counted as committed.
 
-``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters. Their output goes to
-the same folder. ``RankLedger.root`` names the retry that a rank belongs to; "" is CHECKPOINTS itself.
+``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters.
+Their output goes to the same folder. ``RankLedger.root`` names the retry that a rank belongs to; ""
+is CHECKPOINTS itself.
 
 Ledgers are small without their commits, and are dropped after use: there may be ten thousand ranks.
 """
@@ -38,7 +40,12 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
-from datatrove_ckpt.checkpoint.identity import not_readable, run_with_secrets, settings_in, without_its_secrets
+from datatrove_ckpt.checkpoint.identity import (
+    not_readable,
+    run_with_secrets,
+    settings_in,
+    without_its_secrets,
+)
 from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
@@ -111,15 +118,18 @@ class Limits:
 
 @dataclass(slots=True)
 class RankLedger:
-    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be read.
+    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be
+    read.
 
     Attributes:
         run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner.
         holder: host and pid of the process that works on this rank now.
-        is_finished: it has neither lock file, nor request cache, nor journal: a run removes them when all documents are
-            committed. ``repair`` leaves the lock file in place, which marks the rank as unfinished.
+        is_finished: it has neither lock file, nor request cache, nor journal: a run removes them
+            when all documents are committed. ``repair`` leaves the lock file in place, which marks
+            the rank as unfinished.
         expected: what other files say about the commits.
-        journals: the documents in each journal; None: too large to be counted, and the history knows their sum.
+        journals: the documents in each journal; None: too large to be counted, and the history
+            knows their sum.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with how often each occurs.
         written: when a run last wrote its files, in Unix seconds, if that may matter.
@@ -179,7 +189,10 @@ class RankLedger:
 
     @property
     def last_commit(self) -> float | None:
-        """When it was made, in Unix seconds. Commits of an earlier release have the time of the file."""
+        """When it was made, in Unix seconds.
+
+        Commits of an earlier release have the time of the file.
+        """
         if self.sums.indices:
             return self.sums.at or self.written.get(COMMITS)
         return None
@@ -190,7 +203,10 @@ class RankLedger:
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
-        """Returns what all attempts did. Whether the newest attempt was killed is not known here."""
+        """Returns what all attempts did.
+
+        Whether the newest attempt was killed is not known here.
+        """
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
         found = RunNumbers(
@@ -212,8 +228,9 @@ class RankLedger:
             found.skipped = last.skipped
             found.seconds = max(found.seconds, last.seconds.total)
             if any(attempt.ended is None for attempt in attempts):
-                # The last minute before a kill is in no line of the history, and neither is what a running rank did
-                # since its last line. But a request of a document that is done was sent, unless it was cached.
+                # The last minute before a kill is in no line of the history, and neither is what a
+                # running rank did since its last line. But a request of a document that is done was
+                # sent, unless it was cached.
                 at_least = found.done.requests - last.total.cached
                 found.work = replace(last.total, sent=max(last.total.sent, at_least))
         return found
@@ -230,17 +247,22 @@ class RankLedger:
             assert self.history.last is not None
             done = self.history.last.documents
             committed = self.sums.counts
-            return DocumentCounts(*(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS))
+            return DocumentCounts(
+                *(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS)
+            )
         return sum_counts(self.open_journals.values())
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the newest attempt has an end line: then its last progress line knows of every document.
+        """Whether the newest attempt has an end line: then its last progress line knows of every
+        document.
 
         ``repair`` is an owner, too, and writes no history.
         """
         attempts = self.history.attempts
-        return bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
+        return (
+            bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
+        )
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
         if end <= start or not self.dead_letters_file.exists():
@@ -263,11 +285,12 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
     return ", ".join(parts)
 
 
-# all ranks -----------------------------------------------------------------------------------------------------------
+# all ranks ---------------------------------------------------------------------------------------
 
 
 def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
-    """Root, number and folder of all ranks that have a folder, those of ``checkpoints`` itself first.
+    """Root, number and folder of all ranks that have a folder, those of ``checkpoints`` itself
+    first.
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
@@ -276,25 +299,34 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     found = []
     try:
         if checkpoints.is_dir():
-            names = sorted(path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None)
+            names = sorted(
+                path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None
+            )
             refuse_resharded(checkpoints)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
-                    found += [(root, number, rank_folder(folder, number)) for number in rank_numbers(folder)]
+                    found += [
+                        (root, number, rank_folder(folder, number))
+                        for number in rank_numbers(folder)
+                    ]
     except PermissionError as error:
         raise not_permitted(checkpoints, error) from None
     if found:
         return found
     if not checkpoints.exists():
-        raise ConfigError(f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir.")
+        raise ConfigError(
+            f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir."
+        )
     if steps := [*checkpoints.glob("step-*/manifest.json")]:
         newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
         raise ConfigError(
-            f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl says what was saved, "
+            f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl "
+            "says what was saved, "
             "restored and not saved."
         )
     raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the run_folder, or "
+        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
+        "run_folder, or "
         "that of checkpoints_local_dir."
     )
 
@@ -347,7 +379,7 @@ class JobSums:
         self.numbers.add(rank.numbers())
 
 
-# one rank ------------------------------------------------------------------------------------------------------------
+# one rank ----------------------------------------------------------------------------------------
 
 
 def read_rank(
@@ -386,7 +418,8 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, want, limits, ordinals)
-    commits = read_commits(rank.commits_file)  # whatever the listing says: the files that were read before promise them
+    # Whatever the listing says: the files that were read before promise them.
+    commits = read_commits(rank.commits_file)
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
@@ -403,7 +436,9 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
 
 
 class _Listing:
-    """What is in a rank's folder, with few system calls, because there may be ten thousand ranks."""
+    """What is in a rank's folder, with few system calls, because there may be ten thousand
+    ranks.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder
@@ -424,7 +459,9 @@ class _Listing:
         """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if (is_journals and not is_journal(name)) or ((is_journals or name in FILES) and not entry.is_file()):
+            if (is_journals and not is_journal(name)) or (
+                (is_journals or name in FILES) and not entry.is_file()
+            ):
                 self._refuse()
             elif is_journals:
                 self.journals.append(int(name[6:-6]))
@@ -462,9 +499,14 @@ def _read_run(path: str, want: Want) -> Json:
 
 
 def _read_journals(
-    rank: RankLedger, found: _Listing, want: Want, limits: Limits | None, ordinals: dict[int, dict[int, str]]
+    rank: RankLedger,
+    found: _Listing,
+    want: Want,
+    limits: Limits | None,
+    ordinals: dict[int, dict[int, str]],
 ) -> dict[int, DocumentCounts] | None:
-    """Returns the counts of each journal; None if the history knows their sum, and they need not or may not be read.
+    """Returns the counts of each journal; None if the history knows their sum, and they need not or
+    may not be read.
 
     Args:
         ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
@@ -499,7 +541,9 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
         strangers = [ordinal for ordinal in ordinals.get(index, ()) if not first <= ordinal < end]
         if strangers and per_chunk:
             path = journal_path(rank.folder, index)
-            raise CheckpointCorrupt(path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}")
+            raise CheckpointCorrupt(
+                path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}"
+            )
 
 
 def check_readable(rank: RankLedger) -> None:
@@ -514,11 +558,14 @@ def check_readable(rank: RankLedger) -> None:
                 os.close(os.open(rank.folder / name, os.O_RDONLY | os.O_NONBLOCK))
 
 
-# dead letters --------------------------------------------------------------------------------------------------------
+# dead letters ------------------------------------------------------------------------------------
 
 
 def _causes(path: str, size: int, most: int) -> Counter[str]:
-    """Counts causes in the last ``most`` bytes of the dead letters. Numbers in a cause are left out."""
+    """Counts causes in the last ``most`` bytes of the dead letters.
+
+    Numbers in a cause are left out.
+    """
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > most:
@@ -532,7 +579,9 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
 
 
 def _cause(kind: str, error: str) -> str:
-    first = "".join(character if character.isprintable() else " " for character in error.partition("\n")[0])
+    first = "".join(
+        character if character.isprintable() else " " for character in error.partition("\n")[0]
+    )
     if kind in ("", "str") or first.startswith(kind):
         text = first
     else:
@@ -553,7 +602,7 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
     return kept
 
 
-# lost commits ---------------------------------------------------------------------------------------------------------
+# lost commits ------------------------------------------------------------------------------------
 
 # Whether all commits of a rank are still there. Several files say how many there must be.
 #
@@ -564,17 +613,21 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 # Each of them may be missing, or older than the log: then it proves less, but nothing wrong.
 
 
-_START_OVER = "Restore the file from a copy, or start this rank over: remove its folder and its output."
+_START_OVER = (
+    "Restore the file from a copy, or start this rank over: remove its folder and its output."
+)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the other files say about a rank's commits. To be read before the commits, to which a run adds meanwhile.
+    """What the other files say about a rank's commits. To be read before the commits, to which a
+    run adds meanwhile.
 
     Attributes:
         known: number of commits when the rank's last owner started.
         last: the chunk up to which all were committed; None: no file names it.
-        documents: number of documents of a finished rank; None: no file names it, or the rank is not finished.
+        documents: number of documents of a finished rank; None: no file names it, or the rank is
+            not finished.
     """
 
     folder: Path
@@ -592,7 +645,8 @@ class Expected:
             CheckpointCorrupt: ``shard.json`` cannot be read.
         """
         known = run.get("owner", {}).get("commits", 0)
-        last = read_last_chunk(last_chunk_of(folder)) if run else None  # it may be that of a removed folder
+        # It may be that of a removed folder.
+        last = read_last_chunk(last_chunk_of(folder)) if run else None
         documents = read_shard(folder / SHARD).get("documents") if finished else None
         return cls(folder, known, last, documents if is_count(documents) else None)
 
@@ -607,30 +661,38 @@ class Expected:
         else:
             found = f"{path} is missing"
         if number < self.known:
-            raise CommitsDamaged(path, f"{found}, but there were {self.known} when the rank was last started.")
+            raise CommitsDamaged(
+                path, f"{found}, but there were {self.known} when the rank was last started."
+            )
         if self.last is not None and commits.unbroken <= self.last:
             raise CommitsDamaged(
                 path,
-                f"{found}, none of them for chunk {commits.unbroken}, but {last_chunk_of(self.folder)} says that all "
+                f"{found}, none of them for chunk {commits.unbroken}, but "
+                f"{last_chunk_of(self.folder)} says that all "
                 f"chunks up to {self.last} are done.",
             )
         if self.documents is not None and commits.counts.read < self.documents:
             raise CommitsDamaged(
                 path,
-                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says that this finished rank "
+                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says "
+                "that this finished rank "
                 f"has read {self.documents}.",
             )
         last = max(commits.indices, default=0)
         if (gap := last - number) > MAX_GAP:
-            raise CommitsDamaged(path, f"{path} names chunk {last}, but {gap} chunks before it are not done.")
+            raise CommitsDamaged(
+                path, f"{path} names chunk {last}, but {gap} chunks before it are not done."
+            )
 
 
 def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict[int, Commit], int]:
-    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing. Arguments: ``Expected``.
+    """Returns the commits of a rank that resumes, as ``scan_commits`` does. Changes nothing.
+    Arguments: ``Expected``.
 
     Raises:
         CommitsDamaged: a commit is lost or damaged.
-        CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit each other.
+        CheckpointCorrupt: a line of another version, or commits or dead letters that do not fit
+            each other.
     """
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
@@ -653,7 +715,8 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
         if not follows:
             raise CheckpointCorrupt(
                 path,
-                f": the commit of chunk {index} starts at document {commit.first_ordinal}, which does not follow "
+                f": the commit of chunk {index} starts at document {commit.first_ordinal}, which "
+                "does not follow "
                 f"the commits before it (document {ordinal}). {_START_OVER}",
             )
         expected = index + 1
@@ -669,6 +732,8 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
     if size < needed:
         raise CheckpointCorrupt(
             path,
-            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. Restore the file "
-            "from a copy or from the mirror. If there is none, start this rank over: remove its folder and its output.",
+            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
+            "Restore the file "
+            "from a copy or from the mirror. If there is none, start this rank over: remove its "
+            "folder and its output.",
         )

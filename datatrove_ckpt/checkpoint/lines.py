@@ -1,11 +1,12 @@
 """Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
 
-A crash tears what was written last: the end of a file may be a part of a line or, after power loss, any bytes. So bad
-bytes at the end of a file are a torn tail, which the next attempt cuts off before it appends anything. A bad line with
-a good line after it is damage that no crash explains.
+A crash tears what was written last: the end of a file may be a part of a line or, after power loss,
+any bytes. So bad bytes at the end of a file are a torn tail, which the next attempt cuts off before
+it appends anything. A bad line with a good line after it is damage that no crash explains.
 
-A kill leaves a prefix of a line, which has no line break. Power loss may also lose any block of a line, which then
-reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than ``read_lines``.
+A kill leaves a prefix of a line, which has no line break. Power loss may also lose any block of a
+line, which then reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than
+``read_lines``.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 @contextmanager
 def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or ``TooManyOpenFiles``."""
+    """Turns errors of the operating system and of SQLite into ``StorageFailed``, or
+    ``TooManyOpenFiles``.
+    """
     try:
         yield
     except (OSError, sqlite3.Error) as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"Could not {action} {path}") from error
-        raise StorageFailed(f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}") from error
+        raise StorageFailed(
+            f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}"
+        ) from error
 
 
 def _cause(error: Exception) -> str:
@@ -51,9 +56,13 @@ def _cause(error: Exception) -> str:
 def too_large() -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
-        return "Its file system takes no larger files: choose a folder on another one, or lower records_per_chunk."
+        return (
+            "Its file system takes no larger files: choose a folder on another one, or lower "
+            "records_per_chunk."
+        )
     return (
-        f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit -f) and run the same "
+        f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit "
+        "-f) and run the same "
         "command again; everything saved so far is kept."
     )
 
@@ -66,17 +75,28 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
     if code == errno.EFBIG or (is_limited and "disk I/O error" in str(error)):  # as SQLite says it
         return too_large()
     if code == errno.ENOENT and action == "make the folder" and Path(path).parent.is_dir():
-        return f"{Path(path).parent} takes no folders. Choose another folder and run the same command again."
+        return (
+            f"{Path(path).parent} takes no folders. Choose another folder and run the same "
+            "command again."
+        )
     if _was_removed(error, path):
         return (
-            "It was removed or moved during the run, or its file system was unmounted. What only it held is "
-            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same command again. If "
+            "It was removed or moved during the run, or its file system was unmounted. What only "
+            "it held is "
+            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same "
+            "command again. If "
             f"it is gone for good, start over with another {written.folders}."
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
-        return "Make it writable for this user (or choose another folder) and run the same command again."
+        return (
+            "Make it writable for this user (or choose another folder) and run the same command "
+            "again."
+        )
     if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return "A folder has a file's place, or a file a folder's: move it away and run the same command again."
+        return (
+            "A folder has a file's place, or a file a folder's: move it away and run the same "
+            "command again."
+        )
     return "Check the disk and run the same command again; everything saved so far is kept."
 
 
@@ -124,7 +144,8 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
         advice: what the user can do about damage.
 
     Raises:
-        CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line of another format.
+        CheckpointCorrupt: a bad line with a good line after it, or a file that starts with a line
+            of another format.
         StorageFailed: the file cannot be read.
     """
     torn_at = 0
@@ -132,11 +153,14 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
         if line is None:
             torn_at = torn_at or number
             if number == 1 and not may_be_torn(raw):
-                raise CheckpointCorrupt(path, f" does not start with a line of this program. {advice}")
+                raise CheckpointCorrupt(
+                    path, f" does not start with a line of this program. {advice}"
+                )
         elif torn_at:
             raise CheckpointCorrupt(
                 path,
-                f", line {torn_at}: the line is damaged, and whole lines follow it, so no crash did this. {advice}",
+                f", line {torn_at}: the line is damaged, and whole lines follow it, so no crash "
+                f"did this. {advice}",
             )
         else:
             yield line
@@ -158,7 +182,8 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
 
 
 def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
-    """Returns the lines of a file in their order, unparsed, without a torn one at the end. A missing file has none.
+    """Returns the lines of a file in their order, unparsed, without a torn one at the end. A
+    missing file has none.
 
     Args:
         most: read so many bytes at the end of it; None: all.
@@ -193,7 +218,8 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-# ``run.json``, ``job.json`` and ``shard.json`` are one JSON object, replaced as a whole, and sealed as a line.
+# ``run.json``, ``job.json`` and ``shard.json`` are one JSON object, replaced as a whole, and sealed
+# as a line.
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
@@ -243,6 +269,7 @@ def read_shard(path: Path) -> Json:
     except ValueError as error:
         raise CheckpointCorrupt(
             path,
-            f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows whether the "
+            f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows "
+            "whether the "
             "input of this finished rank changes.",
         ) from error

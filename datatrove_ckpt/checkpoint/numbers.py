@@ -1,4 +1,5 @@
-"""RunNumbers: what a rank, or a run, has done over all attempts. Every place that shows such numbers reads this record.
+"""RunNumbers: what a rank, or a run, has done over all attempts. Every place that shows such
+numbers reads this record.
 
 Documents come from commits and journals, and requests from the history.
 """
@@ -33,11 +34,13 @@ class RunNumbers:
 
     Attributes:
         counts, chunks, files: what is committed.
-        unfinished: the documents in journals of chunks that are not committed, by ``unfinished_chunks``.
-        exact: whether ``unfinished`` was counted; else it is as old as the last line of the history.
+        unfinished: the documents in journals of chunks that are not committed, by
+            ``unfinished_chunks``.
+        exact: whether ``unfinished`` was counted; else it is as old as the last line of the
+            history.
         work: what all attempts did, as of the last line of the history.
-        lost_in_flight: requests in flight at the last line of attempts that were killed: they are sent again, and their
-            answers may have been paid for.
+        lost_in_flight: requests in flight at the last line of attempts that were killed: they are
+            sent again, and their answers may have been paid for.
         number_of_attempts: all of them.
         killed: of these, those that have no end line.
         seconds: what the attempts took; of several ranks, their sum.

@@ -1,14 +1,17 @@
-"""Opens the answers of an old run, so that equal requests are not paid again: the setting ``answers_from``.
+"""Opens the answers of an old run, so that equal requests are not paid again: the setting
+``answers_from``.
 
-The new run has another prompt or rollout, and reads the same input. An answer is used if the document has the same
-ordinal in the same rank, and the rollout's index and the final payload (model, prompt, parameters) are equal. Nothing
-else of the old run is used. Permanent errors are left out, because the change may correct them. A commit deletes its
-answers, unless the old run had ``keep_answers``.
+The new run has another prompt or rollout, and reads the same input. An answer is used if the
+document has the same ordinal in the same rank, and the rollout's index and the final payload
+(model, prompt, parameters) are equal. Nothing else of the old run is used. Permanent errors are
+left out, because the change may correct them. A commit deletes its answers, unless the old run had
+``keep_answers``.
 
-Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is only read. A document
-that needs an answer moves its old answers to the rank's own request cache (``RankFiles.answers``). The rejected
-alternative copies all of them at the start: answers of documents beyond a shorter input would look as if the input had
-shrunk, and a mirror would upload them.
+Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
+only read. A document that needs an answer moves its old answers to the rank's own request cache
+(``RankFiles.answers``). The rejected alternative copies all of them at the start: answers of
+documents beyond a shorter input would look as if the input had shrunk, and a mirror would upload
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, read_answers
+from datatrove_ckpt.checkpoint.request_cache import (
+    Answer,
+    AnswerKey,
+    CachedRequest,
+    RequestCache,
+    read_answers,
+)
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError
 
@@ -45,20 +54,24 @@ _ROWS_AT_ONCE = 1000
 
 
 def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCache | None:
-    """Returns a copy of the answers that an old run has for this rank; None if it has none that can be used.
+    """Returns a copy of the answers that an old run has for this rank; None if it has none that can
+    be used.
 
     Args:
         root: the old run's ``checkpoints_local_dir``, or its run folder.
 
     Raises:
-        ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or its answers cannot be used.
+        ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or its answers cannot be
+            used.
         CheckpointLocked: a process works on this rank of the old run.
         CheckpointCorrupt, StorageFailed: the old rank cannot be read.
     """
     if (root / "checkpoints").is_dir():
         root /= "checkpoints"
     if not root.is_dir() or not rank_numbers(root):
-        raise ConfigError(f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun.")
+        raise ConfigError(
+            f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun."
+        )
     refuse_resharded(root)
     folder = rank_folder(root, rank)
     if not (folder / RUN).exists():
@@ -70,25 +83,39 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     mixed = [name for name in _accepted(kept) if decides(name)]
     if mixed:
         logger.warning(
-            f"answers_from: no answer in {folder} is used: {', '.join(mixed)} changed in the middle of that run."
+            f"answers_from: no answer in {folder} is used: {', '.join(mixed)} changed in the "
+            "middle of that run."
         )
         return None
     cache = _copy(folder)
     number = cache.count()
-    logger.info(f"answers_from: {folder} has {plural(number, 'answer')}. Requests that are equal are not sent.")
+    logger.info(
+        f"answers_from: {folder} has {plural(number, 'answer')}. Requests that are equal are not "
+        "sent."
+    )
     if not number:
-        logger.warning("answers_from: of committed documents, there are answers only if that run had keep_answers.")
+        logger.warning(
+            "answers_from: of committed documents, there are answers only if that run had "
+            "keep_answers."
+        )
     return cache
 
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
     binding = {_TASKS}
-    if "models" not in kept and _MODEL not in _accepted(kept):  # else some answers may be of the model of now
+    # Else some answers may be of the model of now.
+    if "models" not in kept and _MODEL not in _accepted(kept):
         binding.add(_MODEL)
-    changes = [change for change in compare(kept, identity) if change.field in binding or decides(change.field)]
+    changes = [
+        change
+        for change in compare(kept, identity)
+        if change.field in binding or decides(change.field)
+    ]
     if changes:
         raise refusal(
-            f"answers_from: the answers in {root} were", changes, f"Go back to the old values, or {_LEAVE_OUT}"
+            f"answers_from: the answers in {root} were",
+            changes,
+            f"Go back to the old values, or {_LEAVE_OUT}",
         )
 
 
@@ -101,14 +128,16 @@ def _copy(folder: Path) -> RequestCache:
     lock = folder / LOCK
     was_there = lock.exists()
     with ExitStack() as stack:
-        if was_there or (folder / CACHE).exists():  # a finished rank has neither, and stays finished
+        # A finished rank has neither, and stays finished.
+        if was_there or (folder / CACHE).exists():
             stack.callback(files.Lock(lock).release, remove=not was_there)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")))
         for name in CACHE_FILES:  # opening it in its place would change it
             if (folder / name).exists():
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, place)
-        # The files lose their names at the end of this block, and are deleted when the connection is closed.
+        # The files lose their names at the end of this block, and are deleted when the connection
+        # is closed.
         cache = RequestCache(place / CACHE)
         cache.forget_errors()
         answers = read_answers(folder / KEPT_ANSWERS)

@@ -1,7 +1,8 @@
 """OpenCheckpoint: the event loop's side of a rank's checkpoint.
 
-Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the publisher thread
-turns complete journals into output files (``publishing``), and ``on_change`` is called after progress and failure.
+Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the
+publisher thread turns complete journals into output files (``publishing``), and ``on_change`` is
+called after progress and failure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, PositionGetter, no_position
+from datatrove_ckpt.checkpoint.chunks import (
+    Chunk,
+    ChunkSlot,
+    ChunkTracker,
+    PositionGetter,
+    no_position,
+)
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
@@ -50,8 +57,9 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.process.shutdown import Shutdown
 
-# With more complete chunks than this waiting to be published, admission waits: journals would pile up on the disk. On
-# the hub they may pile up until the disk is nearly full: its limits can hold up commits for an hour.
+# With more complete chunks than this waiting to be published, admission waits: journals would pile
+# up on the disk. On the hub they may pile up until the disk is nearly full: its limits can hold up
+# commits for an hour.
 MAX_PUBLISHING = 4
 
 # How often a document may be on the disk: SQLite's log and table, the journal, the staged file.
@@ -59,7 +67,8 @@ _COPIES = 4
 
 
 class OpenCheckpoint:
-    """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and ``close`` at the end.
+    """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and
+    ``close`` at the end.
 
     Methods belong to the event loop's thread, except those below "any thread".
 
@@ -77,15 +86,22 @@ class OpenCheckpoint:
         self.counts = rank_files.counts
         """What all attempts of the rank committed. The storage thread adds to it."""
         self.work = rank_files.work
-        """What the documents of all attempts took, as far as they are committed. To be read after ``close``."""
+        """What the documents of all attempts took, as far as they are committed.
+
+        To be read after ``close``.
+        """
         self.clock = rank_files.clock
         """Measures this attempt."""
         self.error: BaseException | None = None
-        """What went wrong in the publisher's or the mirror's thread; after ``close``, in any thread."""
+        """What went wrong in the publisher's or the mirror's thread; after ``close``, in any
+        thread.
+        """
         self.on_change: Callable[[], None] = lambda: None
         """Called in other threads after progress and failure. Must return at once."""
         self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
-        """Called by ``close``, once nothing more is committed: the end of the attempt, for the history."""
+        """Called by ``close``, once nothing more is committed: the end of the attempt, for the
+        history.
+        """
         self._folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, but for its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
@@ -104,9 +120,11 @@ class OpenCheckpoint:
             lease.mirror.start(self)
 
     def close(self, completed: bool = False) -> None:
-        """Writes what was handed over and releases the rank. ``completed``: every document of the input is committed.
+        """Writes what was handed over and releases the rank. ``completed``: every document of the
+        input is committed.
 
-        In any thread; only the first call does anything. Does not raise what went wrong in the threads: see ``error``.
+        In any thread; only the first call does anything. Does not raise what went wrong in the
+        threads: see ``error``.
         """
         with self._closing:
             if not self._closed:
@@ -129,15 +147,15 @@ class OpenCheckpoint:
         if completed:
             files.disk.sync_dir(self._folder)  # that the rank is finished survives power loss, too
 
-    # documents and answers ---------------------------------------------------------------------------------------
+    # documents and answers -----------------------------------------------------------------------
 
     def admit(self, fingerprint: str, position: PositionGetter = no_position) -> ChunkSlot | None:
         """Returns the slot of the next document of the input; None if the document is done already.
 
         Args:
             fingerprint: hash of the document.
-            position: returns the reader's state right after the document. Called for the last document of a chunk,
-                when the chunk is committed, in the storage thread.
+            position: returns the reader's state right after the document. Called for the last
+                document of a chunk, when the chunk is committed, in the storage thread.
 
         Raises:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
@@ -149,7 +167,10 @@ class OpenCheckpoint:
         return slot
 
     def lookup(self, slot: ChunkSlot, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
-        """Reads a document's cached answers. ``receive`` is called with them in the storage thread."""
+        """Reads a document's cached answers.
+
+        ``receive`` is called with them in the storage thread.
+        """
         self._storage.call(lambda: receive(self._files.answers(slot)))
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
@@ -173,18 +194,22 @@ class OpenCheckpoint:
         """
         self._chunks.end_of_input()
         content = {**(shard or {}), "documents": self._chunks.documents}
-        self._storage.call(partial(self._files.write_shard, content))  # done before ``close`` returns
+        # Done before ``close`` returns.
+        self._storage.call(partial(self._files.write_shard, content))
         self._storage.call(self._publisher.no_more)
 
     def hurry(self) -> None:
-        """Puts in place what is published, without waiting for more. Called before the rank ends early."""
+        """Puts in place what is published, without waiting for more.
+
+        Called before the rank ends early.
+        """
         self._output.placement.hurry()
 
     def _publish(self, chunk: Chunk) -> None:
         self._complete += 1
         self._storage.call(lambda: self._publisher.submit(chunk, self._files.synced_journal(chunk)))
 
-    # state -------------------------------------------------------------------------------------------------------
+    # state ---------------------------------------------------------------------------------------
 
     @property
     def seconds(self) -> Seconds:
@@ -192,17 +217,25 @@ class OpenCheckpoint:
 
     @property
     def congested(self) -> bool:
-        """More was handed over than the disk takes; wait until ``on_change`` is called and this is False."""
+        """More was handed over than the disk takes; wait until ``on_change`` is called and this is
+        False.
+        """
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
 
     @property
     def publishing_behind(self) -> bool:
-        """Too many chunks wait to be published. Admit nothing; documents in progress may continue."""
+        """Too many chunks wait to be published.
+
+        Admit nothing; documents in progress may continue.
+        """
         if self._placed_later:
-            # What the documents in work may still write, if they are as large as those before, and the staged chunk.
+            # What the documents in work may still write, if they are as large as those before, and
+            # the staged chunk.
             mean = self._finished_bytes / max(1, self._finished)
             in_work = mean * (self._admitted - self._finished)
-            unwritten = int(_COPIES * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk)
+            unwritten = int(
+                _COPIES * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
+            )
             return self._room.holds_up(self.publishing, MAX_PUBLISHING, unwritten)
         return self.publishing > MAX_PUBLISHING
 
@@ -221,7 +254,7 @@ class OpenCheckpoint:
         if error is not None:
             raise error
 
-    # any thread --------------------------------------------------------------------------------------------------
+    # any thread ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Ends the run with what went wrong in another thread."""
@@ -233,7 +266,10 @@ class OpenCheckpoint:
         self._storage.ask(self._files.sync)
 
     def note(self, *records: Record) -> None:
-        """Hands records over for the history. Without effect once the storage thread has failed or ended."""
+        """Hands records over for the history.
+
+        Without effect once the storage thread has failed or ended.
+        """
         for record in records:
             record.at = unix_seconds()
             if isinstance(record, Progress):
@@ -246,7 +282,8 @@ class OpenCheckpoint:
         self._files.fill_in(progress)
 
     def snapshot(self, since: int) -> Snapshot:
-        """Describes the checkpoint now, with the answers put after number ``since``. Waits for the storage thread.
+        """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
+        storage thread.
 
         Raises:
             Fenced: another process has taken the rank over.
@@ -257,18 +294,19 @@ class OpenCheckpoint:
         self._storage.call(partial(self._files.commit, chunk))
 
 
-# how a rank is taken --------------------------------------------------------------------------------------------------
+# how a rank is taken -----------------------------------------------------------------------------
 
 
 @dataclass
 class CheckpointManager:
-    """The checkpoint of one rank, not open yet: settings, which ``InferenceRunner`` explains, and what ``take`` calls.
+    """The checkpoint of one rank, not open yet: settings, which ``InferenceRunner`` explains, and
+    what ``take`` calls.
 
     Args:
         before_first: called before the first start of a rank; an error of it refuses the rank.
         before_move: called before the first start of a job with another output folder; likewise.
-        placed_later: output is in place long after it is written, so only the room on the disk limits how many chunks
-            wait for that.
+        placed_later: output is in place long after it is written, so only the room on the disk
+            limits how many chunks wait for that.
         old_answers: opens the answers of an old run; an error of it refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
@@ -293,9 +331,11 @@ class CheckpointManager:
         return rank_folder(self.root, self.rank)
 
     def take(self) -> RankLease:
-        """Takes the lock, compares the identity with the rank's and the job's, takes the fence, and recovers.
+        """Takes the lock, compares the identity with the rank's and the job's, takes the fence, and
+        recovers.
 
-        What fails on the way is undone: a refused process leaves the rank to its owner, and a finished rank finished.
+        What fails on the way is undone: a refused process leaves the rank to its owner, and a
+        finished rank finished.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
@@ -304,7 +344,8 @@ class CheckpointManager:
         last_chunk = last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
-        # Ranks retry their dead letters when they like, with settings of their own: a retry is no job.
+        # Ranks retry their dead letters when they like, with settings of their own: a retry is no
+        # job.
         is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
@@ -312,7 +353,8 @@ class CheckpointManager:
         unlocked = not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
-            # A run that is refused leaves a finished rank finished, and no folder where there was none.
+            # A run that is refused leaves a finished rank finished, and no folder where there was
+            # none.
             refused = undo.enter_context(ExitStack())
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
@@ -337,7 +379,9 @@ class CheckpointManager:
                 cache.forget_errors()
             point = recover(folder, log, cache, self.records_per_chunk)
             point.interrupted = interrupted and bool(claim.before)
-            rank_files = RankFiles(folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old)
+            rank_files = RankFiles(
+                folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old
+            )
             rank_files.start_history()
             undo.pop_all()
         return RankLease(lock, rank_files, self.mirror)
@@ -346,24 +390,30 @@ class CheckpointManager:
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
         if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
-            # Of a folder that was removed to start the rank over. It would name chunks that nobody has committed.
+            # Of a folder that was removed to start the rank over. It would name chunks that nobody
+            # has committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
         if lock.works and claim.before:
-            # SQLite has its own lock, and its holder must not be fenced off: open the cache before the fence moves.
+            # SQLite has its own lock, and its holder must not be fenced off: open the cache before
+            # the fence moves.
             cache = self._open_cache(undo)
             if self.placed_later:
-                # On a full disk run.json needs their room. They are made again from the journals, which stay.
+                # On a full disk run.json needs their room. They are made again from the journals,
+                # which stay.
                 files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
-        if not lock.works:  # an earlier owner may still have these files open, until it checks the fence
+        # An earlier owner may still have these files open, until it checks the fence.
+        if not lock.works:
             journals = [journal_name(index) for index in journal_indices(self.folder)]
             for name in (*journals, *CACHE_FILES, COMMITS, HISTORY):
                 files.disk.detach(self.folder / name)
         return fence, self._open_cache(undo)
 
     def _open_cache(self, undo: ExitStack) -> RequestCache:
-        cache = RequestCache(self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None)
+        cache = RequestCache(
+            self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None
+        )
         undo.callback(cache.close)
         return cache

@@ -1,8 +1,8 @@
 """When the files of a published chunk are in place for good: at once, or later.
 
-On a disk and on S3 a file is in place when it is published. On the Hugging Face hub its content is uploaded first, and
-named later, by a commit that carries the files of many chunks. The chunk's commit line follows that commit; until then
-its journal and its staged files stay.
+On a disk and on S3 a file is in place when it is published. On the Hugging Face hub its content is
+uploaded first, and named later, by a commit that carries the files of many chunks. The chunk's
+commit line follows that commit; until then its journal and its staged files stay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from datatrove_ckpt.common.formatting import byte_size, plural
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 10 * 2**30
 LEAST_RESERVE_BYTES = 64 * 2**20
-"""A disk is nearly full when less than this share of it is free, but at most and at least so many bytes. The least is
-for what the share of a small disk has no room for, as SQLite's log; it is never more than half of the disk."""
+"""A disk is nearly full when less than this share of it is free, but at most and at least so many
+bytes. The least is for what the share of a small disk has no room for, as SQLite's log; it is never
+more than half of the disk.
+"""
 
 _LOOK_SECONDS = 1.0
 _ROOM_AGAIN = 1.1  # times the reserve, so that the run does not stop and go on every second
@@ -41,7 +43,10 @@ class WaitingChunk:
 
 
 class Placement:
-    """Puts the files of published chunks in place. The base class is for files that are in place already."""
+    """Puts the files of published chunks in place.
+
+    The base class is for files that are in place already.
+    """
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
         """Takes a chunk that was written. Called in the publisher's thread."""
@@ -80,12 +85,17 @@ class DiskRoom:
         if self._is_low and not was_low:
             reserve = reserve_bytes(self._folder) + unwritten
             logger.warning(
-                f"{self._folder}: only {byte_size(free_bytes(self._folder))} are free, less than the reserve of "
-                f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No new document is started "
+                f"{self._folder}: only {byte_size(free_bytes(self._folder))} are free, less than "
+                "the reserve of "
+                f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No new "
+                "document is started "
                 "until there is room; those in work go on."
             )
         elif was_low and not self._is_low:
-            logger.info(f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents are started.")
+            logger.info(
+                f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents "
+                "are started."
+            )
         return self._is_low
 
 
@@ -101,4 +111,7 @@ def reserve_bytes(folder: Path) -> int:
 
 
 class Stopping(BaseException):
-    """Ends a publication that nobody waits for any more. The next attempt publishes the chunk again."""
+    """Ends a publication that nobody waits for any more.
+
+    The next attempt publishes the chunk again.
+    """

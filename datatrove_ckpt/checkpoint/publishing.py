@@ -1,7 +1,8 @@
-"""The publisher thread: it turns complete journals into output files (steps 2 and 3 of a commit), one chunk at a time.
+"""The publisher thread: it turns complete journals into output files (steps 2 and 3 of a commit),
+one chunk at a time.
 
-Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs beside the storage
-thread. Only the outcome, the commit, goes through the storage thread.
+Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs
+beside the storage thread. Only the outcome, the commit, goes through the storage thread.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 # Of a chunk of 100,000, counting all at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
-# How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be an upload.
+# How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be
+# an upload.
 _DRAIN_SECONDS = 1.0
 
 
@@ -34,13 +36,16 @@ class Output(Protocol):
     """Turns the chunks of a rank into output files. See ``ChunkOutput``.
 
     Attributes:
-        placement: puts the files that were written in place, if ``write_chunk`` does not do that itself.
+        placement: puts the files that were written in place, if ``write_chunk`` does not do that
+            itself.
     """
 
     placement: Placement
 
     def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
-        """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be read again."""
+        """Writes and publishes a chunk from its written documents (steps 2 and 3), which may be
+        read again.
+        """
 
     def stop(self) -> None:
         """Ends the wait for the publication that is under way."""
@@ -51,7 +56,8 @@ class Publisher:
     """Publishes what is submitted, in order, in its own thread.
 
     Args:
-        on_published: called with each chunk whose files are in place, in this thread or in one of ``placement``.
+        on_published: called with each chunk whose files are in place, in this thread or in one of
+            ``placement``.
         on_failure: called likewise with the error, after which nothing more is published.
     """
 
@@ -65,7 +71,9 @@ class Publisher:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         work = copy_context().run  # its lines are in the rank's log
-        threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True).start()
+        threading.Thread(
+            target=work, args=(self._run,), name="datatrove-ckpt publisher", daemon=True
+        ).start()
 
     def submit(self, chunk: Chunk, journal: ChunkJournal) -> None:
         self._queue.put(partial(self._publish, chunk, journal))
@@ -78,10 +86,11 @@ class Publisher:
         """Ends the thread. The next attempt publishes what is not published yet."""
         self.lease.stopping.set()
         self._queue.put(None)
-        # A publication that is left running does no harm: it ends with this process, or without its commit.
+        # A publication that is left running does no harm: it ends with this process, or without its
+        # commit.
         self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
 
-    # publisher thread --------------------------------------------------------------------------------------------
+    # publisher thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -105,16 +114,20 @@ class Publisher:
             raise CheckpointCorrupt(
                 "The journal ",
                 journal.path,
-                f" holds {chunk.counts.read} documents instead of {chunk.read}; its output is not committed.",
+                f" holds {chunk.counts.read} documents instead of {chunk.read}; its output is not "
+                "committed.",
             )
-        self.output.placement.wait(chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail))
+        self.output.placement.wait(
+            chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail)
+        )
 
 
 @dataclass(eq=False)
 class _WrittenDocuments:
     """The documents of a chunk that go to the output, as often as they are iterated.
 
-    The chunk's counts, work and dead letters are those of all documents that the last pass has read.
+    The chunk's counts, work and dead letters are those of all documents that the last pass has
+    read.
     """
 
     chunk: Chunk

@@ -1,6 +1,8 @@
-"""RankFiles: the storage thread's side of a checkpoint. Every write to a rank's journals, answers and commits is here.
+"""RankFiles: the storage thread's side of a checkpoint. Every write to a rank's journals, answers
+and commits is here.
 
-No lock guards these files. They have one order of effects because one thread does all of them (see ``storage``).
+No lock guards these files. They have one order of effects because one thread does all of them (see
+``storage``).
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
 
-# A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at the instant says
-# which of its bytes belong to the snapshot, and they can be read later. The history is replaced by a shorter one now
-# and then, which is counted (the inode may be used again). Only rows of the request cache are read at once.
+# A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at
+# the instant says which of its bytes belong to the snapshot, and they can be read later. The
+# history is replaced by a shorter one now and then, which is counted (the inode may be used again).
+# Only rows of the request cache are read at once.
 
 
 @dataclass(slots=True)
@@ -53,7 +56,8 @@ class Snapshot:
         run: the content of ``run.json``.
         sizes: how many bytes of each other file belong to the snapshot, by file name.
         generations: how often files that may be replaced were replaced.
-        is_current: whether the file of this name has not been replaced since. To be called once the file is open.
+        is_current: whether the file of this name has not been replaced since. To be called once the
+            file is open.
         unfinished: ordinals of the documents that have answers and are not finished.
         answers: answers of these documents that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
@@ -69,7 +73,10 @@ class Snapshot:
 
 
 class Source(Protocol):
-    """What a mirror needs of a checkpoint. Called in the mirror's thread. See ``OpenCheckpoint``."""
+    """What a mirror needs of a checkpoint.
+
+    Called in the mirror's thread. See ``OpenCheckpoint``.
+    """
 
     def snapshot(self, since: int) -> Snapshot: ...
     def fail(self, error: BaseException) -> None: ...
@@ -85,8 +92,8 @@ class Mirror(Protocol):
         """Called before output is published, in any thread: returns once it may be.
 
         Args:
-            first: nothing is committed yet: then output may appear only once there is a copy of the rank, so that a
-                start on another node knows that the rank has begun.
+            first: nothing is committed yet: then output may appear only once there is a copy of the
+                rank, so that a start on another node knows that the rank has begun.
             stopping: set: the caller has given up.
 
         Raises:
@@ -96,16 +103,19 @@ class Mirror(Protocol):
         """
 
     def stop(self, completed: bool) -> None:
-        """Called when nothing more will be written and the files still exist. Takes a bounded time."""
+        """Called when nothing more will be written and the files still exist.
+
+        Takes a bounded time.
+        """
 
 
 @dataclass(eq=False)
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
-    All methods belong to the storage thread. Before that thread starts and after it has ended, they belong to the
-    thread that opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, which only the
-    storage thread writes, and whether there are ``old`` answers.
+    All methods belong to the storage thread. Before that thread starts and after it has ended, they
+    belong to the thread that opens and closes the checkpoint. Other threads may read ``counts`` and
+    ``committed``, which only the storage thread writes, and whether there are ``old`` answers.
 
     Args:
         cache, log: this rank's, open and recovered.
@@ -126,7 +136,10 @@ class RankFiles:
         self.counts = replace(point.counts)
         """What all attempts of the rank committed."""
         self.work = point.work
-        """What the committed documents took. It has the last chunk's numbers once ``committed`` has counted it."""
+        """What the committed documents took.
+
+        It has the last chunk's numbers once ``committed`` has counted it.
+        """
         self.finished = replace(point.finished)
         """The documents that all attempts finished: those in commits and those in journals."""
         self.seconds = point.seconds
@@ -158,9 +171,11 @@ class RankFiles:
                 self.old.close()
             files.disk.close(self.folder)
 
-    # answers and documents ---------------------------------------------------------------------------------------
+    # answers and documents -----------------------------------------------------------------------
 
-    def write(self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]) -> None:
+    def write(
+        self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]
+    ) -> None:
         """Writes one group: one SQLite transaction, and one write per journal.
 
         Raises:
@@ -221,10 +236,12 @@ class RankFiles:
             journal = self._journals[chunk.index] = ChunkJournal(path, chunk.first_ordinal)
         return journal
 
-    # chunks ------------------------------------------------------------------------------------------------------
+    # chunks --------------------------------------------------------------------------------------
 
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
-        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete chunk."""
+        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete
+        chunk.
+        """
         journal = self._journal(chunk)
         journal.sync()
         return journal
@@ -257,7 +274,8 @@ class RankFiles:
         self.counts.add(chunk.counts)
         self.work.add(chunk.work)
         self.seconds = seconds
-        self.committed += 1  # last: once this is seen, the event loop may take the rank for finished
+        # Last: once this is seen, the event loop may take the rank for finished.
+        self.committed += 1
 
     def _forget(self, chunk: Chunk) -> None:
         before = self._unbroken
@@ -281,14 +299,21 @@ class RankFiles:
         files.disk.replace(self.folder / SHARD, sealed_shard(shard))
         self._shard_written = True
 
-    # history -----------------------------------------------------------------------------------------------------
+    # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), slot=worker_slot(), version=__version__)
+        start = Start(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            job=job_id(),
+            slot=worker_slot(),
+            version=__version__,
+        )
         self.note([start, Progress()])
 
     def note(self, records: Sequence[Record]) -> None:
-        """Appends to the history. Fills in what only this side knows: the time, and the documents of all attempts.
+        """Appends to the history. Fills in what only this side knows: the time, and the documents
+        of all attempts.
 
         Raises:
             Fenced: another process has taken the rank over.
@@ -303,9 +328,11 @@ class RankFiles:
         self._history.append(records)
 
     def fill_in(self, progress: Progress, is_done: bool = False) -> None:
-        """Sets what only this side knows. In another thread, the numbers may be those of two neighbouring moments.
+        """Sets what only this side knows. In another thread, the numbers may be those of two
+        neighbouring moments.
 
-        An attempt that has read nothing yet is where the one before it was; one that is done is at the end.
+        An attempt that has read nothing yet is where the one before it was; one that is done is at
+        the end.
         """
         progress.skipped = progress.skipped or self._history.skipped
         if progress.position.unit is not None:
@@ -319,7 +346,7 @@ class RankFiles:
         progress.documents = replace(self.finished)
         progress.chunks = self._chunks_before + self.committed
 
-    # the mirror --------------------------------------------------------------------------------------------------
+    # the mirror ----------------------------------------------------------------------------------
 
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint at this instant, with the answers put after number ``since``.
@@ -329,11 +356,16 @@ class RankFiles:
         """
         self.fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
-        sizes |= {COMMITS: self.log.size, DEAD_LETTERS: self._dead_letters.size, HISTORY: self._history.size}
+        sizes |= {
+            COMMITS: self.log.size,
+            DEAD_LETTERS: self._dead_letters.size,
+            HISTORY: self._history.size,
+        }
         retried = self.folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
-        if self._shard_written:  # not before: a snapshot's files only grow, and this one is replaced once
+        # Not before: a snapshot's files only grow, and this one is replaced once.
+        if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size
         unfinished = frozenset(self.unfinished)
         generation = self._history.generation

@@ -5,7 +5,7 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
     1. sync the journal              all its documents are on disk
     2. write the output, by ordinal, from the journal, into staging; sync
     3. publish                       local: rename, sync the folder; remote: upload, check its size
-    4. append the dead letters; sync; append the commit line; sync  <- the chunk is done from here on
+    4. append the dead letters; sync; append the commit line; sync  <- the chunk is done
     5. update last_chunk; delete the journal; delete the chunk's cache rows
 
     crash after    found on disk                  recovery
@@ -15,8 +15,9 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
     4              journal, output, commit        delete the journal and the cache rows
     5              output, commit                 nothing to do
 
-Writing the output twice is harmless because its bytes depend on the journal only. The output of an uncommitted chunk is
-not written before the reader has read the chunk's documents again and they proved unchanged.
+Writing the output twice is harmless because its bytes depend on the journal only. The output of an
+uncommitted chunk is not written before the reader has read the chunk's documents again and they
+proved unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +29,21 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import MAX_GAP, Commit, CommitLog, DocumentCounts, read_last_chunk, sum_work
+from datatrove_ckpt.checkpoint.commits import (
+    MAX_GAP,
+    Commit,
+    CommitLog,
+    DocumentCounts,
+    read_last_chunk,
+    sum_work,
+)
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.layout import DEAD_LETTERS, journal_indices, journal_path, last_chunk_of
+from datatrove_ckpt.checkpoint.layout import (
+    DEAD_LETTERS,
+    journal_indices,
+    journal_path,
+    last_chunk_of,
+)
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
@@ -42,7 +55,8 @@ class ResumePoint:
     """Where a rank resumes, and what is done beyond that point.
 
     Attributes:
-        next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first document.
+        next_chunk, next_ordinal: the first chunk after the unbroken run of commits, and its first
+            document.
         position: the reader's state at ``next_ordinal``, for a reader that can seek.
         milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
         done: commits beyond the unbroken run, by chunk index.
@@ -70,12 +84,15 @@ class ResumePoint:
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
-        """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an endless input."""
+        """Yields the ordinal after the last document of each chunk from ``next_chunk`` on, in an
+        endless input.
+        """
         ordinal = self.next_ordinal
         for index in itertools.count(self.next_chunk):
             done = self.done.get(index)
             following = self.done.get(index + 1)
-            # A chunk that ended an input which grew later is short, also when it must be redone (see ``repair``).
+            # A chunk that ended an input which grew later is short, also when it must be redone
+            # (see ``repair``).
             if done:
                 ordinal = done.next_ordinal
             elif following:
@@ -89,7 +106,9 @@ class ResumePoint:
         return not (self.next_chunk or self.done or self.journals or self.cached)
 
 
-def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int) -> ResumePoint:
+def recover(
+    folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk: int
+) -> ResumePoint:
     """Completes what a crash interrupted, and returns where to resume.
 
     Args:
@@ -101,8 +120,12 @@ def recover(folder: Path, log: CommitLog, cache: RequestCache, records_per_chunk
     """
     point = _resume_point(log)
     _finish_commits(folder, log, cache, point)
-    for chunk_index, first_ordinal, end in uncommitted_journals(folder, log.commits, records_per_chunk):
-        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end, point.finished.count)
+    for chunk_index, first_ordinal, end in uncommitted_journals(
+        folder, log.commits, records_per_chunk
+    ):
+        journal = ChunkJournal(
+            journal_path(folder, chunk_index), first_ordinal, end, point.finished.count
+        )
         if journal.size:
             point.journals[chunk_index] = journal
         else:
@@ -131,12 +154,16 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.milestones[commit.next_ordinal - 1] = commit.last_input
     point.counts, point.work, point.seconds = sum_work(log.commits.values())
     point.finished.add(point.counts)
-    point.done = {index: commit for index, commit in log.commits.items() if index >= point.next_chunk}
+    point.done = {
+        index: commit for index, commit in log.commits.items() if index >= point.next_chunk
+    }
     return point
 
 
 def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
-    """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk was not committed."""
+    """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk
+    was not committed.
+    """
     for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:
             files.disk.remove(journal_path(folder, chunk_index))
@@ -174,4 +201,8 @@ def uncommitted_journals(
             )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)
-        yield chunk_index, first, following.first_ordinal if following else first + records_per_chunk
+        yield (
+            chunk_index,
+            first,
+            following.first_ordinal if following else first + records_per_chunk,
+        )

@@ -1,13 +1,14 @@
 """RequestCache: every answer of a document that is not committed, so that no request is sent twice.
 
-There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set before WAL mode, so that
-SQLite needs no shared memory; this also works on network file systems, where plain WAL does not. ``synchronous=NORMAL``
-writes the log at every commit and rarely syncs it: a commit survives kill -9 at once, and power loss once ``sync`` was
-called. Losing the last commits loses answers, never consistency.
+There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set
+before WAL mode, so that SQLite needs no shared memory; this also works on network file systems,
+where plain WAL does not. ``synchronous=NORMAL`` writes the log at every commit and rarely syncs it:
+a commit survives kill -9 at once, and power loss once ``sync`` was called. Losing the last commits
+loses answers, never consistency.
 
-A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one takes its place.
-Each row has a checksum. A row that does not fit it is left out, with a warning, until its chunk is committed or the
-same request puts it again.
+A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one
+takes its place. Each row has a checksum. A row that does not fit it is left out, with a warning,
+until its chunk is committed or the same request puts it again.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 
 def payload_hash(payload: bytes) -> str:
-    """Returns the xxh128 of a final payload: JSON with sorted keys, model and default parameters included."""
+    """Returns the xxh128 of a final payload:
+
+    JSON with sorted keys, model and default parameters included.
+    """
     return str(xxhash.xxh3_128_hexdigest(payload))
 
 
 class AnswerKey(NamedTuple):
-    """Identifies a request of a document. ``occurrence``: counts equal payloads within one rollout, from 0."""
+    """Identifies a request of a document.
+
+    ``occurrence``: counts equal payloads within one rollout, from 0.
+    """
 
     rollout_idx: int
     payload_hash: str
@@ -67,7 +74,10 @@ class CachedRequest(NamedTuple):
 Row: TypeAlias = tuple[Any, ...]
 """Values of a row. ``Any``, because a damaged one may hold any type in any column."""
 
-_COLUMNS = "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result, error_message, checksum"
+_COLUMNS = (
+    "chunk_index, ordinal, doc_id, rollout_idx, payload_hash, occurrence, result, "
+    "error_message, checksum"
+)
 _TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
@@ -79,7 +89,8 @@ _EMPTY_BYTES = 1 << 20
 
 
 def has_answers(path: Path) -> bool:
-    """Whether the file holds an answer. Reads a copy, because opening the file would lock out its owner.
+    """Whether the file holds an answer. Reads a copy, because opening the file would lock out its
+    owner.
 
     A file that is larger than an empty one, or that cannot be read, counts as one with answers.
     """
@@ -91,9 +102,12 @@ def has_answers(path: Path) -> bool:
             shutil.copy(file, folder)
         with closing(sqlite3.connect(Path(folder) / path.name)) as connection:
             try:
-                return bool(connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0])
+                return bool(
+                    connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0]
+                )
             except sqlite3.Error as error:
-                return "no such table" not in str(error)  # the process died before it had made the table
+                # The process died before it had made the table.
+                return "no such table" not in str(error)
 
 
 class RequestCache:
@@ -104,7 +118,8 @@ class RequestCache:
 
     Raises:
         CheckpointLocked: another process has it open.
-        StorageFailed: the disk refuses it. A database that is damaged is set aside, and raises nothing.
+        StorageFailed: the disk refuses it. A database that is damaged is set aside, and raises
+            nothing.
     """
 
     def __init__(self, path: Path, kept: Path | None = None) -> None:
@@ -119,7 +134,8 @@ class RequestCache:
         except StorageFailed as error:
             if "database is locked" in str(error.__cause__):
                 raise CheckpointLocked(
-                    f"Another process works on this rank: it has {path} open. Wait for it to end, or stop it, and run "
+                    f"Another process works on this rank: it has {path} open. Wait for it to end, "
+                    "or stop it, and run "
                     "the same command again."
                 ) from error
             self._set_aside(error)
@@ -131,10 +147,14 @@ class RequestCache:
         with explained("open", self.path):
             return _connect(self.path)
 
-    # damage ------------------------------------------------------------------------------------------------------
+    # damage --------------------------------------------------------------------------------------
 
-    def _set_aside(self, error: StorageFailed, connection: sqlite3.Connection | None = None) -> None:
-        """Starts anew with an empty database if damage is the reason for ``error``; else raises it."""
+    def _set_aside(
+        self, error: StorageFailed, connection: sqlite3.Connection | None = None
+    ) -> None:
+        """Starts anew with an empty database if damage is the reason for ``error``; else raises
+        it.
+        """
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         if has_no_name or not _is_damage(error.__cause__):
             raise error
@@ -144,7 +164,8 @@ class RequestCache:
             _close(connection)
         aside = _rename_aside(self.path)
         logger.warning(
-            f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. Its answers are "
+            f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. "
+            "Its answers are "
             "requested again; finished documents are not affected."
         )
         self._connection = self._open()
@@ -167,7 +188,10 @@ class RequestCache:
         return self._attempt(action, list)
 
     def _write(self, change: Callable[[], object], anew: bool = False) -> None:
-        """Makes the change in one transaction. ``anew``: also in the database that replaces a damaged one."""
+        """Makes the change in one transaction.
+
+        ``anew``: also in the database that replaces a damaged one.
+        """
 
         def action() -> None:
             with explained("write to", self.path):
@@ -178,9 +202,11 @@ class RequestCache:
         self.unsynced = True
 
     def _delete(self, which: str, values: Row = ()) -> None:
-        self._write(lambda: self._connection.execute(f"DELETE FROM request_cache WHERE {which}", values))
+        self._write(
+            lambda: self._connection.execute(f"DELETE FROM request_cache WHERE {which}", values)
+        )
 
-    # answers -----------------------------------------------------------------------------------------------------
+    # answers -------------------------------------------------------------------------------------
 
     def put(self, group: Iterable[CachedRequest]) -> None:
         # We number the rows, because SQLite would reuse the numbers of deleted rows.
@@ -192,8 +218,9 @@ class RequestCache:
         self._write(lambda: self._insert(rows), anew=True)
 
     def _insert(self, rows: list[Row]) -> None:
-        # The sqlite3 module releases the GIL at each execution of a statement and must wait to get it back, and
-        # ``executemany`` executes once per row. Groups are powers of two, so there are few statements to prepare.
+        # The sqlite3 module releases the GIL at each execution of a statement and must wait to get
+        # it back, and ``executemany`` executes once per row. Groups are powers of two, so there are
+        # few statements to prepare.
         start = 0
         while missing := len(rows) - start:
             size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
@@ -205,7 +232,8 @@ class RequestCache:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
     def answer_counts(self) -> dict[int, int]:
-        """Returns how many answers each document has. A damaged row may add an ordinal below the highest.
+        """Returns how many answers each document has. A damaged row may add an ordinal below the
+        highest.
 
         The highest one has an intact row, because it shows whether the input has shrunk.
         """
@@ -225,7 +253,8 @@ class RequestCache:
         found = [_request(row) for row in rows if _is_intact(row)]
         if damaged := len(rows) - len(found):
             logger.warning(
-                f"Saved answers of document {ordinal} in {self.path} are damaged ({damaged}). They are requested again."
+                f"Saved answers of document {ordinal} in {self.path} are damaged ({damaged}). They "
+                "are requested again."
             )
         return {request.key: request.answer for request in found}
 
@@ -238,11 +267,16 @@ class RequestCache:
     def drop_chunk(self, chunk_index: int) -> None:
         """Deletes the answers of a committed chunk; with ``kept``, after they are written there."""
         if self.kept is not None:
-            found = self._read("SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index = ?", (chunk_index,))
+            found = self._read(
+                "SELECT DISTINCT ordinal FROM request_cache WHERE chunk_index = ?", (chunk_index,)
+            )
             ordinals = sorted(ordinal for (ordinal,) in found if isinstance(ordinal, int))
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
-                append_answers(self.kept, [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows])
+                append_answers(
+                    self.kept,
+                    [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows],
+                )
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
@@ -264,9 +298,10 @@ class RequestCache:
     def abandon(self) -> None:
         """Leaves the database open until this process ends, because another process owns it by now.
 
-        Closing the connection would write the log into the database, and delete it, while that process uses both. So
-        would the garbage collector, and Python's exit, so one reference is leaked. Python 3.11 has no public way: 3.12
-        has ``Connection.setconfig``, and a close after ``interrupt`` still deletes a log that is written back.
+        Closing the connection would write the log into the database, and delete it, while that
+        process uses both. So would the garbage collector, and Python's exit, so one reference is
+        leaked. Python 3.11 has no public way: 3.12 has ``Connection.setconfig``, and a close after
+        ``interrupt`` still deletes a log that is written back.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
@@ -290,18 +325,33 @@ def _request(row: Row) -> CachedRequest:
     return CachedRequest(chunk_index, ordinal, doc_id, AnswerKey(*row[3:6]), Answer(*row[6:8]))
 
 
-# damage ---------------------------------------------------------------------------------------------------------------
+# damage ------------------------------------------------------------------------------------------
 
-# Damage is what SQLite calls corrupt or no database, a log whose database is gone, and a database with another schema
-# than ours. An error of the disk (I/O error, no space, no permission) is not damage: the data may be intact.
+# Damage is what SQLite calls corrupt or no database, a log whose database is gone, and a database
+# with another schema than ours. An error of the disk (I/O error, no space, no permission) is not
+# damage: the data may be intact.
 #
-# The file may come from anywhere, for example with a copied folder. So SQLite runs nothing that a schema names
-# (``trusted_schema=OFF``), loads no extension, and a database with a trigger or a view is refused.
+# The file may come from anywhere, for example with a copied folder. So SQLite runs nothing that a
+# schema names (``trusted_schema=OFF``), loads no extension, and a database with a trigger or a view
+# is refused.
 
 _TABLE = "request_cache"
-_OBJECTS = {("table", _TABLE), ("index", f"sqlite_autoindex_{_TABLE}_1"), ("index", "request_cache_chunk")}
+_OBJECTS = {
+    ("table", _TABLE),
+    ("index", f"sqlite_autoindex_{_TABLE}_1"),
+    ("index", "request_cache_chunk"),
+}
 # In the order in which a table of 0.1 has them, to which ``checksum`` was added.
-_OLDEST = ["chunk_index", "doc_id", "rollout_idx", "payload_hash", "result", "error_message", "ordinal", "occurrence"]
+_OLDEST = [
+    "chunk_index",
+    "doc_id",
+    "rollout_idx",
+    "payload_hash",
+    "result",
+    "error_message",
+    "ordinal",
+    "occurrence",
+]
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
@@ -325,13 +375,17 @@ def _connect(path: Path) -> sqlite3.Connection:
     for name in (path, *_logs(path)):
         if name.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
-    # A kill while the first cache is made may leave an empty file. It never leaves a log without its database.
+    # A kill while the first cache is made may leave an empty file. It never leaves a log without
+    # its database.
     if not _size(path) and any(_size(log) for log in _logs(path)):
         raise NotOurs("the database is missing or empty, but its log is not")
-    # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the database.
+    # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the
+    # database.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
     # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
-    connection = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED", timeout=0)
+    connection = sqlite3.connect(
+        path, check_same_thread=False, isolation_level="DEFERRED", timeout=0
+    )
     # A damaged row may hold any bytes. Its checksum shows that, an exception would end the run.
     connection.text_factory = lambda data: data.decode(errors="replace")
     try:
@@ -355,7 +409,9 @@ def _check_schema(connection: sqlite3.Connection) -> list[str]:
     """Returns the table's columns; none if a kill came before it was made."""
     found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
     columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
-    if not found <= _OBJECTS or (columns and sorted(columns) not in (sorted(_OLDEST), sorted([*_OLDEST, "checksum"]))):
+    if not found <= _OBJECTS or (
+        columns and sorted(columns) not in (sorted(_OLDEST), sorted([*_OLDEST, "checksum"]))
+    ):
         raise NotOurs("it has another schema than a request cache")
     return columns
 
@@ -374,7 +430,8 @@ def _rename_aside(path: Path) -> Path:
 def _checksum(values: Row) -> int:
     """Returns a checksum of a row's other columns, as SQLite's signed integer."""
     chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
-    head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{'' if result is None else 'r'}\0"
+    kind = "" if result is None else "r"
+    head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{kind}\0"
     head += "" if error is None else f"e{error}"
     data = result if isinstance(result, bytes) else b""
     seed = xxhash.xxh3_64_intdigest(head.encode(errors="surrogatepass"))
@@ -382,7 +439,10 @@ def _checksum(values: Row) -> int:
 
 
 def _is_intact(row: Row) -> bool:
-    """Whether a row fits its checksum, which comes last. Rows of 0.1 have none; only their types are checked."""
+    """Whether a row fits its checksum, which comes last.
+
+    Rows of 0.1 have none; only their types are checked.
+    """
     result, error, found = row[6:]
     if not all(map(isinstance, row, _TYPES)) or (result is None) == (error is None):
         return False
@@ -405,17 +465,28 @@ def _close(connection: sqlite3.Connection) -> None:
         connection.close()
 
 
-# ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with another prompt.
+# ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with
+# another prompt.
 #
-# A commit drops its chunk's rows of the request cache. With ``keep_answers`` they are appended here first, as sealed
-# lines. A crash between the two appends them twice, which does no harm: the rows have keys. Nothing is synced: a power
-# loss costs answers that nobody may ever need, and a damaged line is left out.
+# A commit drops its chunk's rows of the request cache. With ``keep_answers`` they are appended here
+# first, as sealed lines. A crash between the two appends them twice, which does no harm: the rows
+# have keys. Nothing is synced: a power loss costs answers that nobody may ever need, and a damaged
+# line is left out.
 
 
-def append_answers(path: Path, rows: Iterable[tuple[int, str, tuple[int, str, int], bytes | None]]) -> None:
-    """Appends answers: ordinal, document id, key, and JSON of the result. Permanent errors (None) are left out."""
+def append_answers(
+    path: Path, rows: Iterable[tuple[int, str, tuple[int, str, int], bytes | None]]
+) -> None:
+    """Appends answers: ordinal, document id, key, and JSON of the result.
+
+    Permanent errors (None) are left out.
+    """
     lines = [
-        seal(orjson.dumps({"ordinal": ordinal, "doc_id": doc_id, "key": [*key], "result": result.decode()}))
+        seal(
+            orjson.dumps(
+                {"ordinal": ordinal, "doc_id": doc_id, "key": [*key], "result": result.decode()}
+            )
+        )
         for ordinal, doc_id, key, result in rows
         if result is not None
     ]

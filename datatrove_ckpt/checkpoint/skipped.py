@@ -1,4 +1,6 @@
-"""Lines and rows of the input that became no document, counted by readers and kept with positions and the history."""
+"""Lines and rows of the input that became no document, counted by readers and kept with positions
+and the history.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ class Skipped(Enum):
 
 
 class SkippedLines(NamedTuple):
-    """How many lines or rows of the input became no document, up to a position. Blank lines are not counted.
+    """How many lines or rows of the input became no document, up to a position. Blank lines are not
+    counted.
 
-    ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the adapter.
+    ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the
+    adapter.
     """
 
     damaged: int = 0
@@ -27,7 +31,10 @@ class SkippedLines(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Sequence[int]) -> SkippedLines:
-        """Reads what ``list`` gave. An earlier release wrote names of files behind the two numbers."""
+        """Reads what ``list`` gave.
+
+        An earlier release wrote names of files behind the two numbers.
+        """
         return cls(*content[:2])
 
     def __bool__(self) -> bool:

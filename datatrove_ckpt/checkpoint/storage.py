@@ -1,10 +1,13 @@
-"""The storage thread: it does all writes to a rank's journals, request cache and commit log, in one order.
+"""The storage thread: it does all writes to a rank's journals, request cache and commit log, in one
+order.
 
-The event loop hands items over and never waits on a disk. The thread takes everything that is queued as one group: one
-SQLite transaction and one write per journal, so groups grow by themselves when the disk is slow. What was written
-survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs what it needs, whatever the interval.
+The event loop hands items over and never waits on a disk. The thread takes everything that is
+queued as one group: one SQLite transaction and one write per journal, so groups grow by themselves
+when the disk is slow. What was written survives kill -9 at once. Syncs run at most every
+``sync_seconds``; a commit syncs what it needs, whatever the interval.
 
-Handing over item by item is as fast as collecting items on the event loop's side (measured), and needs no timer there.
+Handing over item by item is as fast as collecting items on the event loop's side (measured), and
+needs no timer there.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.process.shutdown import get_within
 
-# With more than this handed over and not written yet, admission waits: a slow disk slows the run and fills no memory.
+# With more than this handed over and not written yet, admission waits: a slow disk slows the run
+# and fills no memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
 # Memory of an item besides its JSON, in bytes: a few objects (measured).
 _ITEM_BYTES = 500
-# One group's transaction stays short enough that a lookup queued behind it is answered in milliseconds.
+# One group's transaction stays short enough that a lookup queued behind it is answered in
+# milliseconds.
 MAX_GROUP = 2000
 
 Call: TypeAlias = Callable[[], None]
@@ -36,8 +41,9 @@ T = TypeVar("T")
 
 
 _Item: TypeAlias = tuple[int, Chunk, Finished] | tuple[int, None, CachedRequest] | Call | None
-"""What is queued: a finished document, with the bytes handed over so far and its chunk, or an answer. None ends the
-thread."""
+"""What is queued: a finished document, with the bytes handed over so far and its chunk, or an
+answer. None ends the thread.
+"""
 
 
 class StorageThread:
@@ -45,7 +51,8 @@ class StorageThread:
 
     Args:
         files: the rank's files. This thread alone uses them from ``start`` until ``stop`` returns.
-        on_change: called in this thread after each group and when the thread fails. Must return at once.
+        on_change: called in this thread after each group and when the thread fails. Must return at
+            once.
     """
 
     def __init__(self, files: RankFiles, on_change: Callable[[], None]) -> None:
@@ -58,12 +65,14 @@ class StorageThread:
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
         work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt storage", daemon=True)
+        self._thread = threading.Thread(
+            target=work, args=(self._run,), name="datatrove-ckpt storage", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
 
-    # event loop --------------------------------------------------------------------------------------------------
+    # event loop ----------------------------------------------------------------------------------
 
     @property
     def backlog_bytes(self) -> int:
@@ -81,11 +90,14 @@ class StorageThread:
         self._queue.put((self._submitted_bytes, chunk, finished))
 
     def stop(self) -> None:
-        """Writes and syncs what was submitted, and ends the thread. Does not raise: see ``error``."""
+        """Writes and syncs what was submitted, and ends the thread.
+
+        Does not raise: see ``error``.
+        """
         self._queue.put(None)
         self._thread.join()
 
-    # any thread --------------------------------------------------------------------------------------------------
+    # any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Call) -> None:
         """Runs ``function`` in the storage thread, after everything submitted so far is written."""
@@ -93,9 +105,11 @@ class StorageThread:
         self._queue.put(function)
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` like ``call`` and returns its result. Blocks, so it is not for the event loop.
+        """Runs ``function`` like ``call`` and returns its result. Blocks, so it is not for the
+        event loop.
 
-        Once the storage thread has ended, no other thread uses its files, and ``function`` runs in the calling thread.
+        Once the storage thread has ended, no other thread uses its files, and ``function`` runs in
+        the calling thread.
         """
         future: Future[T] = Future()
 
@@ -115,7 +129,7 @@ class StorageThread:
         if self.error is not None:
             raise self.error
 
-    # storage thread ----------------------------------------------------------------------------------------------
+    # storage thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -159,7 +173,10 @@ class StorageThread:
         return items
 
     def _write(
-        self, answers: list[CachedRequest], documents: dict[Chunk, list[Finished]], submitted_bytes: int
+        self,
+        answers: list[CachedRequest],
+        documents: dict[Chunk, list[Finished]],
+        submitted_bytes: int,
     ) -> None:
         if answers or documents:
             self._files.write(answers, documents)

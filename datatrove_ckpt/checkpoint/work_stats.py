@@ -1,7 +1,8 @@
 """What a rank's documents took, over all attempts: requests, tokens and rollouts.
 
-Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers, from which mean and
-variance are computed once, at the end. Of an earlier release's work, only totals are known.
+Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers,
+from which mean and variance are computed once, at the end. Of an earlier release's work, only
+totals are known.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from datatrove_ckpt.checkpoint.lines import is_count
 
 @dataclass(slots=True)
 class Sums:
-    """Sums of whole numbers. ``low`` and ``high`` are None before the first number, and if they are not known."""
+    """Sums of whole numbers.
+
+    ``low`` and ``high`` are None before the first number, and if they are not known.
+    """
 
     n: int = 0
     total: int = 0
@@ -28,7 +32,15 @@ class Sums:
 
     def count(self, values: Sequence[int]) -> None:
         if values:
-            self.add(Sums(len(values), sum(values), sum(map(mul, values, values)), min(values), max(values)))
+            self.add(
+                Sums(
+                    len(values),
+                    sum(values),
+                    sum(map(mul, values, values)),
+                    min(values),
+                    max(values),
+                )
+            )
 
     def count_total(self, n: int, total: int) -> None:
         """Adds ``n`` numbers of which only the total is known, as if they were equal."""
@@ -39,7 +51,9 @@ class Sums:
         self.total += other.total
         self.squares += other.squares
         self.low = min((low for low in (self.low, other.low) if low is not None), default=None)
-        self.high = max((high for high in (self.high, other.high) if high is not None), default=None)
+        self.high = max(
+            (high for high in (self.high, other.high) if high is not None), default=None
+        )
 
     @classmethod
     def from_json(cls, values: Sequence[int | None]) -> Sums:
@@ -59,7 +73,8 @@ _SUMS = ("prompt_tokens", "completion_tokens", "requests", "successful_rollouts"
 
 @dataclass(slots=True)
 class WorkStats:
-    """What documents took. Their answers in the request cache count with the document that used them.
+    """What documents took. Their answers in the request cache count with the document that used
+    them.
 
     Attributes:
         prompt_tokens, completion_tokens: of each answer.
@@ -105,8 +120,12 @@ class WorkStats:
         self.prompt_tokens.count(prompts)
         self.completion_tokens.count(completions)
 
-    def count_unsplit(self, documents: int, requests: int, prompt_tokens: int, completion_tokens: int) -> None:
-        """Adds documents of an earlier release, of which only the totals are known, as if they were equal."""
+    def count_unsplit(
+        self, documents: int, requests: int, prompt_tokens: int, completion_tokens: int
+    ) -> None:
+        """Adds documents of an earlier release, of which only the totals are known, as if they were
+        equal.
+        """
         self.requests.count_total(documents, requests)
         self.prompt_tokens.count_total(requests, prompt_tokens)
         self.completion_tokens.count_total(requests, completion_tokens)
@@ -127,5 +146,7 @@ class WorkStats:
         return cls(**sums, failed_requests=failed)
 
     def to_json(self) -> str:
-        content = {name: getattr(self, name).to_json() for name in _SUMS} | {"failed_requests": self.failed_requests}
+        content = {name: getattr(self, name).to_json() for name in _SUMS} | {
+            "failed_requests": self.failed_requests
+        }
         return orjson.dumps(content).decode()

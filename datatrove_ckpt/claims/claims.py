@@ -1,16 +1,19 @@
-"""Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's ``completions``.
+"""Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's
+``completions``.
 
-The rank's lock, its fence and its mirror's owner stay the truth: two processes on one rank are waste, never damage. So
-no clock and no listing has to be right.
+The rank's lock, its fence and its mirror's owner stay the truth: two processes on one rank are
+waste, never damage. So no clock and no listing has to be right.
 
-    a mark          rank, number, owner: the mark with the largest number counts, of these the smallest owner
+    a mark          rank, number, owner: the mark with the largest number counts, of these the
+                    smallest owner
     no mark         the rank is free, or complete
     an owner        a process with a beat (``stores.py``); or FREE, or GIVEN_UP
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
     a record        the content of a mark
 
-A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the process had no
-other rank, which may have been the cause. The next owner therefore runs the rank alone.
+A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the
+process had no other rank, which may have been the cause. The next owner therefore runs the rank
+alone.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ from datatrove_ckpt.errors import CkptError
 FREE = "free"
 GIVEN_UP = "given-up"
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
-"""The environment variable whose value all workers of a launch share. The next launch tries again what one gives up."""
+"""The environment variable whose value all workers of a launch share.
+
+The next launch tries again what one gives up.
+"""
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
 _open_here: set[str] = set()  # the owners that are this process
@@ -76,7 +82,10 @@ class Claimant(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The ranks that a process may take. ``are_left``: by dead processes, so that each is run alone."""
+    """The ranks that a process may take.
+
+    ``are_left``: by dead processes, so that each is run alone.
+    """
 
     ranks: list[int]
     are_left: bool
@@ -100,7 +109,9 @@ class ClaimStore(ClaimReader, Protocol):
     beat_seconds: float
 
     def put(self, mark: Mark, content: bytes) -> bool:
-        """Writes a mark. Returns False if another process has written a mark of this number first."""
+        """Writes a mark. Returns False if another process has written a mark of this number
+        first.
+        """
 
     def remove(self, mark: Mark) -> None: ...
 
@@ -117,7 +128,8 @@ class ClaimStore(ClaimReader, Protocol):
 class Record:
     """
     Attributes:
-        tries: attempts in a row that ended by a failure or a death, all but the first without progress.
+        tries: attempts in a row that ended by a failure or a death, all but the first without
+            progress.
         reached: the rank's progress at the end of the last of them.
         why: the cause, if the rank is given up.
         alone: the owner has no other rank, so its death counts as an attempt.
@@ -133,12 +145,13 @@ class Claims:
     """The claims of this process.
 
     Args:
-        incomplete: lists the ranks that are not complete. Called at each look, and after each beat in a thread.
+        incomplete: lists the ranks that are not complete. Called at each look, and after each beat
+            in a thread.
         max_attempts: after so many attempts without progress a rank is given up.
         alone: this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
-        is_worker: takes ranks in any order, so that not all workers try the same rank; and tries again what another
-            launch gave up.
+        is_worker: takes ranks in any order, so that not all workers try the same rank; and tries
+            again what another launch gave up.
     """
 
     def __init__(
@@ -164,9 +177,12 @@ class Claims:
         self._took: list[float] = []  # seconds, of the ranks in ``done``
         self._taken_at: dict[int, float] = {}
         self._is_worker = is_worker
-        self._given_up = f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
+        self._given_up = (
+            f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
+        )
         self._held: dict[int, tuple[Mark, Record]] = {}
-        self._locked: dict[int, float] = {}  # ranks whose lock another process holds, with the time of the next try
+        # Ranks whose lock another process holds, with the time of the next try.
+        self._locked: dict[int, float] = {}
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
         _open_here.add(owner)
@@ -177,7 +193,9 @@ class Claims:
             return self._free(self._store.look())
 
     def next(self) -> int | None:
-        """Takes a rank. Returns None if no rank is free, the store cannot be read, or no time is left."""
+        """Takes a rank. Returns None if no rank is free, the store cannot be read, or no time is
+        left.
+        """
         if not self.has_time:
             return None
         with self._guard, _hint():
@@ -215,7 +233,9 @@ class Claims:
             self.release(rank)
 
     def failed(self, rank: int, why: str, for_good: bool) -> None:
-        """Counts a failure. The rank is given up if it would fail again (``for_good``), or has failed too often."""
+        """Counts a failure. The rank is given up if it would fail again (``for_good``), or has
+        failed too often.
+        """
         with self._guard:
             record = self._counted(rank, self._held[rank][1])
             if for_good or record.tries >= self._max_attempts:
@@ -266,9 +286,17 @@ class Claims:
         left: list[int] = []
         for rank in self._incomplete():
             mark = current.get(rank)
-            if rank in self._held or rank in self.done or self._locked.get(rank, 0.0) > time.monotonic():
+            if (
+                rank in self._held
+                or rank in self.done
+                or self._locked.get(rank, 0.0) > time.monotonic()
+            ):
                 continue
-            if mark is None or mark.owner == self._owner or not (is_process(mark.owner) or self._is_given_up(mark)):
+            if (
+                mark is None
+                or mark.owner == self._owner
+                or not (is_process(mark.owner) or self._is_given_up(mark))
+            ):
                 free.append(rank)  # its own mark, but not held: the write failed after it was done
             elif is_process(mark.owner) and mark.owner not in look.alive:
                 left.append(rank)
@@ -294,7 +322,10 @@ class Claims:
         if is_left and record.alone:
             record = self._counted(rank, record)
             if record.tries >= self._max_attempts * _KILLS:
-                why = f"the process that ran it was killed, {plural(record.tries, 'time')} in a row without progress"
+                why = (
+                    f"the process that ran it was killed, {plural(record.tries, 'time')} in a "
+                    "row without progress"
+                )
                 self._put(Mark(rank, number, self._given_up), replace(record, why=why), look)
                 return False
         record = replace(record, alone=self._alone or is_left)
@@ -341,7 +372,10 @@ class Claims:
         try:
             reached = self._reached(rank)
         except (OSError, CkptError) as error:
-            logger.warning(f"How far task {rank} is cannot be read: {error}. It counts as an attempt without progress.")
+            logger.warning(
+                f"How far task {rank} is cannot be read: {error}. It counts as an attempt without "
+                "progress."
+            )
             reached = record.reached
         tries = record.tries + 1
         if reached > record.reached:
@@ -352,9 +386,14 @@ class Claims:
         while not self._closed.wait(self._store.beat_seconds):
             try:
                 self._beat_once(self._store.beat)
-                self._beat_once(self._incomplete)  # shows what others have completed, while this process takes no rank
-            except Exception as error:  # of a store's library, too: without beats, others would take its ranks
-                logger.warning(f"The beat of this process's claims failed: {error}. Other workers may take its tasks.")
+                # Shows what others have completed, while this process takes no rank.
+                self._beat_once(self._incomplete)
+            except Exception as error:
+                # Of a store's library, too: without beats, others would take its ranks.
+                logger.warning(
+                    f"The beat of this process's claims failed: {error}. Other workers may take "
+                    "its tasks."
+                )
 
     def _beat_once(self, action: Callable[[], object]) -> None:
         with self._guard:
@@ -364,11 +403,15 @@ class Claims:
 
 @contextmanager
 def _hint() -> Iterator[None]:
-    """Logs errors: a claim that cannot be changed costs time, and must not hide why a rank has ended."""
+    """Logs errors: a claim that cannot be changed costs time, and must not hide why a rank has
+    ended.
+    """
     try:
         yield
     except Exception as error:  # of a store's library, too
-        logger.warning(f"A claim could not be changed: {error}. Other processes may take the task later.")
+        logger.warning(
+            f"A claim could not be changed: {error}. Other processes may take the task later."
+        )
 
 
 def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
@@ -380,7 +423,8 @@ def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
             ranks.setdefault(mark.owner, []).append(rank)
     ranks.pop(without, None)
     return [
-        Claimant(store.name(owner), claimed, owner in look.alive, is_run(owner)) for owner, claimed in ranks.items()
+        Claimant(store.name(owner), claimed, owner in look.alive, is_run(owner))
+        for owner, claimed in ranks.items()
     ]
 
 
@@ -406,7 +450,9 @@ def is_run(owner: str) -> bool:
 
 
 def new_owner(runs_all: bool = False) -> str:
-    """Returns a name for this process: host, process id, start, and random digits, all hexadecimal."""
+    """Returns a name for this process: host, process id, start, and random digits, all
+    hexadecimal.
+    """
     pid = os.getpid()
     return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
 
@@ -427,7 +473,10 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int:
-    """Returns when a process has started: its id may be reused. 0 if there is none, or no ``/proc``."""
+    """Returns when a process has started: its id may be reused.
+
+    0 if there is none, or no ``/proc``.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

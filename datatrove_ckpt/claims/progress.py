@@ -10,7 +10,10 @@ from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal
 from datatrove_ckpt.mirror.job import newest_manifest
 
 Progress: TypeAlias = tuple[int, int, int]
-"""Bytes of a rank's commits, journals and saved answers. Earlier ones count more: a commit drops the others."""
+"""Bytes of a rank's commits, journals and saved answers.
+
+Earlier ones count more: a commit drops the others.
+"""
 
 
 def mirrored_progress(urls: Iterable[str]) -> Progress:

@@ -1,11 +1,13 @@
 """Where claims lie, and which of their owners are alive.
 
     a disk          claims/00007-000003, with the owner in it: a hard link gives the name once
-                    claims/workers/OWNER: the owner is alive if it holds the lock of this file; or, where locks do not
-                    work between machines, if the file changed shortly before our own file
-    object stores   claims/00007-000003-OWNER: two processes may write the same number, and look again after a while
-                    claims/workers/OWNER: the owner is alive if its object was written shortly before our own object,
-                    unless it was a process of this host, and has ended
+                    claims/workers/OWNER: the owner is alive if it holds the lock of this file; or,
+                    where locks do not work between machines, if the file changed shortly before our
+                    own file
+    object stores   claims/00007-000003-OWNER: two processes may write the same number, and look
+                    again after a while
+                    claims/workers/OWNER: the owner is alive if its object was written shortly
+                    before our own object, unless it was a process of this host, and has ended
 
 So times are compared only with each other, as the file server or the store has stamped them.
 """
@@ -24,7 +26,15 @@ import orjson
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims.claims import FREE, ClaimReader, ClaimStore, Look, Mark, has_ended, is_process
+from datatrove_ckpt.claims.claims import (
+    FREE,
+    ClaimReader,
+    ClaimStore,
+    Look,
+    Mark,
+    has_ended,
+    is_process,
+)
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
@@ -63,7 +73,11 @@ class DiskReader:
             name = _NAME.fullmatch(path.name)
             if name is not None:
                 marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
-        workers = {path.name: path for path in (self._folder / _WORKERS).glob("*") if _OWNER.fullmatch(path.name)}
+        workers = {
+            path.name: path
+            for path in (self._folder / _WORKERS).glob("*")
+            if _OWNER.fullmatch(path.name)
+        }
         alive = {name for name, path in workers.items() if self._is_alive(path)}
         return Look(marks, alive, workers.keys() - alive)
 
@@ -98,7 +112,10 @@ class DiskReader:
         return now - changed < _BEATS * self.beat_seconds
 
     def _now(self) -> float | None:
-        """Returns the time by the clock that has stamped the beats. None: unknown until the next beat."""
+        """Returns the time by the clock that has stamped the beats.
+
+        None: unknown until the next beat.
+        """
         return time.time()
 
     def _has_ended(self, owner: str) -> bool:
@@ -165,7 +182,8 @@ def _parsed(path: Path) -> tuple[str, dict[str, object]]:
 def _named(process: bytes) -> str:
     try:
         return files.name_holder(orjson.loads(process))
-    except (ValueError, AttributeError):  # it has just begun, or ended; or a power loss has cut the file
+    except (ValueError, AttributeError):
+        # It has just begun, or ended; or a power loss has cut the file.
         return "another process"
 
 
@@ -179,7 +197,11 @@ class ObjectClaims:
     beat_seconds = 60.0
 
     def __init__(
-        self, url: str, owner: str, settle_seconds: float, options: Mapping[str, object] | None = None
+        self,
+        url: str,
+        owner: str,
+        settle_seconds: float,
+        options: Mapping[str, object] | None = None,
     ) -> None:
         self._store = ObjectStore(url, apart=True, options=options)
         self._owner = owner
@@ -191,7 +213,10 @@ class ObjectClaims:
         return _POLICY.run(self._look, "The claims of tasks cannot be listed")
 
     def put(self, mark: Mark, content: bytes) -> bool:
-        _POLICY.run(lambda: self._store.put(_object_name(mark), content), "The claim of a task cannot be written")
+        _POLICY.run(
+            lambda: self._store.put(_object_name(mark), content),
+            "The claim of a task cannot be written",
+        )
         if not is_process(mark.owner):
             return True
         time.sleep(self._settle_seconds)
@@ -222,7 +247,11 @@ class ObjectClaims:
 
     def _look(self) -> Look:
         written = self._store.times()
-        beats = {owner: at for owner, at in self._store.times(_WORKERS).items() if _OWNER.fullmatch(owner)}
+        beats = {
+            owner: at
+            for owner, at in self._store.times(_WORKERS).items()
+            if _OWNER.fullmatch(owner)
+        }
         names = [_NAME.fullmatch(name) for name in written]
         marks = [Mark(int(name[1]), int(name[2]), name[3]) for name in names if name is not None]
         owned = [mark for mark in marks if is_process(mark.owner)]
@@ -232,7 +261,9 @@ class ObjectClaims:
             now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
         # In a store that keeps no times, the difference is NaN: then every owner is alive.
-        alive = {owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)}
+        alive = {
+            owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)
+        }
         if self._owner:
             alive.add(self._owner)
         return Look(marks, alive, beats.keys() - alive)

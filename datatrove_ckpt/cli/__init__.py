@@ -1,4 +1,5 @@
-"""The command ``datatrove-ckpt``: argparse, YAML files into executors, Slurm submission. The only room that prints.
+"""The command ``datatrove-ckpt``: argparse, YAML files into executors, Slurm submission. The only
+room that prints.
 
 No room imports it. Start at ``main.py`` (every command and option).
 """

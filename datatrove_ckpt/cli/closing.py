@@ -40,9 +40,15 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
     _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
-        return f"There are no documents in the input, so there is no output in {folder}.{_checked(checked)}"
+        return (
+            "There are no documents in the input, so there is no output in "
+            f"{folder}.{_checked(checked)}"
+        )
     again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
-    retried = f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, {again.dead} still dead"
+    retried = (
+        f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
+        f"{again.dead} still dead"
+    )
     idle = job.ranks - len({number for number, done in job.committed if done.read})
     work = ""
     if again.read:
@@ -54,8 +60,10 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
     return (
         f"{_why_none(root, counts)}{counts.written} of {plural_is(counts.read, 'document')} in "
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
-        f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with {counts.prompt_tokens} "
-        f"prompt and {plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
+        f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
+        f"{counts.prompt_tokens} "
+        f"prompt and {plural(counts.completion_tokens, 'completion token')}."
+        f"{work}{_checked(checked)} "
         f"{_next_step(runner, root, counts)}"
     )
 
@@ -63,13 +71,16 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
 def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> None:
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
-            f"The commits in {root} contradict each other: {counts.read} documents read, {counts.written} written, "
-            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before you have run: "
+            f"The commits in {root} contradict each other: {counts.read} documents read, "
+            f"{counts.written} written, "
+            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before "
+            "you have run: "
             f"{_verify(root)}"
         )
     if not counts.read and skipped:
         raise InputError(
-            f"No row of the whole input is a document.{skipped} Check text_key{written.and_adapter}, and start again "
+            f"No row of the whole input is a document.{skipped} Check "
+            f"text_key{written.and_adapter}, and start again "
             "with ",
             StartOver(),
             ".",
@@ -77,7 +88,9 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
 
 
 def _why_none(root: Path, counts: DocumentCounts) -> str:
-    """Returns the most frequent cause, with a space after it, if every document is dead; else ""."""
+    """Returns the most frequent cause, with a space after it, if every document is dead; else
+    "".
+    """
     if counts.dead != counts.read:
         return ""
     ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))

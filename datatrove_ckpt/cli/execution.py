@@ -47,9 +47,14 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     check_steps(plan)
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
-            raise ConfigError("--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel.")
+            raise ConfigError(
+                "--cancel: cancels Hugging Face Jobs. Stop any other run by a signal, or scancel."
+            )
         jobs = executor.cancel()
-        kept = f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run again."
+        kept = (
+            f"Canceled {plural(jobs, 'job')}. What they have uploaded is kept. To resume: run "
+            "again."
+        )
         say(kept if jobs else "No job of this run waits or runs, so none was canceled.")
         return 0
     if arguments.dry_run:
@@ -62,7 +67,11 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
             return fail(error, 1)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
-            print("\n# What would be submitted:\n#", *(f"# {line}".rstrip() for line in script), sep="\n")
+            print(
+                "\n# What would be submitted:\n#",
+                *(f"# {line}".rstrip() for line in script),
+                sep="\n",
+            )
         return 0
     return _checked_run(executor, plan, arguments)
 
@@ -79,13 +88,16 @@ def _check_tasks(plan: RunPlan) -> None:
 
 def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     started = False
-    drain_signals = [signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals]
+    drain_signals = [
+        signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals
+    ]
     interruption = Interruption([*STOP_SIGNALS, *drain_signals])
     try:
         with interruption:
             if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
                 raise ConfigError(
-                    "--fail-on-dead-letters: this command submits the job, and ends before its tasks do. Leave the "
+                    "--fail-on-dead-letters: this command submits the job, and ends before its "
+                    "tasks do. Leave the "
                     "flag out; `datatrove-ckpt status` counts the dead letters."
                 )
             if arguments.retry_dead_letters:
@@ -106,18 +118,27 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             started = True
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
-                left = TooManyDeadLetters(f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters).")
+                left = TooManyDeadLetters(
+                    f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
+                )
                 return fail(left, 1)
     except KeyboardInterrupt:
         return _interrupted(interruption)
-    except SystemExit as exit:  # datatrove's requeue handler leaves with 15; a step may leave with 0
+    except SystemExit as exit:
+        # Datatrove's requeue handler leaves with 15; a step may leave with 0.
         if exit.code:
             raise
-        return fail(UnexpectedExit("A step called sys.exit. Its task is not complete; raise an Exception instead."), 1)
+        return fail(
+            UnexpectedExit(
+                "A step called sys.exit. Its task is not complete; raise an Exception instead."
+            ),
+            1,
+        )
     except Exception as error:
         if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
-        if interruption.number is not None:  # the signal may have ended datatrove's own processes first
+        # The signal may have ended datatrove's own processes first.
+        if interruption.number is not None:
             return _interrupted(interruption)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):
@@ -148,9 +169,13 @@ def _warn_of_hub(plan: RunPlan) -> None:
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Runs or submits the executor, and prints the last line. Returns the number of dead letters that are left."""
+    """Runs or submits the executor, and prints the last line.
+
+    Returns the number of dead letters that are left.
+    """
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
-    executor._quiet = QuietErrors(said_later=True)  # pickled with the executor into pool workers and cluster jobs
+    # Pickled with the executor into pool workers and cluster jobs.
+    executor._quiet = QuietErrors(said_later=True)
     if slurm_submit.submits(executor):
         folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         what = folders
@@ -178,7 +203,10 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
 
 def _interrupted(interruption: Interruption) -> int:
     number = interruption.number or signal.SIGINT
-    what = f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: {command()}"
+    what = (
+        f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
+        f"{command()}"
+    )
     print(what, file=sys.stderr)
     return 128 + number
 
@@ -200,7 +228,8 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     left = sorted({*plan.incomplete(skip_completed=True), *anew})
     if left:
         raise CkptError(
-            f"{len(left)} of {plan.tasks} tasks are not complete; rank {left[0]} is the first. Their logs are "
+            f"{len(left)} of {plan.tasks} tasks are not complete; rank {left[0]} is the first. "
+            "Their logs are "
             f"in {plan.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
         )
 
@@ -209,7 +238,8 @@ def _retry_dead_letters(plan: RunPlan) -> None:
     """Lets the ranks process their dead letters instead of the input.
 
     Raises:
-        ConfigError: a rank is not complete; datatrove would mark it as complete although its input is not done.
+        ConfigError: a rank is not complete; datatrove would mark it as complete although its input
+            is not done.
         CheckpointMismatch: see ``_check_tasks``.
     """
     _check_tasks(plan)

@@ -20,7 +20,10 @@ class FullConfig:
 
     def text(self) -> str:
         """The configuration as YAML."""
-        return f"# The long form of the job. It can be run as it stands, but for what is hidden.\n{dump(self._content)}"
+        return (
+            "# The long form of the job. It can be run as it stands, but for what is "
+            f"hidden.\n{dump(self._content)}"
+        )
 
     def redact(self, text: str) -> str:
         """Masks the same secrets in another text."""
@@ -31,7 +34,9 @@ class FullConfig:
     def _masked(self, name: str | None, value: object) -> object:
         """Masks the secrets of a value. ``name`` is None where names tell nothing about them."""
         if value and isinstance(value, str | list | dict) and is_secret(name or "", value):
-            self._secrets += [text for _, text in leaves(value, "") if text and isinstance(text, str)]
+            self._secrets += [
+                text for _, text in leaves(value, "") if text and isinstance(text, str)
+            ]
             return MASK
         if isinstance(value, list):
             return [self._masked(name, part) for part in value]
@@ -44,7 +49,8 @@ class FullConfig:
         else:
             given = value
             names = {key: None if name is None else f"{name}.{key}" for key in given}
-        if "model_kwargs" in given:  # InferenceConfig has refused secrets in it, and "</s>" is a token
+        # InferenceConfig has refused secrets in it, and "</s>" is a token.
+        if "model_kwargs" in given:
             names["model_kwargs"] = None
         masked = {key: self._masked(names[key], part) for key, part in given.items()}
         if given is not value:
@@ -55,5 +61,7 @@ class FullConfig:
 def _own_arguments(class_path: str) -> set[str]:
     """The arguments of classes of datatrove or ours: ``text_key`` is no secret by its name."""
     bases = import_name(class_path, "class_path").__mro__
-    known = [cls for cls in bases if cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")]
+    known = [
+        cls for cls in bases if cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
+    ]
     return {name for cls in known for name in parameters_of(cls)[0]}

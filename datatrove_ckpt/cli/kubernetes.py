@@ -1,12 +1,16 @@
-"""``datatrove-ckpt k8s``: a job as a ConfigMap and an Indexed Job of Kubernetes, for ``kubectl apply -f -``.
+"""``datatrove-ckpt k8s``: a job as a ConfigMap and an Indexed Job of Kubernetes, for ``kubectl
+apply -f -``.
 
     index of the Job    a worker: its pods run ``run job.yaml --worker``
-    ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold no /: pa..roll.py
-    emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a volume
+    ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold
+                        no /: pa..roll.py
+    emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a
+                        volume
     podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
 
-The controller starts an index's next pod when the last one has ended, with the same host name: so others see at once
-that its claims are free. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
+The controller starts an index's next pod when the last one has ended, with the same host name: so
+others see at once that its claims are free. If a node only seems to be gone, the mirror or the lock
+decides which pod resumes.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
 
 _SECTION = "kubernetes"
-# Where the pod finds things. A working folder of the submitting machine that is on a volume is the pod's, too.
+# Where the pod finds things. A working folder of the submitting machine that is on a volume is the
+# pod's, too.
 _WORK = "/work"
 _CONFIG = "/etc/datatrove-ckpt"
-# Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror (5).
+# Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror
+# (5).
 _TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
 _MOST_BYTES = 200_000
@@ -53,7 +59,8 @@ def _on_exit(action: str, *codes: int) -> Node:
 
 # The first rule that fits counts. Without one, a failure is one of ``backoff``.
 _RULES: list[Node] = [
-    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},  # evicted, node lost
+    # Evicted, node lost.
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     _on_exit("Ignore", 129, 130, 138, 143),  # drained on SIGHUP, SIGINT, SIGUSR1, SIGTERM
     _on_exit("FailJob", 2),
     _on_exit("FailIndex", 3),
@@ -91,10 +98,13 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     """
     if not isinstance(executor, LocalPipelineExecutor):
         given = type(executor).__name__
-        raise ConfigError(f"{written.executor}: {command} needs {written.local_tasks}; it is {given}.")
+        raise ConfigError(
+            f"{written.executor}: {command} needs {written.local_tasks}; it is {given}."
+        )
     if executor.depends is not None:
         raise ConfigError(
-            f"{written.executor}: depends: each worker would run that job. Run it first, as one of its own, and remove "
+            f"{written.executor}: depends: each worker would run that job. Run it first, as one of "
+            "its own, and remove "
             "this."
         )
 
@@ -116,7 +126,8 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
         if longest >= 0:
             shorter = f", or drain_seconds to at most {longest:g}"
         raise ConfigError(
-            f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to {drain:g} s "
+            f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to "
+            f"{drain:g} s "
             f"(drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it to at least "
             f"{drain + saving:g}{shorter}."
         )
@@ -131,8 +142,10 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
     lost = lost_with_disk(plan, job.is_kept)
     if lost:
         raise ConfigError(
-            f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL (s3://..., "
-            f"hf://buckets/...), or to a folder on a claim of kubernetes.volumes: {'; '.join(lost)}."
+            f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL "
+            "(s3://..., "
+            "hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
+            f"{'; '.join(lost)}."
         )
 
 
@@ -142,11 +155,18 @@ def _name(job: KubernetesJob, source: str, workers: int) -> str:
         ConfigError: it is no name for so many pods.
     """
     if workers > _MOST_PODS:
-        raise ConfigError(f"{_SECTION}: workers: a Job has at most {_MOST_PODS}; they are {workers}.")
+        raise ConfigError(
+            f"{_SECTION}: workers: a Job has at most {_MOST_PODS}; they are {workers}."
+        )
     most = _LABEL_LENGTH - 1 - len(str(workers - 1))
-    name = job.name or re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower()).strip("-")[:most].rstrip("-")
+    name = job.name or re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower()).strip("-")[
+        :most
+    ].rstrip("-")
     if not _LABEL.fullmatch(name) or len(name) > most:
-        raise ConfigError(f"{_SECTION}: name: {name!r} is not one to {most} of a-z, 0-9 and -, with a letter first.")
+        raise ConfigError(
+            f"{_SECTION}: name: {name!r} is not one to {most} of a-z, 0-9 and -, with a letter "
+            "first."
+        )
     return name
 
 
@@ -160,8 +180,14 @@ def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
     data = {"job.yaml": text}
     left = _MOST_BYTES - len(text.encode())
     if left < 0:
-        raise ConfigError(f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} bytes.")
-    wanted = {getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0] for runner in plan.runners}
+        raise ConfigError(
+            f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} "
+            "bytes."
+        )
+    wanted = {
+        getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
+        for runner in plan.runners
+    }
     modules = own_modules()
     for module in sorted({*modules, *wanted} - {"datatrove", "datatrove_ckpt"}):
         texts = _texts(modules.get(module, {}), left)
@@ -190,10 +216,14 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
         ConfigError: names the first that holds what may be one.
     """
     for place, text in texts:
-        if isinstance(text, str) and (MASK in text or redact(text) != text or is_surely_secret("", text)):
+        if isinstance(text, str) and (
+            MASK in text or redact(text) != text or is_surely_secret("", text)
+        ):
             raise ConfigError(
-                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is no place for one. "
-                f"Let the job read it from the environment, out of a Secret that {_SECTION}.secrets names."
+                f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
+                "no place for one. "
+                "Let the job read it from the environment, out of a Secret that "
+                f"{_SECTION}.secrets names."
             )
 
 
@@ -201,18 +231,26 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
     metadata = config_map["metadata"]
     files = {"name": metadata["name"]}
     if any(".." in key for key in config_map["data"]):  # of packages
-        files["items"] = [{"key": key, "path": key.replace("..", "/")} for key in config_map["data"]]
+        files["items"] = [
+            {"key": key, "path": key.replace("..", "/")} for key in config_map["data"]
+        ]
     here = str(Path.cwd())
     if not job.is_kept(here):
         here = _WORK
-    mounts = [{"name": "job", "mountPath": _CONFIG, "readOnly": True}, {"name": "work", "mountPath": _WORK}]
+    mounts = [
+        {"name": "job", "mountPath": _CONFIG, "readOnly": True},
+        {"name": "work", "mountPath": _WORK},
+    ]
     volumes: list[Node] = [{"name": "job", "configMap": files}, {"name": "work", "emptyDir": {}}]
     for index, (claim, path) in enumerate((job.volumes or {}).items()):
         mounts.append({"name": f"claim-{index}", "mountPath": path})
         volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
     folders = {str(runner.step.checkpoints_local_dir) for runner in plan.runners}
-    for index, folder in enumerate(sorted(one for one in folders if one.startswith("/") and not job.is_kept(one))):
-        mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})  # no container layer
+    for index, folder in enumerate(
+        sorted(one for one in folders if one.startswith("/") and not job.is_kept(one))
+    ):
+        # No container layer.
+        mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})
     gpus = _gpus(plan) if job.gpus is None else job.gpus
     if gpus > 1:  # NCCL needs more than the 64 MiB of a container
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
@@ -235,7 +273,8 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
     pod: Node = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_seconds,
-        "shareProcessNamespace": True,  # the kernel keeps from process 1 each signal that it has no handler for yet
+        # The kernel keeps from process 1 each signal that it has no handler for yet.
+        "shareProcessNamespace": True,
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": volumes,
@@ -254,4 +293,6 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
 def _gpus(plan: RunPlan) -> int:
     configs = [config for runner in plan.runners for config in runner.step.models.values()]
     leased = (config.gpus_each * config.replicas for config in configs if config.engine.leases_gpus)
-    return sum(leased) + sum(config.gpus or 0 for config in configs if not config.engine.leases_gpus)
+    return sum(leased) + sum(
+        config.gpus or 0 for config in configs if not config.engine.leases_gpus
+    )

@@ -1,7 +1,9 @@
-"""``datatrove-ckpt``: every command with its options and its help; parses the command line and calls the command.
+"""``datatrove-ckpt``: every command with its options and its help; parses the command line and
+calls the command.
 
-A command is a function below ``_command``: its docstring is its ``--help``. The function of the same name in the module
-that ``_command`` names carries it out, and is imported only then: ``--help`` and ``status`` start without datatrove.
+A command is a function below ``_command``: its docstring is its ``--help``. The function of the
+same name in the module that ``_command`` names carries it out, and is imported only then:
+``--help`` and ``status`` start without datatrove.
 
 No traceback of an error of this package reaches the terminal. The task's log file keeps one.
 """
@@ -28,16 +30,17 @@ _Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 OVERRIDES_HELP = """\
 a whole job, or a change of one in the short form, by the names of its settings:
-  --input documents/ --prompt "Summarise: {text}" --endpoint http://127.0.0.1:8000 --model m --run-folder runs/x
-  --max-tokens 60
+  --input documents/ --prompt "Summarise: {text}" --endpoint http://127.0.0.1:8000 --model m
+  --run-folder runs/x --max-tokens 60
 in the long form by path; init_args is left out, steps count from 0:
   --executor.tasks=4
   --pipeline.1.config.max_concurrent_generations=8
   --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 """
 _WHAT_HELP = """\
-WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror (checkpoints_remote_dir:
-s3://, hf://, a path), or the YAML file of the run, with the overrides that the run had:
+WHAT is a run folder (run_folder), a checkpoint folder (checkpoints_local_dir), its mirror
+(checkpoints_remote_dir: s3://, hf://, a path), or the YAML file of the run, with the overrides that
+the run had:
   --pipeline.1.checkpoints_local_dir=other/checkpoints
 """
 _EPILOG = """
@@ -58,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest, overrides = split_overrides(given)
     parser = make_parser()
     arguments = parser.parse_args(rest)
-    from datatrove_ckpt.process.task_errors import safe_log  # not for --help: loguru takes longer than all else
+    # Not for --help: loguru takes longer than all else.
+    from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
     if overrides and not _takes_overrides(arguments):
@@ -66,9 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     bare = next((flag for flag in overrides if "=" not in flag), None)
     if bare is not None:
         close = get_close_matches(bare, _own_flags(given), n=1)
-        parser.error(f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}")
+        parser.error(
+            f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}"
+        )
     if not overrides and getattr(arguments, "config", "") is None:
-        parser.error("CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... --run-folder ...")
+        parser.error(
+            "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "
+            "--run-folder ..."
+        )
     arguments.overrides = overrides
     with entered(Door(is_command=True), _run_command(arguments, given)):
         return _call(arguments)
@@ -119,7 +128,9 @@ def make_parser() -> argparse.ArgumentParser:
         description, _, epilog = text.partition("\n\n")
         what = f"{description[0].lower()}{description[1:-1]}"
         end = f"{epilog}\n".replace("(WHAT)\n", _WHAT_HELP).replace("(OVERRIDES)\n", OVERRIDES_HELP)
-        command = commands.add_parser(name, help=what, description=description, epilog=end, formatter_class=as_written)
+        command = commands.add_parser(
+            name, help=what, description=description, epilog=end, formatter_class=as_written
+        )
         command.set_defaults(name=name, module=module)
         for names, options in arguments:
             command.add_argument(*names, **options)
@@ -129,10 +140,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments into plain ones and overrides: flags that the command does not have itself.
+    """Splits the arguments into plain ones and overrides: flags that the command does not have
+    itself.
 
-    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those without a value as
-    they are.
+    ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those
+    without a value as they are.
     """
     own = _own_flags(arguments)
     rest = list[str]()
@@ -162,7 +174,7 @@ def _takes_overrides(arguments: argparse.Namespace) -> bool:
     return is_config(arguments.what)
 
 
-# kinds of values -----------------------------------------------------------------------------------------------------
+# kinds of values ---------------------------------------------------------------------------------
 
 
 def _count(text: str) -> int:
@@ -175,7 +187,9 @@ def parse_time(text: str) -> float:
     """Seconds, from a number with its unit."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
     if not found or not float(found[1]) > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h"
+        )
     return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
 
 
@@ -186,7 +200,7 @@ def parse_seconds(text: str) -> float:
     return parse_time(text)
 
 
-# arguments -----------------------------------------------------------------------------------------------------------
+# arguments ---------------------------------------------------------------------------------------
 
 
 def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
@@ -198,23 +212,29 @@ def _flag(name: str, help: str) -> _Argument:
 
 
 _CONFIG = _argument("CONFIG", "YAML file; none: the flags are the whole job", nargs="?")
-_WHAT = _argument("WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run")
+_WHAT = _argument(
+    "WHAT", "run folder, checkpoint folder, URL of its mirror, or YAML file of the run"
+)
 _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
 
-# commands ------------------------------------------------------------------------------------------------------------
+# commands ----------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
 
 
 def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:
-    """Makes a command of a function. The tests run the command lines below "examples:" in its docstring.
+    """Makes a command of a function. The tests run the command lines below "examples:" in its
+    docstring.
 
     Args:
-        module: of ``cli``; its function of this name takes the parsed arguments and returns the exit code.
+        module: of ``cli``; its function of this name takes the parsed arguments and returns the
+            exit code.
     """
-    return lambda described: _COMMANDS.append((described.__name__, module, inspect.getdoc(described) or "", arguments))
+    return lambda described: _COMMANDS.append(
+        (described.__name__, module, inspect.getdoc(described) or "", arguments)
+    )
 
 
 @_command(
@@ -224,10 +244,19 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
     _flag("--print-config", "print the long form of the job, run nothing"),
     _flag(
         "--retry-dead-letters",
-        "process the dead letters of a finished run, into output files of their own, instead of the input",
+        "process the dead letters of a finished run, into output files of their own, instead of "
+        "the input",
     ),
-    _argument("N", "send the first N documents, print questions and answers, keep nothing", "--sample", type=_count),
-    _flag("--worker", "run tasks that no other process runs, until there is none; start any number of them"),
+    _argument(
+        "N",
+        "send the first N documents, print questions and answers, keep nothing",
+        "--sample",
+        type=_count,
+    ),
+    _flag(
+        "--worker",
+        "run tasks that no other process runs, until there is none; start any number of them",
+    ),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
 )
@@ -236,7 +265,8 @@ def run() -> None:
 
     examples:
       datatrove-ckpt run configs/quickstart.yaml
-      datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+      datatrove-ckpt run configs/quickstart.yaml --dry-run
+      --pipeline.1.rollout_fn.prompt="Summarise: {text}"
 
     (OVERRIDES)
 
@@ -259,8 +289,9 @@ def k8s() -> None:
     examples:
       datatrove-ckpt k8s configs/kubernetes.yaml
 
-    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources, volumes and the number of
-    pods, which share the tasks. What a pod would lose is refused. It asks no cluster.
+    Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources,
+    volumes and the number of pods, which share the tasks. What a pod would lose is refused. It asks
+    no cluster.
 
     exit codes:
       0  the manifests are printed
@@ -277,11 +308,12 @@ def doctor() -> None:
     examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
-    Run it where the job will run: on the same node, as the same user, in the same container. Each line is one check and
-    what to do: warning (continue if this is what you want) or problem (the run would fail, or could lose work).
-    Problems come last; --all prints the checks that are ok, too.
-    The checks write, lock, upload and delete probes of their own, named .datatrove-ckpt-probe-..., and leave
-    nothing behind. A run may be active meanwhile. The first documents of the input are read.
+    Run it where the job will run: on the same node, as the same user, in the same container. Each
+    line is one check and what to do: warning (continue if this is what you want) or problem (the
+    run would fail, or could lose work). Problems come last; --all prints the checks that are ok,
+    too. The checks write, lock, upload and delete probes of their own, named
+    .datatrove-ckpt-probe-..., and leave nothing behind. A run may be active meanwhile. The first
+    documents of the input are read.
 
     exit codes:
       0  no problem
@@ -296,8 +328,15 @@ def doctor() -> None:
     "plan",
     _argument("FOLDER", "of a training, with history.jsonl", nargs="?"),
     _JSON,
-    _argument("TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time),
-    _argument("TIME", "how long a save stops the training, such as 140s", "--save-cost", type=parse_seconds),
+    _argument(
+        "TIME", "mean time between two losses, such as 90m, 6h or 2d", "--mtbf", type=parse_time
+    ),
+    _argument(
+        "TIME",
+        "how long a save stops the training, such as 140s",
+        "--save-cost",
+        type=parse_seconds,
+    ),
 )
 def plan() -> None:
     """Print how often a training should save.
@@ -305,9 +344,10 @@ def plan() -> None:
     examples:
       datatrove-ckpt plan --save-cost 140s --mtbf 6h
 
-    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that is lost at Daly's.
-    The history of a training (history.jsonl in FOLDER) has the cost of its saves, and from 3 restarts on the mean time
-    between two losses, waits included. A flag goes before it.
+    It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that
+    is lost at Daly's. The history of a training (history.jsonl in FOLDER) has the cost of its
+    saves, and from 3 restarts on the mean time between two losses, waits included. A flag goes
+    before it.
 
     exit codes:
       0  the intervals are printed
@@ -329,8 +369,9 @@ def status() -> None:
 
     (WHAT)
 
-    It only reads; a run may be active meanwhile. The sums come first, then the ranks that need attention: damaged,
-    failed, lost (killed, or its node is gone), silent, stuck, slow, interrupted. docs/status.md tells what each means.
+    It only reads; a run may be active meanwhile. The sums come first, then the ranks that need
+    attention: damaged, failed, lost (killed, or its node is gone), silent, stuck, slow,
+    interrupted. docs/status.md tells what each means.
 
     exit codes:
       0  no rank is damaged
@@ -352,8 +393,8 @@ def report() -> None:
 
     (WHAT)
 
-    The page has its style and its drawings inside. It loads nothing, so it can be sent as it is. A run may be active
-    meanwhile.
+    The page has its style and its drawings inside. It loads nothing, so it can be sent as it is. A
+    run may be active meanwhile.
 
     exit codes:
       0  the page is written
@@ -379,9 +420,9 @@ def show() -> None:
 
     (WHAT)
 
-    Documents come from the output files, in the order of the input; long texts are shortened in their middle, but for
-    those of --id. Secrets and control characters are not printed. A run may be active meanwhile: a file appears when
-    its chunk is finished.
+    Documents come from the output files, in the order of the input; long texts are shortened in
+    their middle, but for those of --id. Secrets and control characters are not printed. A run may
+    be active meanwhile: a file appears when its chunk is finished.
 
     exit codes:
       0  at least one document is printed
@@ -394,9 +435,16 @@ def show() -> None:
     "track",
     _WHAT,
     _argument("URI", 'MLflow\'s server, "databricks", a folder or a database', "--mlflow"),
-    _argument("NAME", "MLflow's experiment, made if there is none", "--experiment", default="datatrove-ckpt"),
+    _argument(
+        "NAME",
+        "MLflow's experiment, made if there is none",
+        "--experiment",
+        default="datatrove-ckpt",
+    ),
     _argument("PROJECT", '"project" or "team/project" at Weights & Biases', "--wandb"),
-    _argument("NAME", "the job's name there; default: that of its folder", "--name", dest="name_of_run"),
+    _argument(
+        "NAME", "the job's name there; default: that of its folder", "--name", dest="name_of_run"
+    ),
 )
 def track() -> None:
     """Send what a run does to MLflow and Weights & Biases, until no task is at work.
@@ -406,8 +454,9 @@ def track() -> None:
 
     (WHAT)
 
-    Start it beside the run, once that has begun, on any machine that sees the folder or the mirror. It sends the sums
-    of `status --json` each minute. Started again, it goes on in the same run there. Keys come from the environment.
+    Start it beside the run, once that has begun, on any machine that sees the folder or the mirror.
+    It sends the sums of `status --json` each minute. Started again, it goes on in the same run
+    there. Keys come from the environment.
 
     exit codes:
       0  all is sent, and no task is at work
@@ -425,8 +474,8 @@ def verify() -> None:
 
     (WHAT)
 
-    It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong with it, and what to
-    do.
+    It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong
+    with it, and what to do.
 
     exit codes:
       0  no problem found, and everything is finished
@@ -442,7 +491,9 @@ def verify() -> None:
     _OUTPUT,
     _FULL,
     _argument(
-        "DIR", "the executor's logging_dir; its completion markers of repaired ranks are removed", "--logging-dir"
+        "DIR",
+        "the executor's logging_dir; its completion markers of repaired ranks are removed",
+        "--logging-dir",
     ),
     _flag("--dry-run", "print what would be done, and do nothing"),
 )
@@ -454,13 +505,13 @@ def repair() -> None:
 
     (WHAT)
 
-    It takes back the commits of chunks whose output is missing, truncated, grown or (with --full) altered, and removes
-    what is left of that output. Then run the pipeline again: exactly these chunks are processed again, from journals
-    and cached answers where they still exist. No rank may run during the repair. What it cannot repair, it names and
-    leaves alone.
+    It takes back the commits of chunks whose output is missing, truncated, grown or (with --full)
+    altered, and removes what is left of that output. Then run the pipeline again: exactly these
+    chunks are processed again, from journals and cached answers where they still exist. No rank may
+    run during the repair. What it cannot repair, it names and leaves alone.
 
-    datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions. With --logging-dir, the markers of
-    the repaired ranks are removed, too.
+    datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions. With
+    --logging-dir, the markers of the repaired ranks are removed, too.
 
     exit codes:
       0  all problems are repaired (with --dry-run: would be)

@@ -1,7 +1,7 @@
 """``datatrove-ckpt plan``: prints how often a training should save, and how much time is lost then.
 
-The model is that of ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the training stops; what is
-written beside the training is not in the model.
+The model is that of ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the
+training stops; what is written beside the training is not in the model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def plan(arguments: argparse.Namespace) -> int:
     save_cost = arguments.save_cost or measured.get("save_cost")
     mtbf = arguments.mtbf or measured.get("mtbf")
     if not save_cost:
-        raise ConfigError("--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER.")
+        raise ConfigError(
+            "--save-cost is missing: how long a save stops training, such as 140s; or give FOLDER."
+        )
     if not mtbf:
-        raise ConfigError("--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it.")
+        raise ConfigError(
+            "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it."
+        )
     best = daly(save_cost, mtbf)
     found = {"save_cost": save_cost, "mtbf": mtbf, "young": young(save_cost, mtbf), "daly": best}
     found["lost"] = 1 - efficiency(best, save_cost, mtbf)
@@ -48,14 +52,18 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Returns the median pause of the saves in the training's history, and the mean time between its restarts.
+    """Returns the median pause of the saves in the training's history, and the mean time between
+    its restarts.
 
     Raises:
         ConfigError: there is no history, or a line of it is not an event.
     """
     path = folder / HISTORY
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file, so nothing can be measured. Give --save-cost and --mtbf.")
+        raise ConfigError(
+            f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
+            "--mtbf."
+        )
     pauses: list[float] = []
     restarts: list[float] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -68,7 +76,9 @@ def measure(folder: Path) -> dict[str, float]:
             elif event["event"] == "restored":
                 restarts.append(float(event["at"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: is no event of a training: {error!r}.") from error
+            raise ConfigError(
+                f"{path}, line {number}: is no event of a training: {error!r}."
+            ) from error
     found: dict[str, float] = {}
     if pauses:
         found["save_cost"] = median(pauses)

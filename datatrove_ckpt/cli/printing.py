@@ -32,7 +32,9 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
     """Wraps lines at ``width`` characters."""
     for line in (part for text in lines for part in text.split("\n")):
         indent = " " * len(_INDENT.match(line)[0])  # type: ignore[index]  # it always matches
-        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [
+            ""
+        ]
 
 
 def say(text: str) -> None:
@@ -58,7 +60,10 @@ def write_out(text: str, raw: bool = False) -> bool:
 
 
 def fail(error: BaseException, code: int) -> int:
-    """Prints an error as one message, with notes of one line, and returns the exit code. No traceback."""
+    """Prints an error as one message, with notes of one line, and returns the exit code.
+
+    No traceback.
+    """
     from datatrove_ckpt.common.retrying import hub_refusal  # loguru is slow to import
 
     text = str(error)

@@ -1,4 +1,5 @@
-"""``datatrove-ckpt run`` and ``doctor``: what takes a YAML file, builds its executor, and is slow to import.
+"""``datatrove-ckpt run`` and ``doctor``: what takes a YAML file, builds its executor, and is slow
+to import.
 
 ``execution.py`` does the rest of ``run``.
 """
@@ -47,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     return execute(executor, content, arguments)
 
 
-def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> PipelineExecutor:
+def _as_worker(
+    executor: PipelineExecutor, content: Node, arguments: argparse.Namespace
+) -> PipelineExecutor:
     """
     Raises:
         ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
@@ -61,9 +64,14 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
     refuse_other_kinds(executor, "--worker")
     given = content["executor"].get("init_args") or {}
     if not given.get("logging_dir"):
-        raise ConfigError("executor: logging_dir: --worker needs one, where workers find each other's claims.")
+        raise ConfigError(
+            "executor: logging_dir: --worker needs one, where workers find each other's claims."
+        )
     if given.get("workers", 1) != 1:
-        print(f"workers: {given['workers']}: --worker is one process; start as many as you want.", file=sys.stderr)
+        print(
+            f"workers: {given['workers']}: --worker is one process; start as many as you want.",
+            file=sys.stderr,
+        )
     content["executor"]["init_args"] = given | {"workers": 1}
     return build(content)
 
@@ -71,13 +79,18 @@ def _as_worker(executor: PipelineExecutor, content: Node, arguments: argparse.Na
 def doctor(arguments: argparse.Namespace) -> int:
     """Prints each check. Returns the exit code."""
     _, executor = make_executor(arguments.config, arguments.overrides)
-    from datatrove_ckpt.preflight.doctor import doctor as examine  # a file with a mistake needs none of it
+    # A file with a mistake needs none of it.
+    from datatrove_ckpt.preflight.doctor import doctor as examine
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
     code = int(problems > 0)
     if arguments.json:
-        content = {"config": arguments.config, "exit_code": code, "checks": [asdict(check) for check in checks]}
+        content = {
+            "config": arguments.config,
+            "exit_code": code,
+            "checks": [asdict(check) for check in checks],
+        }
         say(as_json(content))
     else:
         warnings = sum(check.state == "warning" for check in checks)

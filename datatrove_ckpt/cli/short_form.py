@@ -5,8 +5,9 @@
     prompt: "Summarise in one sentence:\\n\\n{text}"
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
-Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can stand beside these by
-its name. The other settings follow from the input and the machine. A run that has begun keeps its number of tasks.
+Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can
+stand beside these by its name. The other settings follow from the input and the machine. A run that
+has begun keeps its number of tasks.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _BY_READER = {
     "IpcReader": ".arrow .ipc .feather",
     "CSVReader": ".csv",
 }
-_SUFFIXES = {suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()}
+_SUFFIXES = {
+    suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()
+}
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
@@ -64,20 +67,23 @@ class ShortJob:
 
     Attributes:
         run_folder: new, or of the run to go on with.
-        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``, or their URLs
-            (``s3://``, ``hf://datasets/ORG/NAME``).
+        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
+            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``).
         prompt: with ``{text}``; ``@FILE``: the text of that file.
-        task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet files) or "classify"
-            (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
-        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as ``ChunkedRollout``.
-        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it knows.
-        endpoint: URL of a server that runs already, or several. None: one is started, on this machine's GPUs, else on
-            its CPU.
+        task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
+            files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
+        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as
+            ``ChunkedRollout``.
+        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it
+            knows.
+        endpoint: URL of a server that runs already, or several. None: one is started, on this
+            machine's GPUs, else on its CPU.
         tasks: None: one for each input file, up to 100; here fewer where files are tiny.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
-        kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on one of its volumes.
-        jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is a URL, such as
-            ``hf://buckets/ORG/NAME/summaries``.
+        kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on
+            one of its volumes.
+        jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is
+            a URL, such as ``hf://buckets/ORG/NAME/summaries``.
     """
 
     run_folder: str
@@ -118,10 +124,18 @@ _SET_BY_FORM = {
 }
 NAMES = [field.name for field in fields(ShortJob)]
 # Arguments that the form fills in itself.
-OURS = ("rollout_fn", "config", "output_writer", "checkpoints_local_dir", "data_folder", "dataset", "prompt")
+OURS = (
+    "rollout_fn",
+    "config",
+    "output_writer",
+    "checkpoints_local_dir",
+    "data_folder",
+    "dataset",
+    "prompt",
+)
 
 
-# reading a job --------------------------------------------------------------------------------------------------------
+# reading a job -----------------------------------------------------------------------------------
 
 
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
@@ -138,10 +152,15 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         content = {}
     else:
         content = load(path)
-    named = [one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)]
+    named = [
+        one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)
+    ]
     for name, times in Counter(one.partition("=")[0].replace("_", "-") for one in named).items():
         if times > 1:
-            raise ConfigError(f"{name}: given {times} times. Give it once; several files are a pattern or a folder.")
+            raise ConfigError(
+                f"{name}: given {times} times. Give it once; several files are a pattern or a "
+                "folder."
+            )
     if "executor" not in content:
         source = path or "the command line"
         use(replace(current(), form=source))
@@ -150,7 +169,8 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
         content = expand(content, source, only_look)
     elif named:
         raise ConfigError(
-            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a path, such as "
+            f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a "
+            "path, such as "
             "--pipeline.1.config.max_concurrent_generations."
         )
     for override in overrides:
@@ -170,7 +190,7 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
     return content, build(content)
 
 
-# the long form --------------------------------------------------------------------------------------------------------
+# the long form -----------------------------------------------------------------------------------
 
 
 def expand(content: Node, source: str, only_look: bool = False) -> Node:
@@ -178,15 +198,22 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
     Args:
         source: where the settings are, for messages.
-        only_look: the input and prompt file may be gone. The input is not listed, so its reader may have no class.
+        only_look: the input and prompt file may be gone. The input is not listed, so its reader may
+            have no class.
 
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
     content = {name: _text(name, value, source, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {"prompt", "rollout", "task"}:
-        refuse_unknown({name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source)
+    if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {
+        "prompt",
+        "rollout",
+        "task",
+    }:
+        refuse_unknown(
+            {name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source
+        )
     job = construct(ShortJob, own, source)
     _check_place(job, source)
     url = "://" in job.run_folder
@@ -210,7 +237,10 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     answer = _distribute(content, places, source)
     if job.task is not None:
         if answer:
-            raise ConfigError(f"{source}: {next(iter(answer))}: nothing is generated by task: {job.task}. Remove it.")
+            raise ConfigError(
+                f"{source}: {next(iter(answer))}: nothing is generated by task: {job.task}. Remove "
+                "it."
+            )
         config |= _flags(job.task, config)
     given = config.get("default_generation_params") or {}
     if answer and isinstance(given, dict):
@@ -238,7 +268,8 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
 
 def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> Node:
-    """Puts each setting into the first of the places whose class has it. Returns the sampling parameters.
+    """Puts each setting into the first of the places whose class has it. Returns the sampling
+    parameters.
 
     Args:
         places: nodes, with the classes whose arguments they hold.
@@ -263,18 +294,28 @@ def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> N
 
 
 def _check_place(job: ShortJob, source: str) -> None:
-    places = {name: getattr(job, name) for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None}
+    places = {
+        name: getattr(job, name)
+        for name in ("slurm", "kubernetes", "jobs")
+        if getattr(job, name) is not None
+    }
     if "jobs" in places and len(places) > 1:
-        raise ConfigError(f"{source}: {', '.join(places)}: are different places to run. Give one of them.")
+        raise ConfigError(
+            f"{source}: {', '.join(places)}: are different places to run. Give one of them."
+        )
     for name in ("slurm", "jobs"):
         for key in _SET_BY_FORM.keys() & places.get(name, {}):
             raise ConfigError(f"{source}: {name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
     if job.slurm is not None and "partition" not in job.slurm:
-        raise ConfigError(f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}.")
+        raise ConfigError(
+            f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}."
+        )
     if "://" in job.run_folder and job.jobs is None:
         raise ConfigError(
-            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For Hugging Face Jobs, "
-            "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes the long form, in "
+            f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For "
+            "Hugging Face Jobs, "
+            "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes "
+            "the long form, in "
             'which a URL can replace "output_folder".'
         )
 
@@ -299,7 +340,8 @@ def run(
     endpoint: str | list[str] | None = None,
     **settings: object,
 ) -> Path | str:
-    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any others, by name.
+    """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
+    others, by name.
 
     Returns:
         The folder of the output; of a ``run_folder`` that is a URL, a URL.
@@ -337,7 +379,9 @@ def _node(class_path: str, **arguments: object) -> Node:
 def _text(name: str, value: object, source: str, only_look: bool) -> object:
     """Returns the value of a setting; of a prompt ``@FILE``, the file's text."""
     if name == "input" and isinstance(value, list):
-        raise ConfigError(f"{source}: input: takes one path; several files are a pattern, or a folder of them.")
+        raise ConfigError(
+            f"{source}: input: takes one path; several files are a pattern, or a folder of them."
+        )
     if not name.endswith("prompt") or value is None:
         return value
     if isinstance(value, dict):
@@ -350,7 +394,9 @@ def _text(name: str, value: object, source: str, only_look: bool) -> object:
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
-        raise ConfigError(f"{source}: {name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
+        raise ConfigError(
+            f"{source}: {name}: {path.absolute()} cannot be read: {error_text(error)}."
+        ) from None
 
 
 def _writer(job: ShortJob, folder: str) -> Node:
@@ -358,7 +404,9 @@ def _writer(job: ShortJob, folder: str) -> Node:
     if job.task == "embed":
         arguments: Node = {"output_filename": f"{name}.parquet", "expand_metadata": True}
         return _node("ParquetWriter", output_folder=folder, **arguments)
-    return _node("JsonlWriter", output_folder=folder, output_filename=f"{name}.jsonl", compression=None)
+    return _node(
+        "JsonlWriter", output_folder=folder, output_filename=f"{name}.jsonl", compression=None
+    )
 
 
 def _flags(task: str, config: Node) -> Node:
@@ -382,10 +430,16 @@ def _rollout(job: ShortJob, source: str) -> object:
         given = {"prompt": prompt}
     if job.task is not None:
         if name is not None:
-            raise ConfigError(f"{source}: task: is a rollout of its own. Give it or rollout, not both.")
+            raise ConfigError(
+                f"{source}: task: is a rollout of its own. Give it or rollout, not both."
+            )
         class_path, settings = _TASKS[job.task]
         return _node(class_path, **settings, **given)
-    is_ready = isinstance(name, str) and name in SHORT_NAMES and isinstance(import_name(name, source), type)
+    is_ready = (
+        isinstance(name, str)
+        and name in SHORT_NAMES
+        and isinstance(import_name(name, source), type)
+    )
     if is_ready or (name is None and prompt is not None):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
@@ -397,7 +451,9 @@ def _rollout(job: ShortJob, source: str) -> object:
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:
-    """Returns the settings of the server: of the endpoint, or of the engine that fits this machine."""
+    """Returns the settings of the server: of the endpoint, or of the engine that fits this
+    machine.
+    """
     if job.model is None:
         what = "a name on the hub, or the path of a GGUF file"
         if job.endpoint:
@@ -416,8 +472,14 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
         # It is quantised, so its name differs: the same run must not continue on GPUs.
-        on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model) and not Path(job.model).exists()
-        config |= {"server_type": "llamacpp", "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}"}
+        on_hub = (
+            re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
+            and not Path(job.model).exists()
+        )
+        config |= {
+            "server_type": "llamacpp",
+            "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}",
+        }
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
     if len(gpus) > 1 and not job.is_elsewhere and not {"tp", "dp", "pp"} & content.keys():
@@ -425,21 +487,29 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     return config
 
 
-# the input ------------------------------------------------------------------------------------------------------------
+# the input ---------------------------------------------------------------------------------------
 
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 
 
 def _reader(given: str, source: str, only_look: bool) -> Node:
-    """Returns the reader of an input. Lists the input only if its own name does not tell its format."""
+    """Returns the reader of an input.
+
+    Lists the input only if its own name does not tell its format.
+    """
     found = _DATASET.fullmatch(given)
     if found is not None:
         options = {"split": "train"}
-        return _node("HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True)
+        return _node(
+            "HuggingFaceDatasetReader", dataset=found[1], dataset_options=options, streaming=True
+        )
     is_here = "://" not in given
     folder, pattern = _split(given)
     if is_here and has_magic(folder):
-        raise ConfigError(f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it.")
+        raise ConfigError(
+            f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename "
+            "it."
+        )
     # What comes before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
@@ -454,7 +524,12 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
     has_splits = Path(given, "dataset_dict.json").is_file()
     names = _list(folder, pattern or None, source)
     below = os.walk(folder) if is_here and not pattern else iter(())
-    linked = [Path(at, name) for at, folders, _ in below for name in folders if Path(at, name).is_symlink()]
+    linked = [
+        Path(at, name)
+        for at, folders, _ in below
+        for name in folders
+        if Path(at, name).is_symlink()
+    ]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
@@ -475,7 +550,9 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise ConfigError(f"{source}: input: {given} holds {problem}. {advice}.")
-    return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*")
+    return _node(
+        _SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*"
+    )
 
 
 def _list(folder: str, pattern: str | None, source: str) -> list[str]:
@@ -487,12 +564,17 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
             raise FileNotFoundError(f"there is no folder {folder}")
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
-        raise ConfigError(f"{source}: input: {shown} cannot be listed: {failure_line(error)}.") from None
+        raise ConfigError(
+            f"{source}: input: {shown} cannot be listed: {failure_line(error)}."
+        ) from None
     return names
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Returns whether a file of another kind may have been meant as one of these: ``b.jsonl.bak``."""
+    """Returns whether a file of another kind may have been meant as one of these:
+
+    ``b.jsonl.bak``.
+    """
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
@@ -507,7 +589,9 @@ def _count_tasks(reader: Node, job: ShortJob, source: str, only_look: bool) -> i
             names = _list(folder, reader["glob_pattern"], source)
             most = min(len(names), most)
             if not job.is_elsewhere and "://" not in folder:
-                most = min(most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES)
+                most = min(
+                    most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES
+                )
         elif not job.is_elsewhere:
             most = 1
     except (ConfigError, OSError):
@@ -539,6 +623,7 @@ def _split(given: str) -> tuple[str, str]:
         return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        exactly = f"{escape(name[:-1])}[{name[-1]}]"  # as it stands, it would fit all names that end so
+        # As it stands, it would fit all names that end so.
+        exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly
     return given, ""

@@ -38,7 +38,9 @@ def show(arguments: argparse.Namespace) -> int:
         else:
             found = read_documents(place, arguments.output)
         wanted = (arguments.grep or "").casefold()
-        found = (one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold())
+        found = (
+            one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold()
+        )
         found = (one for one in found if arguments.id in (None, one.id))
         for shown, one in enumerate(islice(found, arguments.n), 1):
             say(_described(shown, one, "text", most))
@@ -60,7 +62,8 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
         return
     counts = state.together.done
     say(
-        f"No document is in the output files, so far: {plural_is(counts.read, 'document')} done ({counts.dropped} "
+        f"No document is in the output files, so far: {plural_is(counts.read, 'document')} done "
+        f"({counts.dropped} "
         f"dropped, {plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
         f"{state.identity.get('records_per_chunk')} is complete."
     )
@@ -72,8 +75,13 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     from datatrove_ckpt.preflight.sample import take_sample
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 
-    quiet = log_disabled("datatrove_ckpt.generation.rank")  # its lines tell of a run that can be resumed
-    with Interruption(STOP_SIGNALS), quiet, tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+    # Its lines tell of a run that can be resumed.
+    quiet = log_disabled("datatrove_ckpt.generation.rank")
+    with (
+        Interruption(STOP_SIGNALS),
+        quiet,
+        tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
+    ):
         asked = take_sample(RunPlan(executor), number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = []
@@ -84,12 +92,18 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     for index, (document, pairs) in enumerate(asked, 1):
         name = str(document.id)
         text = document.text
-        one = min((one for one in found if one.id == name), key=lambda one: one.text != text, default=None)
+        one = min(
+            (one for one in found if one.id == name), key=lambda one: one.text != text, default=None
+        )
         if one is None:
             dropped += 1
             question = pairs[-1][0]
             answers = "\n\n".join(answer for asked_for, answer in pairs if asked_for == question)
-            say(_described(index, ShownDocument(name, question, answers), "question", _MOST, "dropped"))
+            say(
+                _described(
+                    index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
+                )
+            )
             continue
         found = [other for other in found if other is not one]  # ids may repeat
         failed += one.is_dead
@@ -101,7 +115,9 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     return int(failed == len(asked))
 
 
-def _described(number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer") -> str:
+def _described(
+    number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer"
+) -> str:
     """Both texts, one below the other."""
     one = one.safe(most)
     head = f"{number}. {one.id}"
@@ -122,7 +138,10 @@ def report(arguments: argparse.Namespace) -> int:
             beside = place.folder.parent
         target: str = arguments.output or str(beside / "report.html")
         if Path(target).is_dir():
-            raise ConfigError(f"--output: {target} is a folder. Give the name of a file, such as {target}/report.html.")
+            raise ConfigError(
+                f"--output: {target} is a folder. Give the name of a file, such as "
+                f"{target}/report.html."
+            )
         state = read_run_state(place)
         page = gather(state)
     text = page.html().encode()
@@ -133,8 +152,11 @@ def report(arguments: argparse.Namespace) -> int:
             Path(target).write_bytes(text)
         except OSError as error:
             raise StorageFailed(
-                f"--output: {target} cannot be written: {error.strerror}. Give another file with -o."
+                f"--output: {target} cannot be written: {error.strerror}. Give another file with "
+                "-o."
             ) from error
         number = plural(len(state.ranks), "rank")
-        write_out(f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n")
+        write_out(
+            f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n"
+        )
     return 0

@@ -33,12 +33,16 @@ def script(executor: SlurmPipelineExecutor) -> str:
     with tempfile.TemporaryDirectory() as folder:
         preview.slurm_logs_folder = folder
         arguments = preview.get_sbatch_args(len(ranks))
-        srun = " ".join(["srun", *(f"--{key}={value}" for key, value in (preview.srun_args or {}).items())])
+        srun = " ".join(
+            ["srun", *(f"--{key}={value}" for key, value in (preview.srun_args or {}).items())]
+        )
         step = ""
         if preview.with_srun:
             step = f"{srun} -l -n {preview.nodes_per_task} "
         pickle = preview.logging_dir.resolve_paths("executor.pik")
-        text: str = preview.get_launch_file_contents(arguments, f"{step}launch_pickled_pipeline {pickle}")
+        text: str = preview.get_launch_file_contents(
+            arguments, f"{step}launch_pickled_pipeline {pickle}"
+        )
     return text.replace(folder, str(executor.slurm_logs_folder))
 
 
@@ -48,11 +52,15 @@ def check(executor: PipelineExecutor) -> None:
         ConfigError: there is no sbatch; or it is datatrove's own executor.
     """
     if not isinstance(executor, SlurmPipelineExecutor):
-        raise ConfigError("executor: class_path: write SlurmPipelineExecutor; datatrove's own is for scripts.")
+        raise ConfigError(
+            "executor: class_path: write SlurmPipelineExecutor; datatrove's own is for scripts."
+        )
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            f"{written.executor}: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run "
-            f"this on a login node of the cluster, or {written.run_here}. --dry-run shows the script anywhere."
+            f"{written.executor}: SlurmPipelineExecutor submits with sbatch, which is not on this "
+            "machine's PATH. Run "
+            f"this on a login node of the cluster, or {written.run_here}. --dry-run shows the "
+            "script anywhere."
         )
 
 
@@ -66,16 +74,22 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
         CkptError: sbatch failed.
     """
     # Jobs inherit PYTHONPATH: a node must find the rollout's module, which may be in this folder.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+    )
     waiting = len(executor.get_incomplete_ranks())
     try:
         executor.launch_job()
     except subprocess.CalledProcessError as error:
         there = " Nothing was submitted."
         if executor.array_id is not None:
-            there = f" Already submitted: job {executor.array_id}, without the job that checks the run after it."
+            there = (
+                f" Already submitted: job {executor.array_id}, without the job that checks the "
+                "run after it."
+            )
         raise CkptError(
-            f"sbatch ended with exit code {error.returncode}; its message is above.{there} The script is in "
+            f"sbatch ended with exit code {error.returncode}; its message is above.{there} The "
+            "script is in "
             f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
         ) from error
     job = executor.array_id
@@ -86,8 +100,11 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
     if executor.pulls:
         more = f" To add workers, now or later: {command}"
     return (
-        f"Submitted job {job}: {plural(executor.count_elements(waiting), 'worker')} for {waiting} of "
-        f"{plural(executor.tasks, 'task')}. Logs: {Path(executor.slurm_logs_folder).absolute()} and "
-        f"{executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. Job {executor.job_id} checks "
+        f"Submitted job {job}: {plural(executor.count_elements(waiting), 'worker')} for {waiting} "
+        "of "
+        f"{plural(executor.tasks, 'task')}. Logs: {Path(executor.slurm_logs_folder).absolute()} "
+        "and "
+        f"{executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. Job "
+        f"{executor.job_id} checks "
         f"the run after it: COMPLETED means that every document is there.{more}"
     )

@@ -11,7 +11,15 @@ from contextlib import suppress
 from datatrove_ckpt.checkpoint.ledger import name_place
 from datatrove_ckpt.cli.printing import say, takes_unicode, wrapped
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.common.formatting import byte_size, duration, figure, filled_cells, percent, plural, ranges
+from datatrove_ckpt.common.formatting import (
+    byte_size,
+    duration,
+    figure,
+    filled_cells,
+    percent,
+    plural,
+    ranges,
+)
 from datatrove_ckpt.config.paths import start_command
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
@@ -36,11 +44,13 @@ def status(arguments: argparse.Namespace) -> int:
     return int(state.is_damaged)
 
 
-# text -----------------------------------------------------------------------------------------------------------------
+# text --------------------------------------------------------------------------------------------
 
 
 MAX_TROUBLED = 20
-"""Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks' numbers."""
+"""Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks'
+numbers.
+"""
 _BAR = 24
 _REST = "░"
 _LEAST_FREE = 1 << 20  # bytes
@@ -48,7 +58,10 @@ _LABEL = 10
 
 
 def describe(state: RunState, bars: bool = True) -> Iterator[str]:
-    """Yields sums, and the ranks that need attention. ``bars``: the output takes their characters."""
+    """Yields sums, and the ranks that need attention.
+
+    ``bars``: the output takes their characters.
+    """
     yield f"{state.what}: {ranks_of(state)}; {age(state)}"
     share = 1.0 if state.is_finished else state.totals.position.share
     bar = ""
@@ -66,7 +79,10 @@ def describe(state: RunState, bars: bool = True) -> Iterator[str]:
 
 def _what_next(state: RunState) -> Iterator[str]:
     if state.is_damaged:
-        yield "Nothing runs, and `run` refuses to start with this, but takes what is missing from a mirror that has it."
+        yield (
+            "Nothing runs, and `run` refuses to start with this, but takes what is missing from "
+            "a mirror that has it."
+        )
         return
     if state.is_finished:
         return
@@ -76,39 +92,52 @@ def _what_next(state: RunState) -> Iterator[str]:
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
     if failed:
         yield (
-            f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} ({ranges(failed)}), or the same "
+            f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} "
+            f"({ranges(failed)}), or the same "
             f"error comes again. To resume then: {command}"
         )
     else:
         yield (
-            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, another node or the "
+            "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
+            "another node or the "
             f"same command is about to start the next task: {command}"
         )
 
 
 def _full_disk(state: RunState) -> Iterator[str]:
     """A rank on a full disk cannot write why it ends."""
-    if state.is_copy or not state.ranks or all(rank.state in ("running", "finished") for rank in state.ranks):
+    if (
+        state.is_copy
+        or not state.ranks
+        or all(rank.state in ("running", "finished") for rank in state.ranks)
+    ):
         return
     with suppress(OSError):
         free = shutil.disk_usage(state.ranks[0].folder).free
         if free < _LEAST_FREE:
             yield (
-                f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks may have ended for that reason, "
+                f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks may have "
+                "ended for that reason, "
                 "and could not write it down. Make room, and run the same command again."
             )
 
 
-# exceptions ----------------------------------------------------------------------------------------------------------
+# exceptions --------------------------------------------------------------------------------------
 
 
 def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
-        yield f"{counted(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} attention:"
+        yield (
+            f"{counted(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} "
+            "attention:"
+        )
     if state.is_mostly_dead:
         often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
-        yield f"More than half of the documents are dead letters{often}. Correct that, and retry them at the end."
+        yield (
+            f"More than half of the documents are dead letters{often}. Correct that, and retry "
+            "them at the end."
+        )
     elif not troubled:
         yield "No rank needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
@@ -122,7 +151,10 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
             yield f"  {_places(group)}: {trouble}: {reason}"
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
-            yield f"  {trouble}, too: {counted(len(others), 'rank')}: {ranges([rank.rank for rank in others])}"
+            yield (
+                f"  {trouble}, too: {counted(len(others), 'rank')}: "
+                f"{ranges([rank.rank for rank in others])}"
+            )
 
 
 def _places(ranks: Sequence[RankState]) -> str:
@@ -134,14 +166,15 @@ def _places(ranks: Sequence[RankState]) -> str:
     return numbers
 
 
-# table ---------------------------------------------------------------------------------------------------------------
+# table -------------------------------------------------------------------------------------------
 
 _TABLE_BAR = 10
 
 
 def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
     yield (
-        f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  {'per second':>10}  "
+        f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
+        f"{'per second':>10}  "
         f"{'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:

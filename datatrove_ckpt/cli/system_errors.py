@@ -1,6 +1,7 @@
 """Errors of the system outside checkpoints and output: what happened, where, and what to do.
 
-They come from ``logging_dir`` above all: datatrove writes it, and an error of a full disk names no file.
+They come from ``logging_dir`` above all: datatrove writes it, and an error of a full disk names no
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
-    """The error as a message for the user, with the folders of the job; itself if there is nothing to add."""
+    """The error as a message for the user, with the folders of the job; itself if there is nothing
+    to add.
+    """
     logs = plan.logging_dir
     refused = hub_refusal(error)
     if refused:
@@ -46,16 +49,24 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if error.errno not in _CLOSED or not isinstance(error.filename, str):
         return error
     path = Path(error.filename).absolute()  # a folder above that of a setting was to be made for it
-    near = (name for name, folder in folders.items() if path.is_relative_to(folder) or folder.is_relative_to(path))
+    near = (
+        name
+        for name, folder in folders.items()
+        if path.is_relative_to(folder) or folder.is_relative_to(path)
+    )
     setting = next(near, "")
     shown = written(setting)
     if error.errno == errno.ENOENT:
-        gone = "it was removed during the run, or its file system takes no files there. Choose another"
+        gone = (
+            "it was removed during the run, or its file system takes no files there. Choose another"
+        )
         if setting:
             return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.")
         return error
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
-        return StorageFailed(f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}.")
+        return StorageFailed(
+            f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}."
+        )
     where = ""
     other = ", or mount it writable,"
     if setting:
@@ -64,6 +75,7 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if any(map(path.is_relative_to, plan.inputs)):
         other = " to read it,"
     return StorageFailed(
-        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run the "
+        f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run "
+        "the "
         "same command again; everything saved so far is kept."
     )

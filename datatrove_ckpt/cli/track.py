@@ -1,4 +1,6 @@
-"""``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until no task is at work."""
+"""``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until no task
+is at work.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def track(arguments: argparse.Namespace) -> int:
         _check_package("mlflow")
         if holds_credentials(arguments.mlflow):
             raise ConfigError(
-                "--mlflow: the URI holds a user or a password, which other users of this machine can see. Leave them "
-                "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment."
+                "--mlflow: the URI holds a user or a password, which other users of this machine "
+                "can see. Leave them "
+                "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
+                "environment."
             )
         services.append(partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment))
     if arguments.wandb is not None:

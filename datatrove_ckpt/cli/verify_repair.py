@@ -19,7 +19,7 @@ from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
-# verify --------------------------------------------------------------------------------------------------------------
+# verify ------------------------------------------------------------------------------------------
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -39,7 +39,9 @@ def verify(arguments: argparse.Namespace) -> int:
             for name, old, new in mixed_settings(checks.accepted_changes(*report.ranks))
         ]
         verdict = _verdict(report, arguments.full)
-        text = "\n".join([*map(str, report.problems), *map(str, report.unfinished), *mixed, verdict])
+        text = "\n".join(
+            [*map(str, report.problems), *map(str, report.unfinished), *mixed, verdict]
+        )
     say(place.said(text))
     return code
 
@@ -73,18 +75,24 @@ def _verdict(report: Report, full: bool) -> str:
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
-        f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} ({counts.written} written, "
-        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} "
+        f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} "
+        f"({counts.written} written, "
+        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in "
+        f"{plural(sums.numbers.files, 'file')} "
         f"of {report.output} (checked: {checked})"
     )
 
 
-# repair --------------------------------------------------------------------------------------------------------------
+# repair ------------------------------------------------------------------------------------------
 
 
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
-    with place_of(arguments, trusted=True) as named, log_disabled("datatrove_ckpt.mirror"), restored(named) as place:
+    with (
+        place_of(arguments, trusted=True) as named,
+        log_disabled("datatrove_ckpt.mirror"),
+        restored(named) as place,
+    ):
         logging_dir = arguments.logging_dir or place.logging_dir
         report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
@@ -119,6 +127,7 @@ def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, p
     numbers = sorted({rank.number for rank in plan.ranks})
     names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
     return (
-        f"Done. Now remove {names}, where they exist (or repair again with --logging-dir LOGGING_DIR): datatrove skips "
+        f"Done. Now remove {names}, where they exist (or repair again with --logging-dir "
+        "LOGGING_DIR): datatrove skips "
         f"ranks that have such a marker. {again}"
     )

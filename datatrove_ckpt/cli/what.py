@@ -10,9 +10,14 @@ from datatrove_ckpt.maintenance.where import Place, is_config, open_place
 
 
 def place_of(
-    arguments: argparse.Namespace, wanted: Callable[[str, int], bool] = lambda name, size: True, trusted: bool = False
+    arguments: argparse.Namespace,
+    wanted: Callable[[str, int], bool] = lambda name, size: True,
+    trusted: bool = False,
 ) -> AbstractContextManager[Place]:
-    """The place that ``arguments.what`` names, with what stands behind it if it is a file. See ``open_place``."""
+    """The place that ``arguments.what`` names, with what stands behind it if it is a file.
+
+    See ``open_place``.
+    """
     if not is_config(arguments.what):
         return open_place(arguments.what, wanted=wanted, trusted=trusted)
     from datatrove_ckpt.cli.short_form import read_config  # slow to import

@@ -29,8 +29,13 @@ def advise(error: Exception, plan: RunPlan) -> None:
 
 
 def _run_folder(plan: RunPlan) -> Path | None:
-    """Returns the run folder of a job in the short form, if it is on this machine and has nothing else."""
-    folders = [plan.logging_dir, *(runner.step.output_writer.output_folder for runner in plan.runners)]
+    """Returns the run folder of a job in the short form, if it is on this machine and has nothing
+    else.
+    """
+    folders = [
+        plan.logging_dir,
+        *(runner.step.output_writer.output_folder for runner in plan.runners),
+    ]
     if not current().form or not all(folder.is_local() for folder in folders):
         return None
     below = [Path(folder.resolve_paths("")).absolute() for folder in folders]

@@ -1,4 +1,5 @@
-"""Builds an executor from a YAML file. Each mistake is one line that names step, key, value and what is allowed.
+"""Builds an executor from a YAML file. Each mistake is one line that names step, key, value and
+what is allowed.
 
     executor:
       class_path: LocalPipelineExecutor       a short name of SHORT_NAMES, or any import path
@@ -8,8 +9,8 @@
           - class_path: JsonlReader
             init_args: {data_folder: documents}
 
-YAML is read and written by the rules of 1.2. Those of 1.1, which PyYAML follows, break datatrove's values: ``no`` is a
-language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
+YAML is read and written by the rules of 1.2. Those of 1.1, which PyYAML follows, break datatrove's
+values: ``no`` is a language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 from __future__ import annotations
@@ -41,13 +42,17 @@ _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
-    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout EmbedRollout "
+    "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
+    "EmbedRollout "
     "ClassifyRollout chat",
     "datatrove.executor": "RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
-    "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter ParquetWriter",
-    "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter FastTextClassifierFilter "
-    "FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter LambdaFilter LanguageFilter RegexFilter "
+    "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter "
+    "ParquetWriter",
+    "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter "
+    "FastTextClassifierFilter "
+    "FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter LambdaFilter LanguageFilter "
+    "RegexFilter "
     "SamplerFilter UnigramLogProbFilter URLFilter",
     "datatrove.pipeline.extractors": "Trafilatura",
     "datatrove.pipeline.formatters": "FTFYFormatter PIIFormatter SymbolLinesFormatter",
@@ -64,7 +69,7 @@ _MADE_OF_LISTS = (tuple, set, frozenset)
 # With 0 of these, datatrove reports success and does nothing. The values say what -1 stands for.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
-# a file ---------------------------------------------------------------------------------------------------------------
+# a file ------------------------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> JsonObject:
@@ -78,7 +83,9 @@ def load(path: str | Path) -> JsonObject:
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}") from None
+        raise ConfigError(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or error
@@ -90,7 +97,8 @@ def load(path: str | Path) -> JsonObject:
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
-            f'{path}: must have the key "executor" at the top, with class_path and init_args; or those of the short '
+            f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
+            "those of the short "
             "form: run_folder, input, prompt and model."
         )
     if "executor" in content:
@@ -109,7 +117,8 @@ def build(content: JsonObject) -> Any:
     for place, value in leaves(content["executor"], "executor"):
         if value == MASK:
             raise ConfigError(
-                f"{place}: its value was hidden by --dry-run, because it may be a secret. Write the value in its "
+                f"{place}: its value was hidden by --dry-run, because it may be a secret. Write "
+                "the value in its "
                 "place, into a file that only you can read."
             )
     executor: Any = _build(content["executor"], "executor", [PipelineExecutor])
@@ -128,7 +137,9 @@ def build(content: JsonObject) -> Any:
 
 
 def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
-    """Yields the plain values in mappings and lists, each after its place as an override names it."""
+    """Yields the plain values in mappings and lists, each after its place as an override names
+    it.
+    """
     if isinstance(value, dict | list):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(part, place if key == "init_args" else f"{place}.{key}")
@@ -163,13 +174,19 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
         refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
-            f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the tasks run, such as "
+            f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the "
+            "tasks run, such as "
             "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
         )
     values = {
-        key: _value(parameters.get(key, ANYTHING).annotation, value, label, key) for key, value in arguments.items()
+        key: _value(parameters.get(key, ANYTHING).annotation, value, label, key)
+        for key, value in arguments.items()
     }
-    absent = [f'"{key}"' for key, one in parameters.items() if one.default is REQUIRED and key not in values]
+    absent = [
+        f'"{key}"'
+        for key, one in parameters.items()
+        if one.default is REQUIRED and key not in values
+    ]
     if absent:
         raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
     try:
@@ -192,13 +209,20 @@ def _refuse_variables(built: object, label: str) -> None:
     """Refuses variables in paths that datatrove opens: it would make a folder of that name."""
     for key, value in getattr(built, "__dict__", {}).items():
         path = getattr(value, "path", value)
-        if isinstance(path, str) and key.endswith(("_folder", "_dir", "_file")) and key not in _EXPANDED:
+        if (
+            isinstance(path, str)
+            and key.endswith(("_folder", "_dir", "_file"))
+            and key not in _EXPANDED
+        ):
             refuse_variables(f"{label}: {written(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
-    """Returns a value as its annotation requires it: built, imported, or converted by ``as_one_of``."""
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):  # [URL, storage options]
+    """Returns a value as its annotation requires it: built, imported, or converted by
+    ``as_one_of``.
+    """
+    # [URL, storage options].
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
         check_options(value[1], value[0], _inside(label, key))
     kinds = alternatives(hint)
     plain = _dataclasses(kinds)
@@ -206,7 +230,9 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     if isinstance(value, dict) and plain and not is_object:
         named = named_hint(kinds, value)
         if named is not None:
-            return {name: _value(named, one, _inside(label, key), name) for name, one in value.items()}
+            return {
+                name: _value(named, one, _inside(label, key), name) for name, one in value.items()
+            }
         return construct(plain[0], value, _inside(label, key))
     if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
         return _build(value, _inside(label, key), kinds)
@@ -248,21 +274,26 @@ def _as(kind: object, value: object) -> object:
         is_one = any(choice == value and type(choice) is type(value) for choice in inner)
     elif outer is float and type(value) is int:
         return float(value)
-    elif outer in (Any, object) or not inspect.isclass(outer):  # or a type that the constructor checks
+    elif outer in (Any, object) or not inspect.isclass(outer):
+        # Or a type that the constructor checks.
         return value
     elif issubclass(outer, Mapping) and isinstance(value, dict) and inner:
         return {key: as_one_of(alternatives(inner[1]), part) for key, part in value.items()}
     elif isinstance(value, list) and (outer in _MADE_OF_LISTS or issubclass(list, outer)):
         return _items(outer, inner, value)
     else:
-        is_one = type(value) is outer or (not isinstance(value, bool | str) and isinstance(value, outer))
+        is_one = type(value) is outer or (
+            not isinstance(value, bool | str) and isinstance(value, outer)
+        )
     if not is_one:
         raise TypeError
     return value
 
 
 def _items(outer: object, inner: tuple[object, ...], value: list[object]) -> object:
-    """Converts a list to another collection. datatrove writes ``tuple[str]`` for a tuple of any length."""
+    """Converts a list to another collection. datatrove writes ``tuple[str]`` for a tuple of any
+    length.
+    """
     hints = inner
     if outer is not tuple or ... in inner or len(inner) < 2:
         hints = (inner or (Any,))[:1] * len(value)
@@ -293,7 +324,9 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
     """
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
-        hint = _did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
+        hint = (
+            _did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
+        )
         raise ConfigError(f'{place}: no {what} "{name}"{hint}')
     module_name = module_name or SHORT_NAMES[name]
     try:
@@ -301,15 +334,22 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
     except ModuleNotFoundError as error:
         advice = "correct the path, or install what is missing"
         if module_name.startswith("datatrove."):
-            advice += " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
+            advice += (
+                " (datatrove's own filters and extractors: pip install 'datatrove[processing]')"
+            )
         raise ConfigError(
-            f'{place}: {what} "{path}" needs module "{error.name}", which is neither in the working folder '
+            f'{place}: {what} "{path}" needs module "{error.name}", which is neither in the '
+            "working folder "
             f"nor installed; {advice}."
         ) from None
     except Exception as error:
-        raise ConfigError(f'{place}: importing "{module_name}" failed: {type(error).__name__}: {error}') from error
+        raise ConfigError(
+            f'{place}: importing "{module_name}" failed: {type(error).__name__}: {error}'
+        ) from error
     if not hasattr(module, name):
-        raise ConfigError(f'{place}: no {what} "{name}" in {module_name}{_did_you_mean(name, dir(module)) or "."}')
+        raise ConfigError(
+            f'{place}: no {what} "{name}" in {module_name}{_did_you_mean(name, dir(module)) or "."}'
+        )
     return getattr(module, name)
 
 
@@ -345,16 +385,18 @@ def show(value: object) -> str:
     return f"{text[:57]}..."
 
 
-# overrides ------------------------------------------------------------------------------------------------------------
+# overrides ---------------------------------------------------------------------------------------
 
 
 def read_argument(text: str, kinds: Sequence[object]) -> object:
-    """Reads a value of the command line as in the file. For an argument that takes text, ``Summarise: {text}`` is no
-    mapping, and ``# {text}`` no comment.
+    """Reads a value of the command line as in the file. For an argument that takes text,
+    ``Summarise: {text}`` is no mapping, and ``# {text}`` no comment.
     """
     value = read_value(text)
     if isinstance(value, dict | list):
-        takes_several = any(origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds)
+        takes_several = any(
+            origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds
+        )
         is_meant = takes_several and text.lstrip().startswith(("{", "["))
         is_text = not is_meant and not {str, Any}.isdisjoint(kinds)
     elif isinstance(value, str):
@@ -377,10 +419,13 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
     elif keys[0] not in ("executor", "kubernetes"):
         keys = ["executor", *keys]
     if short is not None and not text:
-        raise ConfigError(f"--{path}: its value is empty. Leave it out, or write null for no value.")
+        raise ConfigError(
+            f"--{path}: its value is empty. Leave it out, or write null for no value."
+        )
     if "api_key" in keys:
         raise ConfigError(
-            f"--{path}: other users can see command lines; export the key and name its variable in api_key_env."
+            f"--{path}: other users can see command lines; export the key and name its variable in "
+            "api_key_env."
         )
     node: object = content
     kinds: Sequence[object] = []
@@ -394,13 +439,19 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
 
 
 def _child(node: object, key: str, path: str, value: object, replace: bool = False) -> object:
-    """Returns the value at a key. Stores ``value`` there first if the key is missing or None, or if ``replace``."""
+    """Returns the value at a key.
+
+    Stores ``value`` there first if the key is missing or None, or if ``replace``.
+    """
     if isinstance(node, dict) and "class_path" in node:
         node["init_args"] = node.get("init_args") or {}
         node = node["init_args"]
     if isinstance(node, list):
         if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from 0).')
+            raise ConfigError(
+                f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from '
+                "0)."
+            )
         index: Any = int(key)
     elif isinstance(node, dict):
         index = key
@@ -430,7 +481,7 @@ def _hint_of(cls: type, key: str) -> object:
     return parameters_of(cls)[0].get(key, ANYTHING).annotation
 
 
-# annotations ----------------------------------------------------------------------------------------------------------
+# annotations -------------------------------------------------------------------------------------
 
 
 Parameter = inspect.Parameter
@@ -455,7 +506,10 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
 
 
 def _hint(hint: Any, default: object) -> object:
-    """Corrects datatrove's annotations: ``adapter: Callable = None``, ``save_media_bytes=False``."""
+    """Corrects datatrove's annotations:
+
+    ``adapter: Callable = None``, ``save_media_bytes=False``.
+    """
     if hint is Any:
         if isinstance(default, bool):
             return bool
@@ -488,10 +542,12 @@ def item_hint(kinds: Sequence[object]) -> object:
 
 
 def named_hint(kinds: Sequence[object], value: JsonObject) -> type | None:
-    """Returns the dataclass of which the value is a mapping by name (models): all its values are mappings, and no key
-    is a field. Else None.
+    """Returns the dataclass of which the value is a mapping by name (models): all its values are
+    mappings, and no key is a field. Else None.
     """
-    named = [inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))]
+    named = [
+        inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))
+    ]
     classes = _dataclasses(named)
     if not classes or not value or not all(isinstance(one, dict) for one in value.values()):
         return None
@@ -501,7 +557,9 @@ def named_hint(kinds: Sequence[object], value: JsonObject) -> type | None:
 
 
 def is_class(kind: object) -> bool:
-    return kind is type(None) or (inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing"))
+    return kind is type(None) or (
+        inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing")
+    )
 
 
 def is_callable(kind: object) -> bool:
@@ -518,16 +576,26 @@ def in_words(kinds: Sequence[object]) -> str:
     """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
-        kinds = [kind for kind in kinds if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))]
+        kinds = [
+            kind
+            for kind in kinds
+            if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))
+        ]
     words = choices
     if len(choices) > 1:
         words = [f"one of {', '.join(choices)}"]
-    words = words + [_word(kind) for kind in kinds if not (choices and (kind is type(None) or origin(kind) is Literal))]
+    words = words + [
+        _word(kind)
+        for kind in kinds
+        if not (choices and (kind is type(None) or origin(kind) is Literal))
+    ]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
 
 def choices_of(kinds: Sequence[object]) -> list[str]:
-    choices = [str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)]
+    choices = [
+        str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)
+    ]
     if choices and type(None) in kinds:
         return [*choices, "null"]
     return choices
@@ -553,7 +621,7 @@ def _word(kind: object) -> str:
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 
-# YAML as text ---------------------------------------------------------------------------------------------------------
+# YAML as text ------------------------------------------------------------------------------------
 
 
 def read_value(text: str) -> object:
@@ -566,7 +634,8 @@ def read_value(text: str) -> object:
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one.
 
-    A file is small: nine aliases of ten items each, one within the other, would be a billion values.
+    A file is small: nine aliases of ten items each, one within the other, would be a billion
+    values.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
@@ -576,7 +645,9 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self._levels > 100 or self._values > 100_000:
             problem = "more than 100 levels, or 100,000 values with all that its aliases stand for"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(
+                problem=problem, problem_mark=self.peek_event().start_mark
+            )
         before = self._values
         self._levels += 1
         node = super().compose_node(parent, index)
@@ -589,7 +660,9 @@ class Loader(yaml.SafeLoader):  # type: ignore[misc]
         names: list[object] = []
         for key, _ in node.value:
             if key.value in names:
-                raise yaml.constructor.ConstructorError(problem=f'key "{key.value}" twice', problem_mark=key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    problem=f'key "{key.value}" twice', problem_mark=key.start_mark
+                )
             names.append(key.value)
         mapping: dict[Hashable, object] = super().construct_mapping(node, deep)
         return mapping
@@ -599,11 +672,17 @@ for _tag, _first, _pattern in (
     ("null", "~nN", r"~|null|Null|NULL|"),
     ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
     ("int", "-+0123456789", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+"),
-    ("float", "-+.0123456789", r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"),
+    (
+        "float",
+        "-+.0123456789",
+        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
+    ),
     ("float", "-+.", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
     ("merge", "<", r"<<"),
 ):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""])
+    Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""]
+    )
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -611,7 +690,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # PyYAML writes those unescaped in keys, and reads them as spaces
+# PyYAML writes those unescaped in keys, and reads them as spaces.
+_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
@@ -630,5 +710,7 @@ _Dumper.add_representer(str, _represent_text)
 
 def dump(content: object) -> str:
     """Writes YAML that ``read_value`` reads back the same."""
-    text: str = yaml.dump(content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf)
+    text: str = yaml.dump(
+        content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
+    )
     return text

@@ -25,7 +25,9 @@ _EXTRAS = {
 
 _MOST_RUNS = 50
 _SIZES = {
-    f"{unit}{i}": base**power for i, base in (("", 1000), ("I", 1024)) for power, unit in enumerate(("", *"KMGT"))
+    f"{unit}{i}": base**power
+    for i, base in (("", 1000), ("I", 1024))
+    for power, unit in enumerate(("", *"KMGT"))
 }
 
 
@@ -63,7 +65,9 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS]]
+    shown = [
+        f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS]
+    ]
     return ", ".join(shown) + (", ..." if len(runs) > _MOST_RUNS else "")
 
 
@@ -97,7 +101,12 @@ def filled_cells(share: float, cells: int, rest: str = " ") -> str:
 
 def duration(seconds: float) -> str:
     """ "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
-    units = (("d", 86400.0, 2 * 86400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 120.0), ("s", 1.0, 0.1))
+    units = (
+        ("d", 86400.0, 2 * 86400.0),
+        ("h", 3600.0, 3600.0),
+        ("min", 60.0, 120.0),
+        ("s", 1.0, 0.1),
+    )
     for unit, size, least in units:
         if seconds >= least:
             return f"{_digits(seconds / size)} {unit}"
@@ -121,7 +130,10 @@ def parse_bytes(text: str) -> int | None:
 
 
 def safe_text(value: object) -> str:
-    """``str(value)`` as text that every file and terminal takes. Never raises, whatever a user's ``__str__`` does."""
+    """``str(value)`` as text that every file and terminal takes.
+
+    Never raises, whatever a user's ``__str__`` does.
+    """
     return _safe(str, value)
 
 
@@ -155,14 +167,17 @@ def error_text(error: BaseException) -> str:
 
 
 def missing_package(text: str) -> str | None:
-    """What to install, for a package's name or a text that names one; None if it is installed, or no extra of ours has
-    it.
+    """What to install, for a package's name or a text that names one; None if it is installed, or
+    no extra of ours has it.
     """
     named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
     found = next((name for name in named if find_spec(name) is None), None)
     if found is None:
         return None
-    return f"the Python package {found!r} is not installed. Run: pip install 'datatrove-ckpt[{_EXTRAS[found]}]'."
+    return (
+        f"the Python package {found!r} is not installed. Run: pip install "
+        f"'datatrove-ckpt[{_EXTRAS[found]}]'."
+    )
 
 
 def _digits(number: float) -> str:
@@ -178,5 +193,6 @@ def no_bars_in_logs() -> None:
     if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        with warnings.catch_warnings(action="ignore"):  # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them
+        # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them.
+        with warnings.catch_warnings(action="ignore"):
             disable_progress_bars()

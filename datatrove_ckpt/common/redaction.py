@@ -1,11 +1,11 @@
 """Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
 
-loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value of each name on
-each line of a traceback. The classes here print ``***``.
+loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value
+of each name on each line of a traceback. The classes here print ``***``.
 
-One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a secret; refusing a
-job costs more, so ``is_surely_secret`` is exact, and finds no more. What ``is_secret`` finds is hashed in ``run.json``,
-and old files fit if it never finds less.
+One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a
+secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. What
+``is_secret`` finds is hashed in ``run.json``, and old files fit if it never finds less.
 """
 
 from __future__ import annotations
@@ -41,27 +41,33 @@ _MIN_GIVEN = 4
 _MIN_FOUND = 8
 
 _SURE_NAME = re.compile(
-    r"(^|[._ ])(api_?key|(secret|private|access|account|auth|signing|encryption|client)_?(key|token)|session_token|"
+    r"(^|[._ ])(api_?key|session_token|"
+    r"(secret|private|access|account|auth|signing|encryption|client)_?(key|token)|"
     r"(hf|hub|github|gitlab|slack|openai|bearer|refresh)_?token|secret|passw|password|passwd|pwd|passphrase|"
     r"authorization|credentials?)s?$",
     re.IGNORECASE,
 )
 _SECRET_NAME = re.compile(r"(^|[._ ])(key|(?<!per_)token)$", re.IGNORECASE)
 _MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.IGNORECASE)
-_SECRET_WORD = re.compile("key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE)
-# Of OpenAI and those who copied its form, of hubs, clouds and services; JSON web tokens; HTTP's two schemes.
+_SECRET_WORD = re.compile(
+    "key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE
+)
+# Of OpenAI and those who copied its form, of hubs, clouds and services; JSON web tokens; HTTP's two
+# schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
 )
-# A digit tells a key from the name of a function (hf_hub_download) and from a sentence ("basic understanding").
+# A digit tells a key from the name of a function (hf_hub_download) and from a sentence ("basic
+# understanding").
 _SURE_VALUE = re.compile(
     r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
 )
 # A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host).
 _SURE_URL = re.compile(
-    r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@", re.IGNORECASE
+    r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@",
+    re.IGNORECASE,
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
 # Signatures of S3, Google and Azure, tokens and keys: they open a URL to its bearer.
@@ -70,7 +76,9 @@ _URL_SECRET = re.compile(
     re.IGNORECASE,
 )
 _HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
-_PLACEHOLDER = re.compile(rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}")
+_PLACEHOLDER = re.compile(
+    rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}"
+)
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
 _MIN_GUESSED = 8  # characters of a value that only its name makes a secret
@@ -83,7 +91,8 @@ _SECRET_OPTIONS = {"aws_access_key_id", "connection_string"}
 
 @functools.lru_cache(1024)
 def names_secret(name: str) -> bool:
-    """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not "max_tokens".
+    """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not
+    "max_tokens".
 
     Exact: such a storage option is refused, such a constant of a rollout is hashed.
     """
@@ -93,7 +102,9 @@ def names_secret(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def may_name_secret(name: str) -> bool:
-    """Whether to hide a value with this name: hiding too much ("--keyboard") costs less than showing "--hftoken"."""
+    """Whether to hide a value with this name: hiding too much ("--keyboard") costs less than
+    showing "--hftoken".
+    """
     return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
@@ -120,7 +131,10 @@ def _is_by_chance(value: str) -> bool:
     if _UUID.search(value):
         return True
     runs = [run for run in _RUN.findall(value) if len(run) >= _MIN_RUN]
-    return any(re.search("[0-9]", run) and re.search("[A-Za-z]", run) for run in runs) and value[0] not in "<[{/"
+    return (
+        any(re.search("[0-9]", run) and re.search("[A-Za-z]", run) for run in runs)
+        and value[0] not in "<[{/"
+    )
 
 
 def is_secret(name: str, value: object) -> bool:
@@ -133,9 +147,18 @@ def is_secret(name: str, value: object) -> bool:
     if outer.lower().endswith(("headers", "extra_query")) or _HASH.fullmatch(value):
         return True
     # Not "keyword": "short" and "key_prompt": "Name the key.".
-    guessed = may_name_secret(last) and len(value) >= _MIN_GUESSED and value.isprintable() and " " not in value
+    guessed = (
+        may_name_secret(last)
+        and len(value) >= _MIN_GUESSED
+        and value.isprintable()
+        and " " not in value
+    )
     named = last.endswith("_env")  # a variable's name
-    return (guessed and not named) or _SECRET_VALUE.search(value) is not None or holds_credentials(value)
+    return (
+        (guessed and not named)
+        or _SECRET_VALUE.search(value) is not None
+        or holds_credentials(value)
+    )
 
 
 def holds_credentials(url: str) -> bool:
@@ -157,7 +180,9 @@ def secrets_among(name: str, value: object) -> Iterator[object]:
 
 def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
     """The secrets of this process's environment by variable."""
-    return {name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)}
+    return {
+        name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)
+    }
 
 
 @functools.lru_cache(1024)
@@ -177,7 +202,9 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
     """
     if found is None:
         found = environment_secrets(is_surely_secret).values()
-    if is_secret(name, value) or (isinstance(value, str) and any(secret in value for secret in found)):
+    if is_secret(name, value) or (
+        isinstance(value, str) and any(secret in value for secret in found)
+    ):
         return hashed(name, value)
     if isinstance(value, dict):
         return {key: without_secrets(f"{name}.{key}", part, found) for key, part in value.items()}
@@ -187,21 +214,28 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 
 
 def hashed(name: str, value: object) -> str:
-    """The hash that stands for a secret: slow, and another one for each field, so that no list of words breaks it.
+    """The hash that stands for a secret: slow, and another one for each field, so that no list of
+    words breaks it.
 
-    Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of earlier releases, the
-    slow one, and, where the mirror has a key, the keyed one, which names its key. Only that key is on all nodes.
+    Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of
+    earlier releases, the slow one, and, where the mirror has a key, the keyed one, which names its
+    key. Only that key is on all nodes.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None
     digest = kept[2] if kept else ""
     field = name.rpartition(".")[2]
     if kind is None:
-        digest = digest or xxhash.xxh3_128_hexdigest(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
+        digest = digest or xxhash.xxh3_128_hexdigest(
+            orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+        )
         kind = "scrypt"
         digest = _slow_hash(field, digest)
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
-        mark, digest = (hmac.digest(key.encode(), text.encode(), "sha256").hex() for text in ("", f"{field} {digest}"))
+        mark, digest = (
+            hmac.digest(key.encode(), text.encode(), "sha256").hex()
+            for text in ("", f"{field} {digest}")
+        )
         kind = f"keyed-{mark[:8]}"
         digest = digest[:32]
     return f"hash {kind}-{digest}"
@@ -215,7 +249,9 @@ def _slow_hash(name: str, digest: str) -> str:
 
 
 class Veil:
-    """Shows a user's value without its secrets: datatrove writes the attributes of a step to ``executor.json``."""
+    """Shows a user's value without its secrets: datatrove writes the attributes of a step to
+    ``executor.json``.
+    """
 
     __slots__ = ("name", "value")
 
@@ -231,7 +267,10 @@ class Veil:
 
 
 class Veiled:
-    """An attribute whose value is kept in a ``Veil``. A pickled object may hold the value itself."""
+    """An attribute whose value is kept in a ``Veil``.
+
+    A pickled object may hold the value itself.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -252,7 +291,9 @@ class Veiled:
 
 
 def shown(name: str, value: object) -> Any:
-    """A value without its secrets: plain values and settings, of everything else the name of the type."""
+    """A value without its secrets: plain values and settings, of everything else the name of the
+    type.
+    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
@@ -264,7 +305,10 @@ def shown(name: str, value: object) -> Any:
     if isinstance(value, list | tuple):
         return [shown(name, part) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: shown(f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value)}
+        return {
+            field.name: shown(f"{name}.{field.name}", getattr(value, field.name))
+            for field in fields(value)
+        }
     kind = value if hasattr(value, "__qualname__") else type(value)
     return f"<{kind.__module__}.{kind.__qualname__}>"
 
@@ -303,8 +347,9 @@ class HiddenBytes(bytes):
 
 
 class Redactor:
-    """Replaces secrets in text that comes from outside: those that we sent, those of the environment (HF_TOKEN), what
-    ``note_sent`` has noted, and signatures in URLs. A very short value is left: text would become unreadable.
+    """Replaces secrets in text that comes from outside: those that we sent, those of the
+    environment (HF_TOKEN), what ``note_sent`` has noted, and signatures in URLs. A very short value
+    is left: text would become unreadable.
     """
 
     __slots__ = ("_given",)
@@ -324,7 +369,9 @@ class Redactor:
 def _quoted(secret: str) -> re.Pattern[str]:
     """The secret, also as JSON, URLs and HTML write its punctuation."""
     ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
-    forms = (one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret)
+    forms = (
+        one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret
+    )
     return re.compile("".join(forms))
 
 
@@ -333,8 +380,8 @@ redact = Redactor()
 
 
 def log_text(text: str) -> str:
-    """Foreign text for a log or a screen: no secret, no control character, no line of its own (further lines are
-    indented).
+    """Foreign text for a log or a screen: no secret, no control character, no line of its own
+    (further lines are indented).
     """
     return printable(redact(text)).replace("\n", "\n  ")
 
@@ -346,7 +393,8 @@ _MOST_SENT = 200
 def note_sent(payload: object) -> None:
     """Notes the latest 200 secrets of payloads: errors may quote them."""
     for secret in secrets_among("payload", payload):
-        for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():  # after "Bearer "
+        # After "Bearer ".
+        for text in (secret, secret.partition(" ")[2]) if isinstance(secret, str) else ():
             if len(text) >= _MIN_FOUND and not _PLACEHOLDER.fullmatch(text):
                 _sent[text] = _sent.pop(text, None)
     while len(_sent) > _MOST_SENT:
@@ -354,8 +402,8 @@ def note_sent(payload: object) -> None:
 
 
 class frames_cut:
-    """Removes from an exception the frames of the libraries that the block has called: aiohttp's hold URLs and headers
-    in plain variables, which a CancelledError would carry into a log.
+    """Removes from an exception the frames of the libraries that the block has called: aiohttp's
+    hold URLs and headers in plain variables, which a CancelledError would carry into a log.
     """
 
     __slots__ = ("_outer",)
@@ -364,7 +412,10 @@ class frames_cut:
         self._outer = sys.exception()  # belongs to the caller, and keeps its frames
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             return
@@ -380,8 +431,8 @@ class frames_cut:
 
 
 class EnvironmentSecret:
-    """A secret in this process's environment. What gets copied, pickled, printed or written is the name of the
-    variable, which child processes and cluster jobs inherit.
+    """A secret in this process's environment. What gets copied, pickled, printed or written is the
+    name of the variable, which child processes and cluster jobs inherit.
     """
 
     __slots__ = ("variable",)
@@ -395,8 +446,10 @@ class EnvironmentSecret:
         value = os.environ.get(self.variable)
         if value is None:
             raise ConfigError(
-                "api_key: the key given in Python or YAML did not reach this process (keys are never pickled). "
-                "Export it as an environment variable on the worker and name that variable in api_key_env."
+                "api_key: the key given in Python or YAML did not reach this process (keys are "
+                "never pickled). "
+                "Export it as an environment variable on the worker and name that variable in "
+                "api_key_env."
             )
         return value
 
@@ -423,10 +476,16 @@ def check_options(options: object, url: str, where: str) -> None:
         return
     for name, value in options.items():
         is_path = name == "token" and url.startswith(("gs:", "gcs:"))  # of a file, or "anon"
-        if (names_secret(name) or name in _SECRET_OPTIONS) and isinstance(value, str) and not is_path:
+        if (
+            (names_secret(name) or name in _SECRET_OPTIONS)
+            and isinstance(value, str)
+            and not is_path
+        ):
             raise ConfigError(
-                f"{where}: the storage option {name!r} is a secret, and would be pickled with the executor, into a "
-                "file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+                f"{where}: the storage option {name!r} is a secret, and would be pickled with the "
+                "executor, into a "
+                "file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or "
                 "AWS_PROFILE, in the environment."
             )
         check_options(value, url, where)
@@ -440,7 +499,8 @@ def refuse_variables(setting: str, path: str) -> None:
     """
     if match := VARIABLE.search(path):
         raise ConfigError(
-            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be a folder of that "
+            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be "
+            "a folder of that "
             f"name. Write the path out.{written.may_hold_variables}"
         )
     if not path.startswith("~"):
@@ -450,4 +510,6 @@ def refuse_variables(setting: str, path: str) -> None:
 def refuse_tilde(setting: str, path: str, found: Path) -> None:
     """Refuses a ``~`` that no shell would expand."""
     if "~" in found.parts:
-        raise ConfigError(f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder.")
+        raise ConfigError(
+            f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder."
+        )

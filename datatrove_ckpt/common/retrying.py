@@ -1,7 +1,7 @@
 """What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
 
-The table at the end has waiting times for each service. Only this module reads the error classes of the libraries below
-fsspec.
+The table at the end has waiting times for each service. Only this module reads the error classes of
+the libraries below fsspec.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ from datatrove_ckpt.errors.doors import written
 
 T = TypeVar("T")
 
-_PERMANENT_ERRORS = (PermissionError, FileNotFoundError, NotImplementedError, ImportError, TypeError, AttributeError)
+_PERMANENT_ERRORS = (
+    PermissionError,
+    FileNotFoundError,
+    NotImplementedError,
+    ImportError,
+    TypeError,
+    AttributeError,
+)
 _LINK = re.compile(r"For more information check: https://\S+")  # httpx's, about the status
 _QUERY = re.compile(r"(https?://[^\s'\"?]+)\?[^\s'\"]+")
 _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
@@ -52,14 +59,21 @@ _OF_HUB = re.compile(
 )
 # The hub refuses these with a final status, and accepts them a moment later.
 _PASSING = re.compile(
-    "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb", re.IGNORECASE
+    "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb",
+    re.IGNORECASE,
 )
 # How the hub says when a limit starts anew: in a header, and in the text.
 _AT = re.compile(r'"[^"]*";r=(\d+);t=(\d+)')
 _IN_TEXT = re.compile(r"retry this action in (?:about )?(\d+|an?) (second|minute|hour)")
 _UNITS = {"second": 1, "minute": 60, "hour": 3600}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
-_LOST_CONNECTION = {"ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError"}
+_LOST_CONNECTION = {
+    "ConnectionError",
+    "TimeoutError",
+    "TimeoutException",
+    "NetworkError",
+    "RemoteProtocolError",
+}
 _STORAGE_ATTEMPTS = 5
 
 
@@ -68,10 +82,11 @@ class FileSystemFailed(OSError):
 
 
 class file_system_call(frames_cut):
-    """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as an ``OSError``.
+    """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as
+    an ``OSError``.
 
-    So ``except OSError`` handles what a file system did, and a bug of ours surfaces. The libraries' frames are cut,
-    because they hold tokens.
+    So ``except OSError`` handles what a file system did, and a bug of ours surfaces. The libraries'
+    frames are cut, because they hold tokens.
 
     Raises:
         FileSystemFailed: for an error that is no ``OSError``.
@@ -80,7 +95,10 @@ class file_system_call(frames_cut):
     __slots__ = ()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
@@ -93,7 +111,9 @@ def failure_line(error: BaseException) -> str:
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """What the hub refuses until a person acts (token, rights, name), and how, in one line; or None."""
+    """What the hub refuses until a person acts (token, rights, name), and how, in one line; or
+    None.
+    """
     for one in causes(error):
         response = getattr(one, "response", None)
         if not type(one).__module__.startswith("huggingface_hub") or response is None:
@@ -113,12 +133,19 @@ def hub_refusal(error: BaseException) -> str | None:
                 make = f"Make it (hf buckets create {name} --private), correct"
             else:
                 make = "Correct"
-            return f"{what} does not exist, or this token may not see it. {make} the name, or {_LOG_IN}"
-        said = " ".join(f"HTTP {http_status(one)} {getattr(one, 'server_message', None) or ''}".split()).rstrip(".")
+            return (
+                f"{what} does not exist, or this token may not see it. {make} the name, or "
+                f"{_LOG_IN}"
+            )
+        said = " ".join(
+            f"HTTP {http_status(one)} {getattr(one, 'server_message', None) or ''}".split()
+        ).rstrip(".")
         if http_status(one) == 401:
             return f"the hub wants a valid token ({said}): {_LOG_IN}"
         if http_status(one) == 403:
-            return f"this token may not do that with {what} ({said}). Correct the name, or {_LOG_IN}"
+            return (
+                f"this token may not do that with {what} ({said}). Correct the name, or {_LOG_IN}"
+            )
         return None
     return None
 
@@ -139,9 +166,11 @@ def naming_hub(setting: str) -> Iterator[None]:
 
 
 def library_line(error: BaseException) -> str:
-    """Class and message of the error as the library raised it, in one line, without links and URL signatures.
+    """Class and message of the error as the library raised it, in one line, without links and URL
+    signatures.
 
-    huggingface_hub wraps what happened to an upload in an error that only names the file: both are shown.
+    huggingface_hub wraps what happened to an upload in an error that only names the file: both are
+    shown.
     """
     if isinstance(error, FileSystemFailed) and error.__cause__:
         found = error.__cause__
@@ -172,7 +201,10 @@ def s3_code(error: BaseException | None) -> str:
 
 def lacks_bucket(error: BaseException) -> bool:
     """Whether a missing file is missing because its whole bucket, or repository on the hub, is."""
-    missing = {type(one).__name__ for one in causes(error)} & {"BucketNotFoundError", "RepositoryNotFoundError"}
+    missing = {type(one).__name__ for one in causes(error)} & {
+        "BucketNotFoundError",
+        "RepositoryNotFoundError",
+    }
     return bool(missing) or s3_code(error) == "NoSuchBucket"
 
 
@@ -180,7 +212,8 @@ def http_status(error: BaseException | None) -> int | None:
     found = _unwrapped(error)
     places = (
         _s3_response(error).get("ResponseMetadata", {}).get("HTTPStatusCode"),
-        getattr(getattr(found, "response", None), "status_code", None),  # requests, httpx, huggingface_hub, azure-core
+        # Requests, httpx, huggingface_hub, azure-core.
+        getattr(getattr(found, "response", None), "status_code", None),
         getattr(found, "status", None),
         getattr(found, "code", None),  # gcsfs, google.api_core
     )
@@ -196,7 +229,8 @@ WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:
-    """The seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None if it asks nothing.
+    """The seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None if it
+    asks nothing.
 
     Args:
         fields: the header, with names in lower case.
@@ -210,7 +244,9 @@ def asked_wait(fields: Mapping[str, str]) -> float | None:
         return seconds
     with suppress(ValueError, TypeError, OverflowError):
         return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    used_up = [float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"]
+    used_up = [
+        float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"
+    ]
     return max(used_up, default=None)
 
 
@@ -239,7 +275,9 @@ def _headers(error: BaseException) -> dict[str, str]:
     """The header of the HTTP response, with names in lower case."""
     response = getattr(error, "response", None)
     places = (
-        response.get("ResponseMetadata", {}).get("HTTPHeaders") if isinstance(response, dict) else None,
+        response.get("ResponseMetadata", {}).get("HTTPHeaders")
+        if isinstance(response, dict)
+        else None,
         getattr(response, "headers", None),  # requests, httpx, huggingface_hub, azure-core
         getattr(error, "headers", None),
     )
@@ -280,7 +318,8 @@ def _of_reading(error: BaseException, retried: frozenset[int], failures: int) ->
 
 def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
     """An unknown error may pass: libraries have many names for a lost connection."""
-    if s3_code(error) == "NoSuchUpload":  # aborted, or completed by an attempt whose answer got lost
+    # Aborted, or completed by an attempt whose answer got lost.
+    if s3_code(error) == "NoSuchUpload":
         return True
     status = http_status(error)
     return not is_permanent(error) and (status is None or status in retried)
@@ -290,7 +329,12 @@ def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> boo
     if _PASSING.search(library_line(error)):
         return True
     url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
-    if http_status(error) in (400, 401, 403) and url and "/api/" not in url and ".git/info/lfs" not in url:
+    if (
+        http_status(error) in (400, 401, 403)
+        and url
+        and "/api/" not in url
+        and ".git/info/lfs" not in url
+    ):
         # The storage refused content, not the hub: its signed URLs expire.
         return failures <= _STORAGE_ATTEMPTS
     return isinstance(error, OSError) and _of_writing(error, retried, failures)
@@ -300,9 +344,9 @@ def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> boo
 class RetryPolicy:
     """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
 
-    The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait that is random: 0 for
-    one caller, 1 ("full jitter") for thousands of requests that failed together (M. Brooker, "Exponential Backoff and
-    Jitter", AWS Architecture Blog, 2015).
+    The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait
+    that is random: 0 for one caller, 1 ("full jitter") for thousands of requests that failed
+    together (M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015).
 
     Attributes:
         retried: the HTTP statuses that another attempt may change.
@@ -373,7 +417,10 @@ class Attempts:
     """
 
     def __init__(
-        self, policy: RetryPolicy, explain: Callable[[BaseException], str] = failure_line, meanwhile: str = ""
+        self,
+        policy: RetryPolicy,
+        explain: Callable[[BaseException], str] = failure_line,
+        meanwhile: str = "",
     ) -> None:
         self._policy = policy
         self._explain = explain
@@ -396,7 +443,9 @@ class Attempts:
         if self._since is None:
             self._since = now
         self._failures += 1
-        status = next((found for one in causes(error) if (found := http_status(one)) is not None), None)
+        status = next(
+            (found for one in causes(error) if (found := http_status(one)) is not None), None
+        )
         limited = status in policy.limited
         left = policy.patience - (now - self._since - self._limited)
         if limited:
@@ -409,19 +458,22 @@ class Attempts:
         advised = ", as the server advises" if advice is not None else ""
         bounded = f", for {duration(left)} at most" if left < math.inf else ""
         logger.warning(
-            f"{what}: {self._explain(error)}. Next attempt in {duration(seconds)}{advised}{bounded}{self._meanwhile}."
+            f"{what}: {self._explain(error)}. Next attempt in "
+            f"{duration(seconds)}{advised}{bounded}{self._meanwhile}."
         )
         return seconds
 
 
-# The table. All times are in seconds. -------------------------------------------------------------------------------
+# The table. All times are in seconds. ------------------------------------------------------------
 
 _ALL = frozenset(range(300, 600))
 _5XX = frozenset(range(500, 600))
 
-# Requests to an inference server. ``server_patience_seconds`` is the patience (``inference/client/client.py``).
+# Requests to an inference server. ``server_patience_seconds`` is the patience
+# (``inference/client/client.py``).
 SERVER = RetryPolicy(
-    retried=frozenset({408, 409, 425, 429}) | _5XX - {501},  # "not implemented" is no state that passes
+    # "not implemented" is no state that passes.
+    retried=frozenset({408, 409, 425, 429}) | _5XX - {501},
     limited=frozenset({429, 503, 529}),
     first=0.5,
     longest=30.0,
@@ -430,12 +482,15 @@ SERVER = RetryPolicy(
     spread=0.0,
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
-"""The statuses of an inference server that belong to one request: its content, its size. No other status does."""
+"""The statuses of an inference server that belong to one request: its content, its size.
+
+No other status does.
+"""
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 
-# Until an endpoint answers; until a server of ours is ready; after a failed start (its GPU memory becomes free); before
-# a restart.
+# Until an endpoint answers; until a server of ours is ready; after a failed start (its GPU memory
+# becomes free); before a restart.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
 READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
 RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
@@ -453,11 +508,18 @@ READING = RetryPolicy(
 )
 
 OPENING = replace(READING, patience=60.0)
-"""The first look of a job: then a network that is not there is likelier than an outage that ends."""
+"""The first look of a job: then a network that is not there is likelier than an outage that
+ends.
+"""
 
 # Output on S3 and others. Generation continues meanwhile.
 STORAGE = RetryPolicy(
-    retried=_ALL - {401, 403, 404, 405, 501}, patience=300.0, first=0.5, longest=20.0, jitter=0.5, longest_advice=300.0
+    retried=_ALL - {401, 403, 404, 405, 501},
+    patience=300.0,
+    first=0.5,
+    longest=20.0,
+    jitter=0.5,
+    longest_advice=300.0,
 )
 
 # Output on the hub; and what is asked of it before and after generation.
@@ -479,7 +541,8 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 def code_of_rank(error: BaseException) -> int:
     """The exit code of a rank or worker that an error stopped, for a scheduler such as Kubernetes.
 
-    2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few times.
+    2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few
+    times.
     """
     if isinstance(error, Preempted):  # a time limit or a notice
         return 128 + signal.SIGTERM
@@ -487,7 +550,10 @@ def code_of_rank(error: BaseException) -> int:
         return 1
     if isinstance(error, ConfigError | CheckpointMismatch):
         return 2
-    may_pass = any(isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed) for one in causes(error))
+    may_pass = any(
+        isinstance(one, OutputFailed | RequestFailed | ServerError | StorageFailed)
+        for one in causes(error)
+    )
     if isinstance(error, DocumentError | GivenUp | InputError | OutputMismatch) and not may_pass:
         return 3
     return 1

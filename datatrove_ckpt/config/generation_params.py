@@ -1,4 +1,6 @@
-"""Parameters of requests, such as ``temperature``: refused where no server takes them, doubted where none is known."""
+"""Parameters of requests, such as ``temperature``: refused where no server takes them, doubted
+where none is known.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,31 @@ TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 _RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
-_FIELD = re.compile(r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*")
+_FIELD = re.compile(
+    r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*"
+)
 # Of vLLM, SGLang, llama.cpp and OpenAI: those that people set, and those with similar names.
 _KNOWN = frozenset(
     """
-    add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt chat_template
-    chat_template_kwargs continue_final_message documents echo extra_body extra_headers frequency_penalty functions
-    grammar guided_choice guided_grammar guided_json guided_regex ignore_eos include_reasoning json_schema
-    length_penalty logit_bias logprobs lora_path max_completion_tokens max_new_tokens max_tokens messages metadata
-    min_new_tokens min_p min_tokens mirostat mirostat_eta mirostat_tau model models n n_predict parallel_tool_calls
-    presence_penalty priority prompt prompt_logprobs reasoning_effort reasoning_format regex repeat_penalty
-    repetition_penalty response_format return_tokens_as_token_ids seed separate_reasoning service_tier
-    skip_special_tokens stop stop_token_ids stream structured_outputs suffix temperature tool_choice tools top_a top_k
-    top_logprobs top_p truncate_prompt_tokens typical_p use_beam_search user xtc_probability xtc_threshold
+    add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt
+    chat_template chat_template_kwargs continue_final_message documents echo extra_body
+    extra_headers frequency_penalty functions grammar guided_choice guided_grammar guided_json
+    guided_regex ignore_eos include_reasoning json_schema length_penalty logit_bias logprobs
+    lora_path max_completion_tokens max_new_tokens max_tokens messages metadata min_new_tokens
+    min_p min_tokens mirostat mirostat_eta mirostat_tau model models n n_predict
+    parallel_tool_calls presence_penalty priority prompt prompt_logprobs reasoning_effort
+    reasoning_format regex repeat_penalty repetition_penalty response_format
+    return_tokens_as_token_ids seed separate_reasoning service_tier skip_special_tokens stop
+    stop_token_ids stream structured_outputs suffix temperature tool_choice tools top_a top_k
+    top_logprobs top_p truncate_prompt_tokens typical_p use_beam_search user xtc_probability
+    xtc_threshold
     """.split()  # noqa: SIM905
 )
 
 
 def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[str, HiddenDict]]:
-    """The body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI client sends them.
+    """The body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI client
+    sends them.
 
     Raises:
         ConfigError: one of the three cannot be sent. ``key`` is what the payload is called there.
@@ -57,21 +65,26 @@ def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[
         extras[extra] = HiddenDict(given)
     body |= extras.pop("extra_body")
     if body.get("stream"):
-        raise ConfigError(f"{written(f'{key}.extra_body.stream')}: answers are read as a whole. Remove stream.")
+        raise ConfigError(
+            f"{written(f'{key}.extra_body.stream')}: answers are read as a whole. Remove stream."
+        )
     for extra, fields in extras.items():
         for name, value in fields.items():
             if not isinstance(value, str):
                 raise ConfigError(f"{written(f'{key}.{extra}.{name}')}: must be a text.")
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
                 raise ConfigError(
-                    f"{written(f'{key}.{extra}.{name}')}: must be a text that can be sent as a header field."
+                    f"{written(f'{key}.{extra}.{name}')}: must be a text that can be sent as a "
+                    "header field."
                 )
     if not any(extras.values()):
         extras.clear()
     return body, extras
 
 
-def refuse_unsendable(value: object, key: str = "payload", default: Callable[[object], object] | None = None) -> None:
+def refuse_unsendable(
+    value: object, key: str = "payload", default: Callable[[object], object] | None = None
+) -> None:
     """Raises ConfigError with the key of the first part that JSON cannot express."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
@@ -100,7 +113,8 @@ def _warn(name: str) -> None:
     near = get_close_matches(name, _KNOWN, 1, 0.8)
     if near:
         logger.warning(
-            f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It is sent as it is, "
+            f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It "
+            "is sent as it is, "
             "and many servers ignore what they do not know."
         )
 
@@ -120,11 +134,15 @@ def check_generation_params(key: str, params: object) -> None:
     for name in TOKEN_LIMITS:
         value = params.get(name)
         if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
-            raise ConfigError(f"{written(f'{key}.{name}')}: {value!r} is not a whole number of tokens, 1 or more.")
+            raise ConfigError(
+                f"{written(f'{key}.{name}')}: {value!r} is not a whole number of tokens, 1 or more."
+            )
     for name, (least, most) in _RANGES.items():
         value = params.get(name)
         if value is not None and not (_is_number(value) and least <= value <= most):
-            raise ConfigError(f"{written(f'{key}.{name}')}: {value!r} is not a number from {least:g} to {most:g}.")
+            raise ConfigError(
+                f"{written(f'{key}.{name}')}: {value!r} is not a number from {least:g} to {most:g}."
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, and then ours. Each error names its field.
+"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, and then ours. Each error
+names its field.
 
 And ``Engine``: what a ``server_type`` is. The engines are in ``engines``.
 """
@@ -36,17 +37,19 @@ FormEngine = Literal["vllm", "sglang", "llamacpp", "openai", "none"]
 class InferenceConfig:
     """How to reach the model: which server, how to launch it, and how to send requests to it.
 
-    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the others are ours.
+    The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the
+    others are ours.
 
     Attributes:
-        server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned answers) or "custom" (your
-            own script, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path, ``package://NAME/FILE`` of an
-            installed package, ``hf://ORG/NAME`` (one is chosen) or ``hf://ORG/NAME/FILE``.
+        server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned
+            answers) or "custom" (your own script, ``model_kwargs["server_script"]``).
+        model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path,
+            ``package://NAME/FILE`` of an installed package, ``hf://ORG/NAME`` (one is chosen) or
+            ``hf://ORG/NAME/FILE``.
         model_max_context: prompt and answer together, in tokens.
         use_chat: /v1/chat/completions (True) or /v1/completions (False).
-        endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is a variable of the
-            task's environment; a secret in the query must be written so.
+        endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is
+            a variable of the task's environment; a secret in the query must be written so.
         api_key: key for the endpoint; prefer ``api_key_env``.
         metric_interval: seconds between two log lines about progress.
         tp: GPUs that share each layer. One server needs tp * dp * pp GPUs.
@@ -54,47 +57,55 @@ class InferenceConfig:
         pp: stages that the model's layers are divided into.
         default_generation_params: payload keys that a rollout's own override.
         rollouts_per_document: rollouts of each document.
-        max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp): as many as keep a
-            short queue in each server.
-        max_concurrent_documents: documents in work, per task. None: generations // rollouts per document; times
-            ``texts_per_request``, but at most 10,000 for that.
+        max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp):
+            as many as keep a short queue in each server.
+        max_concurrent_documents: documents in work, per task. None: generations // rollouts per
+            document; times ``texts_per_request``, but at most 10,000 for that.
         request_timeout: seconds for one attempt of a request. None: 3600.
         model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
-        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its server stops.
-        master_port: port of the head node when several nodes serve one model. The next one is used, too.
+        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its
+            server stops.
+        master_port: port of the head node when several nodes serve one model. The next one is used,
+            too.
         server_start_timeout_sec: datatrove's; without effect here.
-        server_ready_max_attempts: attempts to reach a starting server; times ``server_ready_delay_sec``, the longest
-            start, model loading included.
+        server_ready_max_attempts: attempts to reach a starting server; times
+            ``server_ready_delay_sec``, the longest start, model loading included.
         server_ready_delay_sec: longest pause between two such attempts.
         server_start_max_retries: attempts to start the server again after the first start failed.
         api_key_env: the environment variable with the endpoint's key.
         trust_remote_code: let vLLM and SGLang run code that comes with the model.
-        request_max_attempts: attempts of a request that fails while others are answered (408, 409, 425, 429, 5xx,
-            resets, timeouts, incomplete answers), before it stops the rank; at least ``server_patience_seconds`` pass,
-            too.
-        server_patience_seconds: how long the run waits while no request is answered (unreachable, 5xx, 429). Then the
-            rank stops; no document is blamed.
+        request_max_attempts: attempts of a request that fails while others are answered (408, 409,
+            425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the rank; at least
+            ``server_patience_seconds`` pass, too.
+        server_patience_seconds: how long the run waits while no request is answered (unreachable,
+            5xx, 429). Then the rank stops; no document is blamed.
         server_stop_timeout_sec: time until a server that was asked to stop is killed.
-        replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the cores). They share
-            ``max_concurrent_generations``.
-        server_max_restarts: restarts of one server within an hour. The run ends when every server has used them up.
-        hang_timeout: seconds without an answer or a new token after which a server that has requests is restarted.
-        server_python: Python interpreter of the engine's own virtual environment. None: that of this package.
-        reuse_servers: the next task of a process takes over its servers if they fit. False: each task starts its own.
-        seed: gives each request a ``seed`` of its own, derived from this number, so that it samples the same when it is
-            sent again. A payload's own ``seed`` stays.
-        accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers count as complete, and
-            one that has it stops the rank. False: an answer without one is retried.
-        texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several documents share it;
-            each is cached, retried and counted for its own.
-        gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each server, where ranks,
-            replicas or several models share them.
+        replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the
+            cores). They share ``max_concurrent_generations``.
+        server_max_restarts: restarts of one server within an hour. The run ends when every server
+            has used them up.
+        hang_timeout: seconds without an answer or a new token after which a server that has
+            requests is restarted.
+        server_python: Python interpreter of the engine's own virtual environment. None: that of
+            this package.
+        reuse_servers: the next task of a process takes over its servers if they fit. False: each
+            task starts its own.
+        seed: gives each request a ``seed`` of its own, derived from this number, so that it samples
+            the same when it is sent again. A payload's own ``seed`` stays.
+        accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers
+            count as complete, and one that has it stops the rank. False: an answer without one is
+                retried.
+        texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several
+            documents share it; each is cached, retried and counted for its own.
+        gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
+            server, where ranks, replicas or several models share them.
 
     Raises:
         ConfigError: a value that cannot work.
     """
 
-    # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or YAML.
+    # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or
+    # YAML.
     server_type: ServerType
     model_name_or_path: str
     model_max_context: int = 8192
@@ -105,7 +116,8 @@ class InferenceConfig:
     tp: int = 1
     dp: int = 1
     pp: int = 1
-    default_generation_params: JsonObject = field(default_factory=dict, repr=False)  # may hold a header's key
+    # May hold a header's key.
+    default_generation_params: JsonObject = field(default_factory=dict, repr=False)
     rollouts_per_document: int = 1
     max_concurrent_generations: int | Literal["auto"] = 500
     max_concurrent_documents: int | None = None
@@ -153,23 +165,30 @@ class InferenceConfig:
             )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
-        # The key between the nodes of the tasks that this process submits. On a node of a task, each would make another
-        # one.
-        if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(LINK_KEY_VARIABLE):
+        # The key between the nodes of the tasks that this process submits. On a node of a task,
+        # each would make another one.
+        if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(
+            LINK_KEY_VARIABLE
+        ):
             os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
 
     def _check_choices(self) -> None:
         if self.server_type not in ENGINES:
-            raise ConfigError(f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}.")
+            raise ConfigError(
+                f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}."
+            )
         if not self.model_name_or_path:
-            raise ConfigError(f"{written.model_name_or_path}: is empty; set it to the model's name or path.")
+            raise ConfigError(
+                f"{written.model_name_or_path}: is empty; set it to the model's name or path."
+            )
         self.engine.check(self)
         for url in map(Key, self.endpoint_urls):
             _check_url(url)
         _check_flags(self.model_kwargs or {})
         if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
             raise ConfigError(
-                "api_key_env: takes the name of an environment variable (letters, digits and _), not the key. Export "
+                "api_key_env: takes the name of an environment variable (letters, digits and _), "
+                "not the key. Export "
                 "the key, and give the variable's name here."
             )
         if self.api_key is not None and self.api_key_env is not None:
@@ -177,12 +196,14 @@ class InferenceConfig:
         if isinstance(self.max_concurrent_generations, str):
             if self.max_concurrent_generations != "auto":
                 raise ConfigError(
-                    f'max_concurrent_generations: {self.max_concurrent_generations!r} is not a number or "auto".'
+                    f"max_concurrent_generations: {self.max_concurrent_generations!r} is not a "
+                    'number or "auto".'
                 )
             if self.engine.metrics is None:
                 with_metrics = engines_where(lambda engine: engine.metrics is not None)
                 raise ConfigError(
-                    f"max_concurrent_generations: auto follows the metrics of servers that the run launches itself "
+                    "max_concurrent_generations: auto follows the metrics of servers that the run "
+                    "launches itself "
                     f"({with_metrics}). For server_type {self.server_type!r}, set a number."
                 )
         if self.server_python is not None and not self.engine.takes_interpreter:
@@ -193,19 +214,24 @@ class InferenceConfig:
         if self.accept_null_finish_reason and self.engine.is_known:
             unknown = engines_where(lambda engine: not engine.is_known)
             raise ConfigError(
-                f"accept_null_finish_reason: is for {unknown} only, because the other servers give one; remove it."
+                f"accept_null_finish_reason: is for {unknown} only, because the other servers give "
+                "one; remove it."
             )
 
     def _check_numbers(self) -> None:
         for rule, name in ((rule, name) for rule, names in _MINIMA.items() for name in names):
             value = getattr(self, name)
             default = type(self).__dataclass_fields__[name].default
-            if (value is None and default is None) or (value == "auto" and name == "max_concurrent_generations"):
+            if (value is None and default is None) or (
+                value == "auto" and name == "max_concurrent_generations"
+            ):
                 continue
             if value < int(rule[-1]) or (value == 0 and rule == "> 0"):
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+        if self.seed is not None and (
+            isinstance(self.seed, bool) or not isinstance(self.seed, int)
+        ):
             raise ConfigError(f"seed: {self.seed!r} is not a whole number.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed: {self.seed} does not fit into 64 bits.")
@@ -218,15 +244,21 @@ class InferenceConfig:
         each = self.engine.gpus_per_server(self)
         if self.gpus and (self.gpus < each * self.replicas or self.gpus % self.replicas):
             raise ConfigError(
-                f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * dp * pp = {each}."
+                f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * "
+                f"dp * pp = {each}."
             )
 
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
             tokens = self.default_generation_params.get(name)
-            if self.server_type != "endpoint" and tokens is not None and tokens >= self.model_max_context:
+            if (
+                self.server_type != "endpoint"
+                and tokens is not None
+                and tokens >= self.model_max_context
+            ):
                 raise ConfigError(
-                    f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no room for a prompt: "
+                    f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no "
+                    "room for a prompt: "
                     "model_max_context, "
                     f"prompt and answer together, is {self.model_max_context}."
                 )
@@ -271,8 +303,9 @@ class InferenceConfig:
 
     @property
     def server_drain_sec(self) -> float:
-        """Seconds that a server has to finish its requests after Slurm's SIGTERM to all processes of a task. SIGKILL
-        comes after KillWait (30 s), and a runner that drains needs the server until then.
+        """Seconds that a server has to finish its requests after Slurm's SIGTERM to all processes
+        of a task. SIGKILL comes after KillWait (30 s), and a runner that drains needs the server
+        until then.
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
@@ -284,13 +317,15 @@ class InferenceConfig:
         """The key for the endpoint, or None.
 
         Raises:
-            ConfigError: the variable of ``api_key_env`` is not set, or the key cannot be sent in a header.
+            ConfigError: the variable of ``api_key_env`` is not set, or the key cannot be sent in a
+                header.
         """
         if self.api_key_env is not None:
             key = Key(os.environ.get(self.api_key_env, ""))
             if not key.reveal():
                 raise ConfigError(
-                    f"api_key_env: the environment variable {self.api_key_env} is not set. Export it where the tasks "
+                    f"api_key_env: the environment variable {self.api_key_env} is not set. Export "
+                    "it where the tasks "
                     "run."
                 )
         elif isinstance(self.api_key, EnvironmentSecret):
@@ -302,7 +337,10 @@ class InferenceConfig:
                 where = f"api_key_env: the value of {self.api_key_env}"
             else:
                 where = "api_key: the key"
-            raise ConfigError(f"{where} holds a space at an end, a line break or another control character. Remove it.")
+            raise ConfigError(
+                f"{where} holds a space at an end, a line break or another control character. "
+                "Remove it."
+            )
         return key
 
     @classmethod
@@ -346,26 +384,40 @@ def _check_flags(flags: JsonObject) -> None:
     """Raises ConfigError if a flag is a secret: every user of the node can read command lines."""
     for name in flags:
         # Models have tokens, too: "<|end|>", "[SEP]".
-        if names_secret(name) and isinstance(flags[name], str) and not flags[name].startswith(("<", "[")):
+        if (
+            names_secret(name)
+            and isinstance(flags[name], str)
+            and not flags[name].startswith(("<", "["))
+        ):
             raise ConfigError(
-                f"model_kwargs: {name!r} is a secret, and would be in the process list and in files. Export it in the "
+                f"model_kwargs: {name!r} is a secret, and would be in the process list and in "
+                "files. Export it in the "
                 "environment instead, which servers inherit: HF_TOKEN for the model hub."
             )
 
 
 def _check_url(url: Key) -> None:
-    """Raises ConfigError if the URL cannot be used, or holds a secret: ``executor.json`` has the config."""
+    """Raises ConfigError if the URL cannot be used, or holds a secret:
+
+    ``executor.json`` has the config.
+    """
     # A variable is checked where the task runs.
-    if not (url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())):
+    if not (
+        url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())
+    ):
         raise ConfigError(
-            f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an environment "
+            f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an "
+            "environment "
             "variable that does."
         )
     if any(char.isspace() for char in url.reveal()):
-        raise ConfigError(f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20.")
+        raise ConfigError(
+            f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20."
+        )
     if "@" in url.reveal():
         raise ConfigError(
-            f"{written.endpoint_url}: contains a user or a password, which would be written to files; use api_key_env."
+            f"{written.endpoint_url}: contains a user or a password, which would be written to "
+            "files; use api_key_env."
         )
     # Of a part without "=", the name may be the secret.
     unhidden = [
@@ -375,15 +427,16 @@ def _check_url(url: Key) -> None:
     ]
     if unhidden:
         raise ConfigError(
-            f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to files. Export it as "
+            f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to "
+            "files. Export it as "
             "an environment "
             "variable, and write ${VARIABLE} in its place."
         )
 
 
-# Three rules hold for every command line: the server listens on 127.0.0.1, on a port that we choose; its API key is in
-# the environment, never in argv, which every user of the machine can read; ``model_kwargs`` come last and override our
-# flags, except for the address and the key.
+# Three rules hold for every command line: the server listens on 127.0.0.1, on a port that we
+# choose; its API key is in the environment, never in argv, which every user of the machine can
+# read; ``model_kwargs`` come last and override our flags, except for the address and the key.
 
 
 HOST = "127.0.0.1"
@@ -422,9 +475,16 @@ class Nodes:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """DATATROVE_NODE_RANK is -1 if each task has one node. DATATROVE_NODE_IPS may then name other tasks' nodes."""
+        """DATATROVE_NODE_RANK is -1 if each task has one node.
+
+        DATATROVE_NODE_IPS may then name other tasks' nodes.
+        """
         rank = int(os.environ.get("DATATROVE_NODE_RANK", "-1"))
-        hosts = tuple(host.strip() for host in os.environ.get("DATATROVE_NODE_IPS", "").split(",") if host.strip())
+        hosts = tuple(
+            host.strip()
+            for host in os.environ.get("DATATROVE_NODE_IPS", "").split(",")
+            if host.strip()
+        )
         if rank >= 0 and len(hosts) > 1:
             return cls(rank, hosts)
         return cls()
@@ -453,7 +513,12 @@ class Launch:
 
     def sizes(self, tp: str, dp: str, pp: str) -> dict[str, object]:
         """The flags of these names, where there is some parallelism."""
-        sizes = {tp: self.config.tp, dp: self.config.dp, pp: self.config.pp, "nnodes": self.nodes.count}
+        sizes = {
+            tp: self.config.tp,
+            dp: self.config.dp,
+            pp: self.config.pp,
+            "nnodes": self.nodes.count,
+        }
         return {name: size for name, size in sizes.items() if size > 1}
 
     @property
@@ -467,7 +532,10 @@ class Launch:
 
 
 class MetricNames(NamedTuple):
-    """The names at /metrics. ``tokens``: counters that grow while the engine works, at a long prompt, too."""
+    """The names at /metrics.
+
+    ``tokens``: counters that grow while the engine works, at a long prompt, too.
+    """
 
     running: str
     waiting: str
@@ -484,10 +552,15 @@ class Cause:
 
 
 PORT_TAKEN = Cause("The port was taken by another process. A new start takes another port.")
-CONTEXT_TOO_LONG = Cause("model_max_context is more than the model or the GPU's memory allows. Lower it.", True)
-TOO_FEW_GPUS = Cause("There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).", True)
+CONTEXT_TOO_LONG = Cause(
+    "model_max_context is more than the model or the GPU's memory allows. Lower it.", True
+)
+TOO_FEW_GPUS = Cause(
+    "There are too few GPUs. tp * dp * pp must not exceed the GPUs of this task (nvidia-smi).", True
+)
 GPU_FULL = Cause(
-    "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization (model_kwargs), raise "
+    "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization (model_kwargs), "
+    "raise "
     "tp, or stop other programs on the GPU (nvidia-smi)."
 )
 
@@ -496,19 +569,20 @@ class Engine:
     """One value of ``server_type``. A subclass sets what differs, and has no state.
 
     Attributes:
-        package: the Python package it needs, which our extra of the engine's name installs; "": none.
+        package: the Python package it needs, which our extra of the engine's name installs; "":
+            none.
         takes_interpreter: ``server_python`` may start it.
-        is_known: which program answers is known. Another one may give no finish_reason, and nobody knows its request
-            fields for structured output.
+        is_known: which program answers is known. Another one may give no finish_reason, and nobody
+            knows its request fields for structured output.
         health_path: of the URL that answers 5xx, or nothing, when the server is dead.
         is_canned: its answers are canned: no model made them.
         leases_gpus: ranks on one node share out their GPUs by locks.
-        cache: of an engine whose servers may not share their cache folder: the variable that names the folder, and the
-            folder's name in ~/.cache.
+        cache: of an engine whose servers may not share their cache folder: the variable that names
+            the folder, and the folder's name in ~/.cache.
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
-        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is missing it lacks.
-            ``inference.client.typed_answers`` must know the form of the answers.
+        ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
+            missing it lacks. ``inference.client.typed_answers`` must know the form of the answers.
         drain_seconds: it can finish its requests after a SIGTERM, and gets at least so long.
         causes: of failed starts, each with a pattern in its log, ignoring case.
         address_flags: of its address and key, which ``model_kwargs`` may not name.
@@ -557,8 +631,10 @@ class Engine:
         for name in config.model_kwargs or {}:
             if dashed(name) in self.address_flags:
                 raise ConfigError(
-                    f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free port, with a fresh "
-                    'key. To use another address, start the server yourself and set server_type "endpoint".'
+                    f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
+                    "port, with a fresh "
+                    "key. To use another address, start the server yourself and set server_type "
+                    '"endpoint".'
                 )
 
     def find(self, config: InferenceConfig) -> str | None:
@@ -576,7 +652,9 @@ class Engine:
         """A pure function."""
         raise NotImplementedError
 
-    def launch(self, config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+    def launch(
+        self, config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE
+    ) -> EngineCommand:
         """How to launch a server.
 
         Raises:
@@ -584,7 +662,10 @@ class Engine:
         """
         python = config.server_python
         if python is not None and shutil.which(python) is None:
-            raise ConfigError(f"server_python: {python!r} is no program on this node. Give the path of an interpreter.")
+            raise ConfigError(
+                f"server_python: {python!r} is no program on this node. Give the path of an "
+                "interpreter."
+            )
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
@@ -594,7 +675,8 @@ class Engine:
         def size(default: int, *names: str) -> int:
             return int(next((given[name] for name in names if name in given), default))
 
-        within = bool(given.get("enable-dp-attention"))  # SGLang: data parallel inside the tensor parallel group
+        # SGLang: data parallel inside the tensor parallel group.
+        within = bool(given.get("enable-dp-attention"))
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
         if within:
@@ -602,13 +684,19 @@ class Engine:
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
-        """The payload keys that make it keep to a form, or why there are none. By default those of OpenAI's API.
+        """The payload keys that make it keep to a form, or why there are none. By default those of
+        OpenAI's API.
 
         Args:
             kind: "json_schema", "regex" or "choice".
         """
         if kind == "json_schema":
-            return {"response_format": {"type": kind, kind: {"name": "answer", "schema": value, "strict": True}}}
+            return {
+                "response_format": {
+                    "type": kind,
+                    kind: {"name": "answer", "schema": value, "strict": True},
+                }
+            }
         if kind == "choice":
             instead = "json_schema with an enum"
         else:
@@ -625,7 +713,8 @@ class Engine:
     def require_package(self) -> None:
         if find_spec(self.package) is None:
             raise ServerStartFailed(
-                f"The {self.name} server cannot start: the Python package {self.package!r} is not installed in "
+                f"The {self.name} server cannot start: the Python package {self.package!r} is not "
+                "installed in "
                 f"{sys.prefix}. Run: pip install 'datatrove-ckpt[{self.name}]'"
             )
 
@@ -645,20 +734,29 @@ def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them; empty if there are none."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
-        return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
+        return [
+            name.strip()
+            for name in listed.split(",")
+            if name.strip() not in ("", "-1", "NoDevFiles")
+        ]
     devices = [path for path in _DEV.iterdir() if _GPU_DEVICE.fullmatch(path.name)]
     return [str(index) for index in range(len(devices))]
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
     """Our flags, except those that the user sets, and then the user's."""
-    ours = [part for name, value in flags.items() if name not in given for part in flag(name, value)]
+    ours = [
+        part for name, value in flags.items() if name not in given for part in flag(name, value)
+    ]
     users = [part for name, value in given.items() for part in flag(name, value, joined=True)]
     return (*ours, *users)
 
 
 def flag(name: str, value: object, *, joined: bool = False) -> tuple[str, ...]:
-    """One flag as argv, in datatrove's mapping. ``joined``: ``--name=value``, which a value like "-1" needs."""
+    """One flag as argv, in datatrove's mapping.
+
+    ``joined``: ``--name=value``, which a value like "-1" needs.
+    """
     if value is None:
         return ()
     if value is True:

@@ -17,7 +17,8 @@ class KubernetesJob:
     """The section ``kubernetes`` of a job's file.
 
     Attributes:
-        image: has datatrove-ckpt in the version of this command, the engine, and the packages that the job imports.
+        image: has datatrove-ckpt in the version of this command, the engine, and the packages that
+            the job imports.
         name: of Job and ConfigMap. None: that of the file.
         namespace: None: the one that kubectl has chosen.
         workers: how many pods share the tasks. None: one for each task.
@@ -25,9 +26,10 @@ class KubernetesJob:
         gpu_resource: what the cluster calls them.
         cpu: requested cores.
         memory: requested.
-        grace_seconds: from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving must fit in. A spot node may
-            give less.
-        backoff: how often a worker may fail before it is given up. Evictions and preemptions do not count.
+        grace_seconds: from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving must fit
+            in. A spot node may give less.
+        backoff: how often a worker may fail before it is given up. Evictions and preemptions do not
+            count.
         secrets: names of Secret objects. Their keys become environment variables.
         env: more environment variables; no secrets.
         volumes: where PersistentVolumeClaims are mounted, by their names. Folders on them are kept.
@@ -57,17 +59,23 @@ class KubernetesJob:
         for variable in self.env or ():
             if may_name_secret(variable):
                 raise ConfigError(
-                    f"env: {variable}: its value may be a secret, and anybody who sees the Job sees it. Put it into a "
-                    f"Secret (kubectl create secret generic NAME --from-literal={variable}=...) and write "
+                    f"env: {variable}: its value may be a secret, and anybody who sees the Job "
+                    "sees it. Put it into a "
+                    f"Secret (kubectl create secret generic NAME --from-literal={variable}=...) "
+                    "and write "
                     "secrets: [NAME]."
                 )
         for claim, path in (self.volumes or {}).items():
             if not path.startswith("/"):
-                raise ConfigError(f"volumes: {claim}: must be mounted at an absolute path; it is {path!r}.")
+                raise ConfigError(
+                    f"volumes: {claim}: must be mounted at an absolute path; it is {path!r}."
+                )
         for field in (self.pod or {}).keys() & {*_OURS}:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
 
     def is_kept(self, folder: str) -> bool:
         """Whether a folder outlives the pod."""
         path = Path(folder).absolute()
-        return "://" in folder or any(path.is_relative_to(mount) for mount in (self.volumes or {}).values())
+        return "://" in folder or any(
+            path.is_relative_to(mount) for mount in (self.volumes or {}).values()
+        )

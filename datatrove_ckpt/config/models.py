@@ -1,6 +1,8 @@
-"""Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge": InferenceConfig(...)}``.
+"""Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge":
+InferenceConfig(...)}``.
 
-The first one is the rollout's ``generate``, the others are ``generate.judge`` and so on. Each has its own servers.
+The first one is the rollout's ``generate``, the others are ``generate.judge`` and so on. Each has
+its own servers.
 """
 
 from __future__ import annotations
@@ -16,16 +18,24 @@ from datatrove_ckpt.errors import ConfigError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 # Taken by ``generate``, or by fields of a run's identity.
-_OF_GENERATE = "classify count_finished cut_off embed empty failed last_hash last_payload score tokens"
+_OF_GENERATE = (
+    "classify count_finished cut_off embed empty failed last_hash last_payload score tokens"
+)
 _OF_CODE = "imports output_writer rollout_fn shared_context uses"
-_OF_IDENTITY = f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"
-_TAKEN = frozenset({*_OF_GENERATE.split(), *_OF_IDENTITY.split(), *(one.name for one in fields(InferenceConfig))})
+_OF_IDENTITY = (
+    f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"
+)
+_TAKEN = frozenset(
+    {*_OF_GENERATE.split(), *_OF_IDENTITY.split(), *(one.name for one in fields(InferenceConfig))}
+)
 _OF_THE_RANK = ("rollouts_per_document", "metric_interval")
 
 
-def models_of(config: InferenceConfig | Mapping[str, InferenceConfig]) -> dict[str, InferenceConfig]:
-    """The models by their names, in their order; a single one may have the name "". Several are copies, which know
-    their names.
+def models_of(
+    config: InferenceConfig | Mapping[str, InferenceConfig],
+) -> dict[str, InferenceConfig]:
+    """The models by their names, in their order; a single one may have the name "". Several are
+    copies, which know their names.
 
     Raises:
         ConfigError: a name or a setting cannot be one.
@@ -33,11 +43,14 @@ def models_of(config: InferenceConfig | Mapping[str, InferenceConfig]) -> dict[s
     if not isinstance(config, Mapping):
         return {"": _checked("config", config)}
     if not config:
-        raise ConfigError('config: is empty. Name each model: {"writer": InferenceConfig(...), ...}.')
+        raise ConfigError(
+            'config: is empty. Name each model: {"writer": InferenceConfig(...), ...}.'
+        )
     for name in config:
         if not _NAME.fullmatch(str(name)) or keyword.iskeyword(str(name)) or name in _TAKEN:
             raise ConfigError(
-                f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, and mean nothing "
+                f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, "
+                "and mean nothing "
                 "else. Take letters, digits and _, such as judge."
             )
     models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
@@ -50,7 +63,9 @@ def _checked(place: str, config: object) -> InferenceConfig:
     if isinstance(config, InferenceConfig):
         return config
     if not hasattr(config, "server_type"):
-        raise ConfigError(f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}.")
+        raise ConfigError(
+            f"{place}: takes an InferenceConfig(...), and not a {type(config).__name__}."
+        )
     made = InferenceConfig.from_datatrove(config)
     made.limits_documents = False  # datatrove fills it in
     return made
@@ -62,11 +77,18 @@ def _several(models: dict[str, InferenceConfig]) -> dict[str, InferenceConfig]:
         for setting in _OF_THE_RANK:
             default = InferenceConfig.__dataclass_fields__[setting].default
             if getattr(models[name], setting) not in (default, getattr(models[first], setting)):
-                raise ConfigError(f"config: {name}: {setting}: is set for the first model only, {first}.")
+                raise ConfigError(
+                    f"config: {name}: {setting}: is set for the first model only, {first}."
+                )
         if models[name].limits_documents:
-            raise ConfigError(f"config: {name}: max_concurrent_documents: is set for the first model only, {first}.")
+            raise ConfigError(
+                f"config: {name}: max_concurrent_documents: is set for the first model only, "
+                f"{first}."
+            )
     models = {name: copy.copy(config) for name, config in models.items()}
-    on_cores = {name: config.replicas for name, config in models.items() if config.server_type == "llamacpp"}
+    on_cores = {
+        name: config.replicas for name, config in models.items() if config.server_type == "llamacpp"
+    }
     for name, config in models.items():
         config.name = name
         config.models = tuple(models)

@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 from datatrove_ckpt.errors import ConfigError
 
-_TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}  # of which job it is
+# Of which job it is.
+_TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}
 
 
 @dataclass
 class MonitoringConfig:
-    """What a run tells other systems while it works. All of it is off by default, and none of it can stop the run.
+    """What a run tells other systems while it works. All of it is off by default, and none of it
+    can stop the run.
 
     Attributes:
-        run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it is called
-            checkpoints, ck or the like), or else of the output folder.
-        metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs the extra
-            ``metrics``.
-        metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a password.
+        run_name: the job's name. None: that of the checkpoints' folder (of the folder above, if it
+            is called checkpoints, ck or the like), or else of the output folder.
+        metrics_port: port of ``/metrics``, for each process the first free one from here on. Needs
+            the extra ``metrics``.
+        metrics_host: address of that port. "0.0.0.0" opens it to other machines, without a
+            password.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -32,7 +35,9 @@ class MonitoringConfig:
         if self.run_name is not None and not self.run_name.strip():
             raise ConfigError("monitoring.run_name: is empty; give a name, or leave it out.")
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
-            raise ConfigError(f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}.")
+            raise ConfigError(
+                f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}."
+            )
 
 
 def name_of_folder(folder: str) -> str:

@@ -1,4 +1,6 @@
-"""Paths in settings, where ``~`` and ``$NAME`` are expanded where the task runs; and the file of a job."""
+"""Paths in settings, where ``~`` and ``$NAME`` are expanded where the task runs; and the file of a
+job.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def expand_path(setting: str, path: str) -> Path:
     try:
         found = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
-        raise ConfigError(f"{written(setting)}: {path!r}: there is no such home folder. Write the path out.") from None
+        raise ConfigError(
+            f"{written(setting)}: {path!r}: there is no such home folder. Write the path out."
+        ) from None
     refuse_tilde(written(setting), path, found)
     return found
 
@@ -49,5 +53,7 @@ def start_command(given: Sequence[str]) -> str:
 
 
 def default_mirror(logging_dir: str, runner: int = 0) -> str:
-    """On Hugging Face Jobs, the mirror of a runner that names none, by its number among the runners."""
+    """On Hugging Face Jobs, the mirror of a runner that names none, by its number among the
+    runners.
+    """
     return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -32,8 +32,8 @@ CkptError
     ├── RequestFailed          given up after every retry; stops the rank
     └── RequestPoisoned        this request kills servers
 
-Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds one of the errors
-above. This room imports no other room.
+Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds
+one of the errors above. This room imports no other room.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from pathlib import Path
 
 from datatrove_ckpt.errors.doors import Remedy
 
-# Control characters except line break and tab, what turns text around, line separators, lone surrogates.
+# Control characters except line break and tab, what turns text around, line separators, lone
+# surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -54,7 +55,10 @@ def printable(text: str) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that it was raised from or made of, exception groups included. Each once."""
+    """The error and everything that it was raised from or made of, exception groups included.
+
+    Each once.
+    """
     waiting: list[object] = [error]  # keeps them alive, so that no other object gets their ids
     seen: set[int] = set()
     for found in waiting:
@@ -64,15 +68,17 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
                 waiting += found
             elif isinstance(found, BaseException):
                 yield found
-                parts = getattr(found, "error", None), getattr(found, "exceptions", None)  # of datatrove, of a group
+                # Of datatrove, of a group.
+                parts = getattr(found, "error", None), getattr(found, "exceptions", None)
                 waiting += [found.__cause__ or found.__context__, found.args, *parts]
 
 
 class CkptError(Exception):
-    """Base of every error of this package. Raised itself, it means that tasks of a cluster are not complete.
+    """Base of every error of this package. Raised itself, it means that tasks of a cluster are not
+    complete.
 
-    Its arguments are the parts of its message: texts, and what helps as objects (see ``doors``). Messages quote
-    servers, documents and files. Python prints them when a script ends with one.
+    Its arguments are the parts of its message: texts, and what helps as objects (see ``doors``).
+    Messages quote servers, documents and files. Python prints them when a script ends with one.
     """
 
     def __str__(self) -> str:
@@ -104,8 +110,8 @@ class CheckpointError(CkptError):
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint file has a content that no crash can leave. The message names file and line.
 
-    Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this package. Restore
-    the file from a copy, or start the rank again with an empty folder.
+    Causes are a damaged disk, a partial copy, an edit by hand, or a file of another version of this
+    package. Restore the file from a copy, or start the rank again with an empty folder.
     """
 
     def __init__(self, *parts: object) -> None:
@@ -115,43 +121,55 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint was made with other settings or from another input. The message names what differs.
+    """The checkpoint was made with other settings or from another input. The message names what
+    differs.
 
-    Restore the settings or the input, set ``accept_changes``, or use another ``checkpoints_local_dir``.
+    Restore the settings or the input, set ``accept_changes``, or use another
+    ``checkpoints_local_dir``.
     """
 
 
 class VersionMismatch(CheckpointMismatch):
-    """A version of this package wrote the checkpoint, or its mirror, that this version cannot go on with.
+    """A version of this package wrote the checkpoint, or its mirror, that this version cannot go on
+    with.
 
     The message names that version. Install it, or a newer one. Nothing was changed.
     """
 
 
 class OutputMismatch(CheckpointError):
-    """The output folder and the checkpoint differ: committed files are missing or changed, or unknown files are there.
+    """The output folder and the checkpoint differ: committed files are missing or changed, or
+    unknown files are there.
 
     The message names files, and the command that has missing files made again.
     """
 
 
 class CheckpointLocked(CheckpointError):
-    """Another process works on this rank. The message names its host and its pid; wait for it, or stop it."""
+    """Another process works on this rank.
+
+    The message names its host and its pid; wait for it, or stop it.
+    """
 
 
 class Fenced(CheckpointLocked):
-    """Another process took over this rank after this one started. This one writes nothing more; the other continues."""
+    """Another process took over this rank after this one started.
+
+    This one writes nothing more; the other continues.
+    """
 
 
 class StorageFailed(CheckpointError):
     """The disk refused a write, a sync or a rename. Everything saved before is safe.
 
-    Correct the cause (a full disk, missing permissions, a lost mount), then run the same command again.
+    Correct the cause (a full disk, missing permissions, a lost mount), then run the same command
+    again.
     """
 
 
 class InputError(CkptError):
-    """An input file is damaged or cut off, or none of its lines is a document. The message names the file.
+    """An input file is damaged or cut off, or none of its lines is a document. The message names
+    the file.
 
     The rank is not complete. Correct the setting or the file, and run the same command again.
     """
@@ -162,62 +180,81 @@ class DocumentError(CkptError):
 
 
 class DocumentFailed(DocumentError):
-    """A rollout raised, or one of its requests could not be answered. The answers of other documents are saved.
+    """A rollout raised, or one of its requests could not be answered. The answers of other
+    documents are saved.
 
     Fix the cause and run the same command again, or set ``on_document_error="dead_letter"``.
     """
 
 
 class DocumentNotSerializable(DocumentError):
-    """A document holds a value that the journal cannot keep. The message names the document and the value."""
+    """A document holds a value that the journal cannot keep.
+
+    The message names the document and the value.
+    """
 
 
 class InvalidFileName(DocumentError):
-    """A document's metadata gives a file name outside the output folder, or one that no file system takes.
+    """A document's metadata gives a file name outside the output folder, or one that no file system
+    takes.
 
-    The message names the document and the field. Correct the document, or choose another ``output_filename``.
+    The message names the document and the field. Correct the document, or choose another
+    ``output_filename``.
     """
 
 
 class TooManyDeadLetters(DocumentError):
-    """More documents failed than ``max_dead_letters`` allows, so they probably have one cause. Fix that cause first."""
+    """More documents failed than ``max_dead_letters`` allows, so they probably have one cause.
+
+    Fix that cause first.
+    """
 
 
 class OutputFailed(DocumentError):
-    """A finished chunk could not be written or uploaded. Its journal is kept, so no request is sent again.
+    """A finished chunk could not be written or uploaded. Its journal is kept, so no request is sent
+    again.
 
-    Correct the cause (a value that the writer cannot write, missing permissions, a remote that fails), and run the same
-    command again.
+    Correct the cause (a value that the writer cannot write, missing permissions, a remote that
+    fails), and run the same command again.
     """
 
 
 class TooManyOpenFiles(CkptError):
     """No more file or connection could be opened. Everything saved before is safe.
 
-    Raise the limit (``ulimit -n``) or lower ``max_concurrent_generations``, and run the same command again.
+    Raise the limit (``ulimit -n``) or lower ``max_concurrent_generations``, and run the same
+    command again.
     """
 
 
 class UnexpectedExit(CkptError):
-    """A step before this one, ``shared_context`` or a rollout called ``sys.exit`` or raised another BaseException.
+    """A step before this one, ``shared_context`` or a rollout called ``sys.exit`` or raised another
+    BaseException.
 
-    It would end the process with documents missing, and often with exit code 0. Raise an ``Exception`` instead.
+    It would end the process with documents missing, and often with exit code 0. Raise an
+    ``Exception`` instead.
     """
 
 
 class GivenUp(CkptError):
-    """Tasks that no process tries again before somebody corrects their cause, which the message names."""
+    """Tasks that no process tries again before somebody corrects their cause, which the message
+    names.
+    """
 
 
 class WorkerDied(CkptError):
-    """The worker processes of some tasks were killed, ``max_rank_attempts`` times each, or could not be started.
+    """The worker processes of some tasks were killed, ``max_rank_attempts`` times each, or could
+    not be started.
 
     The message names the tasks. What they had finished is saved; run the same command again.
     """
 
 
 class Preempted(CkptError):
-    """A signal or the job's time limit stopped the rank early. Finished work is saved; the same command resumes."""
+    """A signal or the job's time limit stopped the rank early.
+
+    Finished work is saved; the same command resumes.
+    """
 
 
 class ServerError(CkptError):
@@ -225,15 +262,22 @@ class ServerError(CkptError):
 
 
 class ServerStartFailed(ServerError):
-    """The server never became ready. The message shows its command, its exit code and the end of its log."""
+    """The server never became ready.
+
+    The message shows its command, its exit code and the end of its log.
+    """
 
 
 class ServerDied(ServerError):
-    """The server was ready and died. A run ends with this error when ``server_max_restarts`` are used up."""
+    """The server was ready and died.
+
+    A run ends with this error when ``server_max_restarts`` are used up.
+    """
 
 
 class ServerUnavailable(ServerError):
-    """No request was answered for ``server_patience_seconds``: the server is away, or fails for all requests.
+    """No request was answered for ``server_patience_seconds``: the server is away, or fails for all
+    requests.
 
     Finished work is saved. When the server is back, run the same command again.
     """
@@ -242,8 +286,8 @@ class ServerUnavailable(ServerError):
 class ServerRefused(ServerError):
     """The server refuses every request of this run (401, 402, 403, 404 and the like, redirects).
 
-    Check the key, the model's name and the URL. Or its answers have no finish_reason, or have one against
-    ``accept_null_finish_reason``: see docs/servers.md.
+    Check the key, the model's name and the URL. Or its answers have no finish_reason, or have one
+    against ``accept_null_finish_reason``: see docs/servers.md.
     """
 
     status: int | None = None
@@ -254,17 +298,22 @@ class RequestError(CkptError):
 
 
 class RequestRejected(RequestError):
-    """The server rejected this request for good (400, 413, 414, 422, 431). ``retry_errors`` sends it again.
+    """The server rejected this request for good (400, 413, 414, 422, 431). ``retry_errors`` sends
+    it again.
 
-    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word. Where there are
-    several models, the name of the one that was asked stands before it.
+    The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
+    Where there are several models, the name of the one that was asked stands before it.
     """
 
     def __init__(self, status: int, body: str, remembered: bool = False) -> None:
         self.status = status
         self.body = body
         self.remembered = remembered
-        note = " (an earlier attempt got this answer; retry_errors=True asks again)" if remembered else ""
+        note = (
+            " (an earlier attempt got this answer; retry_errors=True asks again)"
+            if remembered
+            else ""
+        )
         super().__init__(f"BadRequestError: HTTP {status}{note}: {' '.join(body.split())}")
 
     def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool], dict[str, object]]:
@@ -272,11 +321,15 @@ class RequestRejected(RequestError):
 
 
 class RequestFailed(RequestError):
-    """A request failed for ``server_patience_seconds`` while others were answered. The next run sends it again.
+    """A request failed for ``server_patience_seconds`` while others were answered. The next run
+    sends it again.
 
-    It stops the rank (``DocumentFailed``): a failure that is not the request's own never costs a document.
+    It stops the rank (``DocumentFailed``): a failure that is not the request's own never costs a
+    document.
     """
 
 
 class RequestPoisoned(RequestError):
-    """This request kills servers: it was in flight when several died, and one died while it had no other request."""
+    """This request kills servers: it was in flight when several died, and one died while it had no
+    other request.
+    """

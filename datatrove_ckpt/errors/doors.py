@@ -1,10 +1,12 @@
 """The door through which a job came, the names of settings there, and what helps against an error.
 
-A door is the Python API, the command line, or ``run()``; the short form has other names for some settings. So a message
-marks a setting (``f"Correct {written.data_folder}."``), and has what helps as an object among the arguments of its
-error: ``CheckpointMismatch("Restore it, or start with ", StartOver(), ".")``.
+A door is the Python API, the command line, or ``run()``; the short form has other names for some
+settings. So a message marks a setting (``f"Correct {written.data_folder}."``), and has what helps
+as an object among the arguments of its error: ``CheckpointMismatch("Restore it, or start with ",
+StartOver(), ".")``.
 
-The door belongs to the process: threads of a rank share it. A step carries it into worker processes and jobs.
+The door belongs to the process: threads of a rank share it. A step carries it into worker processes
+and jobs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _PHRASES = {
     "folders": ("checkpoints_local_dir, output_folder and logging_dir", "run_folder"),
     "finished_folders": ("output_folder and checkpoints_local_dir", "run_folder"),
     "old_results": (
-        ", and set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep their "
+        ", and set finished_from to the old output_folder and checkpoints_local_dir: finished "
+        "documents keep their "
         "results",
         ", and set finished_from to the old run_folder: finished documents keep their results",
     ),
@@ -63,7 +66,8 @@ class Door:
     """How a job was started. Without arguments: in Python.
 
     Attributes:
-        form: what has the settings of the short form: a file, "the command line" or "run()"; "": the long form.
+        form: what has the settings of the short form: a file, "the command line" or "run()"; "":
+            the long form.
         runner: the place of the ``InferenceRunner`` in the pipeline.
     """
 
@@ -224,7 +228,8 @@ class Repair(Remedy):
     """Repair the checkpoint, and start again.
 
     Attributes:
-        retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or "" (it is none).
+        retry: the start is a retry of dead letters: "now", "later" (once the run is complete), or
+            "" (it is none).
     """
 
     what: str
@@ -238,12 +243,17 @@ class Repair(Remedy):
             again += f", with {self.door.name('retry_dead_letters')}"
         elif self.retry == "later":
             again += f", and with {self.door.name('retry_dead_letters')} when it is done"
-        return f"{repair_command(self.what, logging_dir=self.logging_dir, output=self.output)}{again}"
+        return (
+            f"{repair_command(self.what, logging_dir=self.logging_dir, output=self.output)}{again}"
+        )
 
 
 @dataclass(frozen=True)
 class StartOver(Remedy):
-    """Start from the beginning in other folders. ``before``, ``after``: the rest of the sentence."""
+    """Start from the beginning in other folders.
+
+    ``before``, ``after``: the rest of the sentence.
+    """
 
     before: str = ""
     after: str = ""

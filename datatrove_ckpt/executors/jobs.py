@@ -1,10 +1,12 @@
 """JobsPipelineExecutor: datatrove's for Hugging Face Jobs, with what it lacks.
 
-the package on the job's machine    a zip of this very code, beside ``executor.pik`` (``process/job_launch.py``)
+the package on the job's machine    a zip of this very code, beside ``executor.pik``
+                                    (``process/job_launch.py``)
 a job's disk is empty               each runner has a mirror, below ``logging_dir`` by default
 a job has ranks of its own          it is a worker, which takes ranks until none is free
 a job reaches its timeout           its ranks drain before; SIGTERM drains, too
-a job dies                          the next job takes its ranks, while they advance; ``failures`` has the cause
+a job dies                          the next job takes its ranks, while they advance; ``failures``
+                                    has the cause
 the coordinator ends                jobs go on; the next run of the same command waits for them
 """
 
@@ -36,8 +38,21 @@ from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress, mirrored_progress
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, is_surely_secret, log_text, may_name_secret, redact
-from datatrove_ckpt.common.retrying import OPENING, READING, code_of_rank, failure_line, http_status, naming_hub
+from datatrove_ckpt.common.redaction import (
+    MIRROR_KEY_VARIABLE,
+    is_surely_secret,
+    log_text,
+    may_name_secret,
+    redact,
+)
+from datatrove_ckpt.common.retrying import (
+    OPENING,
+    READING,
+    code_of_rank,
+    failure_line,
+    http_status,
+    naming_hub,
+)
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.errors.doors import written
@@ -93,23 +108,27 @@ class _Job:
 class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on Hugging Face Jobs, and waits for them.
 
-    All arguments but the last are those of datatrove's ``JobsPipelineExecutor``, with these differences.
+    All arguments but the last are those of datatrove's ``JobsPipelineExecutor``, with these
+    differences.
 
     Args:
         workers: how many jobs share the tasks. -1: one for each ``tasks_per_job`` of them.
         tasks_per_job: only for that.
-        logging_dir: its bucket also gets the package, and by default the mirror of each runner (checkpoints/).
-        dependencies: packages that the jobs need besides this one, what it requires, and without ``image`` the engine.
+        logging_dir: its bucket also gets the package, and by default the mirror of each runner
+            (checkpoints/).
+        dependencies: packages that the jobs need besides this one, what it requires, and without
+            ``image`` the engine.
         flavor: the machine of a job; ``hf jobs hardware`` lists them.
         timeout: a rank drains before. None: 30 minutes, as Jobs have it.
         namespace: who pays; None: the token's account.
         labels, env: of each job, beside ours. What env says is kept in files.
-        secrets: with None for a value, this process's variable of that name. The keys of endpoints (``api_key_env``)
-            and of mirrors are added.
-        max_retries: how many more jobs are started in turn although no rank advances, and how often a rank that fails,
-            or kills its job, without progress is tried again.
+        secrets: with None for a value, this process's variable of that name. The keys of endpoints
+            (``api_key_env``) and of mirrors are added.
+        max_retries: how many more jobs are started in turn although no rank advances, and how often
+            a rank that fails, or kills its job, without progress is tried again.
         poll_interval: seconds between two looks at the jobs.
-        cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next run waits for them.
+        cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next
+            run waits for them.
     """
 
     pipeline: list[PipelineStep]
@@ -147,20 +166,32 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(**given)
         except ValueError as error:
-            raise ConfigError(str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")) from None
+            raise ConfigError(
+                str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
+            ) from None
         self.cancel_on_interrupt = cancel_on_interrupt
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
-        engines = [] if image else [config.server_type for config in configs]  # an image may have its engine
+        # An image may have its engine.
+        engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
             raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         check_depends(depends, DatatroveExecutor)
-        for key, name, value in _kept(env=env, labels=labels, dependencies=dependencies, image=image):
-            if (key == "env" and may_name_secret(name)) or is_surely_secret("", value) or redact(value) != value:
-                raise ConfigError(f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use secrets.")
+        for key, name, value in _kept(
+            env=env, labels=labels, dependencies=dependencies, image=image
+        ):
+            if (
+                (key == "env" and may_name_secret(name))
+                or is_surely_secret("", value)
+                or redact(value) != value
+            ):
+                raise ConfigError(
+                    f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use "
+                    "secrets."
+                )
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
@@ -176,11 +207,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return str(self.logging_dir.resolve_paths("")).rstrip("/")
 
     def run(self) -> None:
-        """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until none is free.
+        """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until
+        none is free.
 
         Raises:
             ConfigError: a setting cannot work, or something would be on a job's own disk.
-            CkptError: ranks are not complete; the message names them and their jobs. Or see ``check_before_run``.
+            CkptError: ranks are not complete; the message names them and their jobs. Or see
+                ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
@@ -189,7 +222,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if job_launch.LAUNCH in os.environ:
             return self._work()
         skip_completed = self.skip_completed
-        self.skip_completed = skip_completed and not any(runner.retry_dead_letters for runner in self._runners)
+        self.skip_completed = skip_completed and not any(
+            runner.retry_dead_letters for runner in self._runners
+        )
         try:
             self.check()
             with checkpoints_seen(self):
@@ -212,25 +247,32 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except Exception as error:
             own = own_error(error) or error
             note = code_of_rank(own), log_text(f"{type(own).__name__}: {own}")
-            with suppress(Exception), self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file:
+            with (
+                suppress(Exception),
+                self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
+            ):
                 file.write(orjson.dumps(note))
             raise
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
-        return LocalPipelineExecutor(self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts)
+        return LocalPipelineExecutor(
+            self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
+        )
 
     def check(self) -> None:
         """
         Raises:
-            ConfigError: something would be on a job's own disk, or a secret is not set here; or see ``own_files``.
+            ConfigError: something would be on a job's own disk, or a secret is not set here; or see
+                ``own_files``.
         """
         from datatrove_ckpt.preflight.before_run import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
             raise ConfigError(
-                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes with it. Set to a "
+                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
+                "with it. Set to a "
                 f"URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
@@ -247,7 +289,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         running = self._running()
         ranks = self._left(range(self.tasks), self.skip_completed)
         if running:
-            logger.info(f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. Waiting.")
+            logger.info(
+                f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. "
+                "Waiting."
+            )
         else:
             self._forget_markers(ranks)
         if ranks:
@@ -263,7 +308,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no others.
+        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
+        others.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
@@ -287,7 +333,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 why = failure_line(error)
         if left:
             raise CkptError(
-                f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run it again."
+                f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run "
+                "it again."
             )
         return len(jobs)
 
@@ -302,7 +349,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 logger.error(str(error))
             return
         logger.warning(
-            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. To cancel them: "
+            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
+            "To cancel them: "
             f"{written.cancel}."
         )
 
@@ -313,7 +361,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             self.depends.run()  # it takes part in jobs that run already
             left = self.depends.get_incomplete_ranks(skip_completed=True)
             if left:
-                raise CkptError(f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not complete.")
+                raise CkptError(
+                    f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not "
+                    "complete."
+                )
         except CkptError as error:
             if not self.run_on_dependency_fail:
                 raise
@@ -326,7 +377,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: no other job would help.
         """
         self._began = time.time()
-        with Interruption([signal.SIGTERM]), self._as_worker()._open_claims(runs_all=False) as claims:
+        with (
+            Interruption([signal.SIGTERM]),
+            self._as_worker()._open_claims(runs_all=False) as claims,
+        ):
             claims.clear()
             try:
                 self._keep_jobs(claims)
@@ -373,8 +427,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         others = [job for job in running if job.settings not in ("", self._settings)]
         if others:
             raise CheckpointMismatch(
-                f"{plural(len(others), 'job')} of an earlier start still run, with other settings, rollout code or "
-                f"package: {_shown(others)}. Wait for them with what they were started with, or cancel them "
+                f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
+                "rollout code or "
+                f"package: {_shown(others)}. Wait for them with what they were started with, or "
+                "cancel them "
                 f"({written.cancel}), and run this again."
             )
         return running
@@ -404,8 +460,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if why:
             left = self._left(range(self.tasks))
             raise CkptError(
-                f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. `datatrove-ckpt status` shows "
-                f"each task; their logs: hf jobs logs {job.id}, and {self._folder}/logs. Other jobs of this run go on. "
+                f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. "
+                "`datatrove-ckpt status` shows "
+                f"each task; their logs: hf jobs logs {job.id}, and {self._folder}/logs. Other "
+                "jobs of this run go on. "
                 "Run the same command again to resume."
             )
         if stage == "COMPLETED":
@@ -436,14 +494,16 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         for _ in range(number):
             try:
                 with (
-                    warnings.catch_warnings(action="ignore", category=UserWarning),  # run_uv_job is experimental
+                    # run_uv_job is experimental.
+                    warnings.catch_warnings(action="ignore", category=UserWarning),
                     redirect_stdout(io.StringIO()),  # it prints where it keeps each script
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
                 if not READING.passes(error):
                     raise CkptError(
-                        f"Hugging Face refuses to start a job: {failure_line(error)}. {plural(len(alive), 'job')} of "
+                        f"Hugging Face refuses to start a job: {failure_line(error)}. "
+                        f"{plural(len(alive), 'job')} of "
                         "this run go on. Correct that and run the same command again."
                     ) from error
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
@@ -462,7 +522,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         launch = uuid.uuid4().hex
         env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
-        own = {job_launch.LAUNCH: launch, _SETTINGS: self._settings, job_launch.TIMEOUT: f"{self._seconds():g}"}
+        own = {
+            job_launch.LAUNCH: launch,
+            _SETTINGS: self._settings,
+            job_launch.TIMEOUT: f"{self._seconds():g}",
+        }
         labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
         job = run_uv_job(
             job_launch.__file__,
@@ -486,18 +550,25 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         labels = {_LABEL: self._label}
         whose = {"namespace": self.namespace, "token": self.token}
-        jobs = self._asked("The jobs cannot be listed", lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)])
+        jobs = self._asked(
+            "The jobs cannot be listed",
+            lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)],
+        )
         found = []
         for job in jobs:
             env = job.environment or {}
-            found.append(_Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, "")))
+            found.append(
+                _Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, ""))
+            )
         return found
 
     def _stage(self, job: _Job) -> str:
         from huggingface_hub import inspect_job
 
         def ask() -> str:
-            return str(inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage)
+            return str(
+                inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage
+            )
 
         try:
             return self._asked(f"Job {job.url} cannot be looked at", ask)
@@ -516,7 +587,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return READING.run(call, what)
         except Exception as error:
             raise CkptError(
-                f"{what}: {failure_line(error)}. The jobs that run go on: the same command waits for them."
+                f"{what}: {failure_line(error)}. The jobs that run go on: the same command waits "
+                "for them."
             ) from error
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
@@ -527,11 +599,15 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        urls = [url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None]
+        urls = [
+            url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None
+        ]
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:
-                sums = threads.map(lambda rank: mirrored_progress([f"{url}/{rank:05d}" for url in urls]), ranks)
+                sums = threads.map(
+                    lambda rank: mirrored_progress([f"{url}/{rank:05d}" for url in urls]), ranks
+                )
                 return dict(zip(ranks, sums, strict=True))
 
         return self._asked("The mirror cannot be read", look)
@@ -562,7 +638,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return _DEFAULT_SECONDS
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))
         if found is None:
-            raise ConfigError(f"timeout: takes seconds, or a text such as 90m or 2h; it is {self.timeout!r}.")
+            raise ConfigError(
+                f"timeout: takes seconds, or a text such as 90m or 2h; it is {self.timeout!r}."
+            )
         return float(found[1]) * _UNITS[found[2]]
 
     def _secrets(self) -> dict[str, str | None]:
@@ -576,7 +654,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         names = dict.fromkeys(config.api_key_env for config in configs if config.api_key_env)
         names |= dict.fromkeys([MIRROR_KEY_VARIABLE] if MIRROR_KEY_VARIABLE in os.environ else [])
         wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
-        found = {name: os.environ.get(name) if value is None else value for name, value in wanted.items()}
+        found = {
+            name: os.environ.get(name) if value is None else value for name, value in wanted.items()
+        }
         for name, value in found.items():
             if not value:
                 if name == "HF_TOKEN":
@@ -584,14 +664,20 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 else:
                     how = "Export"
                 raise ConfigError(
-                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. {how} it."
+                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. "
+                    f"{how} it."
                 )
         return found
 
     def _upload(self) -> None:
-        """Uploads the package and the executor. A job of an earlier launch that starts now reads the same run."""
+        """Uploads the package and the executor.
+
+        A job of an earlier launch that starts now reads the same run.
+        """
         content = bundle()
-        self._bundle_name = f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+        self._bundle_name = (
+            f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+        )
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None
         executor.skip_completed = True  # the markers of ranks that run once more are gone

@@ -1,8 +1,10 @@
 """LocalPipelineExecutor: datatrove's, with worker processes of our own (``process/workers.py``).
 
 a worker is killed, or out of memory     its rank starts again; datatrove's run waits without end
-SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves processes behind
-a run with other settings, or input,     refused before anything starts; datatrove skips finished ranks
+SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves
+                                         processes behind
+a run with other settings, or input,     refused before anything starts; datatrove skips finished
+                                         ranks
 than those of the finished ranks         without a look at them
 """
 
@@ -68,16 +70,20 @@ _CLAIMS_POLL = 2.0  # seconds
 _REMOTE_CLAIMS_POLL = 15.0
 _WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
-_MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)  # seconds before each: a remote may list a folder as it was a moment ago
+# Seconds before each: a remote may list a folder as it was a moment ago.
+_MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
-_RANKS_AT_ONCE = 32  # as many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py)
+# As many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py).
+_RANKS_AT_ONCE = 32
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
 def datatroves(arguments: dict[str, object], *own: str) -> dict[str, object]:
     """Returns the arguments of a method, from its ``locals()``, that are not our own."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "__class__", *own)}
+    return {
+        name: value for name, value in arguments.items() if name not in ("self", "__class__", *own)
+    }
 
 
 def check_depends(depends: object, kind: type) -> None:
@@ -92,21 +98,24 @@ def check_depends(depends: object, kind: type) -> None:
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on this machine.
 
-    All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With ``workers=1`` the ranks run
-    in this process.
+    All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With
+    ``workers=1`` the ranks run in this process.
 
     Args:
-        max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of memory) before it is
-            given up. The other ranks go on. Several ranks of a process that dies are tried again one by one.
-        ranks_at_once: how many ranks each worker may run at one time, over the same servers: while the last answers of
-            a rank are waited for, the next rank starts. None: 32, or 1 if a shared_context is opened for each rank.
-            Ranks run in turn if the pipeline has several InferenceRunners, or one with reuse_servers=False.
+        max_rank_attempts: how many worker processes may die of the same rank (kill -9, out of
+            memory) before it is given up. The other ranks go on. Several ranks of a process that
+            dies are tried again one by one.
+        ranks_at_once: how many ranks each worker may run at one time, over the same servers: while
+            the last answers of a rank are waited for, the next rank starts. None: 32, or 1 if a
+            shared_context is opened for each rank. Ranks run in turn if the pipeline has several
+            InferenceRunners, or one with reuse_servers=False.
     """
 
     pipeline: list[PipelineStep]
     skip_completed: bool
     _is_worker = False  # ends when no rank is free
-    _claims: Claims | None = None  # of the ranks that this process has taken; None: it was told which ranks to run
+    # Of the ranks that this process has taken; None: it was told which ranks to run.
+    _claims: Claims | None = None
 
     def __init__(
         self,
@@ -136,7 +145,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
-        """Runs every rank that is not complete. When it returns, all are complete, and the output is what they wrote.
+        """Runs every rank that is not complete. When it returns, all are complete, and the output
+        is what they wrote.
 
         With ``retry_dead_letters`` of a runner, complete ranks run, too.
 
@@ -211,8 +221,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 break
         if left:
             raise CkptError(
-                f"{len(left)} of {self.world_size} tasks have ended, but are not marked as complete; task {left[0]} is "
-                f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the same command again."
+                f"{len(left)} of {self.world_size} tasks have ended, but are not marked as "
+                f"complete; task {left[0]} is "
+                f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the "
+                "same command again."
             )
         self._write_stats(stats, local)
         if self.local_tasks > 1:  # the only one has said its own
@@ -220,17 +232,20 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return stats
 
     def run_worker(self) -> int:
-        """Runs tasks that no other process runs, until there is none. Returns how many it has completed.
+        """Runs tasks that no other process runs, until there is none. Returns how many it has
+        completed.
 
-        Any number of processes may do that at one time, beside one that calls ``run``. Only ``run`` makes the checks.
-        A task whose documents, input or output are wrong is given up, with its cause; this process goes on.
+        Any number of processes may do that at one time, beside one that calls ``run``. Only ``run``
+        makes the checks. A task whose documents, input or output are wrong is given up, with its
+        cause; this process goes on.
 
         Raises:
             ConfigError: ``logging_dir`` cannot hold claims.
             GivenUp: no task is free, and some were given up, by this process or another one.
             CheckpointLocked: another process runs all tasks.
             CkptError: a task failed by something that may pass, or is wrong for all tasks.
-            KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have drained.
+            KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
+                drained.
         """
         from datatrove_ckpt.preflight.before_run import check_before_worker
 
@@ -264,11 +279,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def is_rank_completed(self, rank: int) -> bool:
         try:
             return bool(super().is_rank_completed(rank))
-        except KeyError:  # by huggingface_hub, if the folder of a bucket appears while it is looked for
+        except KeyError:
+            # By huggingface_hub, if the folder of a bucket appears while it is looked for.
             return False  # a rank that was complete nevertheless finds that in its checkpoint
 
-    def get_incomplete_ranks(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
-        for name in ("completions/00000", "stats/00000.json"):  # fsspec keeps listings, and other processes write there
+    def get_incomplete_ranks(
+        self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
+    ) -> list[int]:
+        # Fsspec keeps listings, and other processes write there.
+        for name in ("completions/00000", "stats/00000.json"):
             self.logging_dir.invalidate_cache(name)
         if ranks is None:
             ranks = range(self.world_size)
@@ -280,7 +299,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return found
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Writes the statistics of all tasks, unless other machines still run tasks: the last one writes them."""
+        """Writes the statistics of all tasks, unless other machines still run tasks: the last one
+        writes them.
+        """
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return
@@ -289,7 +310,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         with self.logging_dir.open("stats.json", "wt") as file:
             stats.save_to_disk(file)
 
-    def _screen(self, ranks: int, complete: int, stats: PipelineStats) -> Screen | nullcontext[None]:
+    def _screen(
+        self, ranks: int, complete: int, stats: PipelineStats
+    ) -> Screen | nullcontext[None]:
         from datatrove_ckpt.generation.final_stats import finished_documents
 
         if not self._runners:
@@ -304,11 +327,17 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     @property
     def _may_have_workers(self) -> bool:
         """Whether processes may safely take ranks of this run by themselves (``run_worker``)."""
-        if not self._runners or any(runner.checkpoints_local_dir is None for runner in self._runners):
+        if not self._runners or any(
+            runner.checkpoints_local_dir is None for runner in self._runners
+        ):
             return False
         from datatrove_ckpt.mirror.object_store import bucket_for
 
-        return self.skip_completed and self.local_tasks == self.world_size > 1 and bucket_for(self._folder) is None
+        return (
+            self.skip_completed
+            and self.local_tasks == self.world_size > 1
+            and bucket_for(self._folder) is None
+        )
 
     @property
     def _folder(self) -> str:
@@ -321,7 +350,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(runs_all)
-        store = open_store(f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options)
+        store = open_store(
+            f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options
+        )
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
         before = set(self.get_incomplete_ranks(range(self.world_size)))
@@ -341,20 +372,29 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         drains = (runner.drain_seconds for runner in self._runners)
         has_time = partial(has_time_for, max(drains, default=0.0))
         reached = self._reached
-        return closing(Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker))
+        return closing(
+            Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker)
+        )
 
     def _reached(self, rank: int) -> Progress:
         from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
 
-        urls = [runner.checkpoints_remote_dir for runner in self._runners if runner.checkpoints_remote_dir is not None]
+        urls = [
+            runner.checkpoints_remote_dir
+            for runner in self._runners
+            if runner.checkpoints_remote_dir is not None
+        ]
         if urls:
             return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
-        return local_progress([rank_folder(runner.checkpoints_root, rank) for runner in self._runners])
+        return local_progress(
+            [rank_folder(runner.checkpoints_root, rank) for runner in self._runners]
+        )
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
 
-        Without workers, no rank is claimed: a worker that would join sees this process, and is refused.
+        Without workers, no rank is claimed: a worker that would join sees this process, and is
+        refused.
         """
         if not self._may_have_workers:
             self._run_all(ranks, screen, done)
@@ -366,18 +406,23 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 claims.clear()
                 workers = [other.process for other in claims.workers()]
             except (OSError, CkptError) as error:
-                logger.warning(f"Whether workers have tasks of this job cannot be seen: {error}. Start none beside it.")
+                logger.warning(
+                    f"Whether workers have tasks of this job cannot be seen: {error}. Start none "
+                    "beside it."
+                )
             if not workers:
                 self._run_all(ranks, screen, done)
                 return
         names = ", ".join(workers)
         logger.info(
-            f"Workers have tasks of this job: {names}. This command takes tasks as one of them, in one process."
+            f"Workers have tasks of this job: {names}. This command takes tasks as one of them, in "
+            "one process."
         )
         self._take_and_run(ranks, screen, done)
 
     def _take_and_run(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
-        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a worker ends.
+        """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a
+        worker ends.
 
         Raises:
             GivenUp: some ranks were given up.
@@ -388,7 +433,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             worker.workers = 1
             worker._claims = claims
             line_at = 0.0
-            while left := set(self.get_incomplete_ranks(ranks)) - claims.done - claims.given_up().keys():
+            while (
+                left := set(self.get_incomplete_ranks(ranks))
+                - claims.done
+                - claims.given_up().keys()
+            ):
                 free, are_left = claims.free()
                 if free and not claims.has_time:
                     self._end_before_time_limit()
@@ -410,7 +459,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             locked = left & claims.locked
             if locked and self._is_worker:
                 raise CheckpointLocked(
-                    f"{plural_is(len(locked), 'task')} run by processes that were started {written.as_run}. Task "
+                    f"{plural_is(len(locked), 'task')} run by processes that were started "
+                    f"{written.as_run}. Task "
                     f"{min(locked)} is the first. Wait for them, and start this command again."
                 )
             given_up = claims.given_up()
@@ -426,12 +476,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             BaseException: of a signal handler, which requeues the job.
         """
         logger.info(
-            "Tasks are free, but would hardly end before the job's time limit: this process takes none of them."
+            "Tasks are free, but would hardly end before the job's time limit: this process takes "
+            "none of them."
         )
         with Preemption([], 0.0) as preemption:
             preemption.stop_for_time_limit()
 
-    def _run_all(self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True) -> None:
+    def _run_all(
+        self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True
+    ) -> None:
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
@@ -442,7 +495,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         self._work_through(TaskList(wanted, done), self._copy, 0, overlap)
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
-        """Runs a rank, and notes its end in its claim. Returns None if this process has not completed it.
+        """Runs a rank, and notes its end in its claim. Returns None if this process has not
+        completed it.
 
         Raises:
             BaseException: of the rank; but a worker goes on if only this rank is wrong.
@@ -483,13 +537,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if exit.code and in_main_thread():  # of a signal it has a code
                 raise
             raise UnexpectedExit(
-                f"A step of task {rank} called sys.exit. The task is not complete; raise an Exception instead."
+                f"A step of task {rank} called sys.exit. The task is not complete; raise an "
+                "Exception instead."
             ) from exit
 
     @property
     def _most_at_once(self) -> int:
         runners = self._runners
-        if len(runners) != 1 or not runners[0].may_share_servers:  # of several, each needs the GPUs in its turn
+        # Of several, each needs the GPUs in its turn.
+        if len(runners) != 1 or not runners[0].may_share_servers:
             return 1
         if self.ranks_at_once is not None:
             return self.ranks_at_once
@@ -503,9 +559,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return copied
 
     def _work_through(
-        self, ranks: Tasks, make_executor: Callable[[], LocalPipelineExecutor], slot: int, overlap: bool
+        self,
+        ranks: Tasks,
+        make_executor: Callable[[], LocalPipelineExecutor],
+        slot: int,
+        overlap: bool,
     ) -> None:
-        """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at once, in threads."""
+        """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at
+        once, in threads.
+        """
         run = partial(_run_rank, make_executor, slot, Path.cwd())
         try:
             with gc_tuned(), chdir("."):
@@ -533,26 +595,42 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         with task_of_many(True), log_of_many(slot), preemption, no_exit(who, preemption.shutdown):
             RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
 
-    def _in_workers(self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done) -> None:
+    def _in_workers(
+        self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
+    ) -> None:
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
             import_module(_RANK)  # once, and not in each worker
         runners = self._runners
-        numbers = {*STOP_SIGNALS, *(signal.Signals[name] for step in runners for name in step.drain_signals)}
+        numbers = {
+            *STOP_SIGNALS,
+            *(signal.Signals[name] for step in runners for name in step.drain_signals),
+        }
         # Pickled for every start method: each rank gets a copy of its own.
-        kept = [runner.identity(self.world_size) for runner in runners if runner.checkpoints_local_dir is not None]
+        kept = [
+            runner.identity(self.world_size)
+            for runner in runners
+            if runner.checkpoints_local_dir is not None
+        ]
         work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # Markers of ranks that run once more, as a retry does, are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
         attempts = self.max_rank_attempts
-        with Workers(context, self.workers, work, numbers, attempts, stop_seconds, screen) as workers:
+        with Workers(
+            context, self.workers, work, numbers, attempts, stop_seconds, screen
+        ) as workers:
             for rank, stats in workers.run(ranks):
                 done(rank, stats)
         if workers.signal is not None:
             end_as(workers.signal)
-        lost = sorted({*self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True), *anew & {*workers.lost}})
+        lost = sorted(
+            {
+                *self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True),
+                *anew & {*workers.lost},
+            }
+        )
         for rank in workers.lost.keys() - set(lost):
             done(rank, _saved_stats(self.logging_dir, rank))
         if lost:
@@ -564,8 +642,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 return bytes(ForkingPickler.dumps(self))
         except Exception as error:  # whatever a step's __reduce__ raises
             raise ConfigError(
-                f"The pipeline cannot be sent to worker processes: {type(error).__name__}: {error}. Every step, its "
-                "rollout and its shared_context must be picklable; give a function that makes what is not, such as a "
+                f"The pipeline cannot be sent to worker processes: {type(error).__name__}: "
+                f"{error}. Every step, its "
+                "rollout and its shared_context must be picklable; give a function that makes what "
+                "is not, such as a "
                 "connection or a generator. Or set workers=1."
             ) from error
 
@@ -579,16 +659,21 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         while left := len(self.depends.get_incomplete_ranks(skip_completed=True)):
             if alone:  # nobody else will run them
                 raise CkptError(
-                    f"{left} of {self.depends.world_size} tasks of the executor in depends are not complete. Their "
-                    f"logs are in {self.depends.logging_dir.resolve_paths('logs')}. Run that one again first."
+                    f"{left} of {self.depends.world_size} tasks of the executor in depends are not "
+                    "complete. Their "
+                    f"logs are in {self.depends.logging_dir.resolve_paths('logs')}. Run that one "
+                    "again first."
                 )
             logger.info(
-                f"{left} of {self.depends.world_size} tasks that this executor depends on are not complete yet."
+                f"{left} of {self.depends.world_size} tasks that this executor depends on are not "
+                "complete yet."
             )
             time.sleep(_DEPENDENCY_POLL)
 
 
-def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks) -> None:
+def _work(
+    pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks
+) -> None:
     """Runs ranks in a worker. ``identities``: of the runners with checkpoints, in the parent."""
 
     def make_executor() -> LocalPipelineExecutor:
@@ -602,7 +687,10 @@ def _work(pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot
 def _run_rank(
     make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
 ) -> PipelineStats | None:
-    """Runs one rank, from this folder: a step of another rank may have changed it. Returns as ``_run_taken``."""
+    """Runs one rank, from this folder: a step of another rank may have changed it.
+
+    Returns as ``_run_taken``.
+    """
     os.chdir(folder)
     executor = make_executor()
     executor.logging_dir = _own_listings(executor.logging_dir)
@@ -610,7 +698,9 @@ def _run_rank(
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
-    """Returns the folder, if remote with its own file system: fsspec keeps listings, which threads must not share."""
+    """Returns the folder, if remote with its own file system: fsspec keeps listings, which threads
+    must not share.
+    """
     if folder.is_local():
         return folder
     shared = folder.fs
@@ -630,11 +720,17 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
     kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
     for runner, parents in zip(kept, identities, strict=True):
         if changes := compare(parents.kept, runner.identity(executor.world_size)):
-            lines = "".join(f"  {change.field}: {change.shown_old} -> {change.shown_new}\n" for change in changes)
+            lines = "".join(
+                f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
+                for change in changes
+            )
             raise CheckpointMismatch(
-                f"The worker processes have other code or values than the process that started them:\n{lines}"
-                "They import the script and its modules anew. So what is set under `if __name__ == '__main__':`, or "
-                "changed after an import, is not there. Pass it to the rollout in a functools.partial or as "
+                "The worker processes have other code or values than the process that started "
+                f"them:\n{lines}"
+                "They import the script and its modules anew. So what is set under `if __name__ == "
+                "'__main__':`, or "
+                "changed after an import, is not there. Pass it to the rollout in a "
+                "functools.partial or as "
                 "shared_context, or set start_method='fork'."
             )
 
@@ -654,12 +750,16 @@ def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
     with logging_dir.open(f"stats/{rank:05d}.json") as file:
         stats = PipelineStats.from_json(json.load(file))
     for step in stats.stats:
-        step.stats = MetricStatsDict(init={name: _as_counted(value) for name, value in step.stats.items()})
+        step.stats = MetricStatsDict(
+            init={name: _as_counted(value) for name, value in step.stats.items()}
+        )
     return stats
 
 
 def _as_counted(value: dict[str, float] | float) -> MetricStats:
-    """Reads a saved metric, where a plain number is a sum of ones. datatrove would read it as one value."""
+    """Reads a saved metric, where a plain number is a sum of ones. datatrove would read it as one
+    value.
+    """
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
     if value:
@@ -670,7 +770,8 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
 def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
     named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
     return GivenUp(
-        f"{len(causes)} of {tasks} tasks are not complete, because they were given up:{named}\nCorrect the cause, and "
+        f"{len(causes)} of {tasks} tasks are not complete, because they were given "
+        f"up:{named}\nCorrect the cause, and "
         f"run the job again ({written.as_run}) to resume."
     )
 
@@ -690,8 +791,10 @@ def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
 
 def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
     return CheckpointLocked(
-        f"All tasks of this job are run by {', '.join(processes)}, which was started {written.as_run}. Stop it, and "
-        f"start every machine {written.as_worker}. If it was killed on another machine, it counts as alive for five "
+        f"All tasks of this job are run by {', '.join(processes)}, which was started "
+        f"{written.as_run}. Stop it, and "
+        f"start every machine {written.as_worker}. If it was killed on another machine, it counts "
+        "as alive for five "
         "minutes."
     )
 
@@ -700,6 +803,7 @@ def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
     named = "; ".join(f"task {rank}: {why}" for rank, why in sorted(lost.items()))
     memory = "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
     return WorkerDied(
-        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died ({named}). "
+        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died "
+        f"({named}). "
         f"{memory if 'SIGKILL' in named else ''}Run the same command again to resume."
     )

@@ -2,11 +2,13 @@
 
     an element of the array    is a worker: it takes tasks until none is free
     another submission         adds workers, also while the first ones are in the queue
-    the time limit             an element takes no task that would hardly end before it, and is requeued instead
-    the last job               starts when the array has ended, makes the checks, and writes ``stats.json``
+    the time limit             an element takes no task that would hardly end before it, and is
+                               requeued instead
+    the last job               starts when the array has ended, makes the checks, and writes
+                               ``stats.json``
 
-Several nodes of a task must all know which task it is, and tasks that retry dead letters are complete. datatrove deals
-such tasks out to the elements.
+Several nodes of a task must all know which task it is, and tasks that retry dead letters are
+complete. datatrove deals such tasks out to the elements.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.executors.local import LocalPipelineExecutor, check_depends, datatroves, given_up_error
+from datatrove_ckpt.executors.local import (
+    LocalPipelineExecutor,
+    check_depends,
+    datatroves,
+    given_up_error,
+)
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error
 
@@ -43,11 +50,12 @@ _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster 
 class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the tasks of a pipeline in a job array of workers.
 
-    All arguments but the last two are those of datatrove's ``SlurmPipelineExecutor``, with these differences.
+    All arguments but the last two are those of datatrove's ``SlurmPipelineExecutor``, with these
+    differences.
 
     Args:
-        workers: how many elements the array has. -1: one for each task that is left. They need not run at once: those
-            that run share all tasks.
+        workers: how many elements the array has. -1: one for each task that is left. They need not
+            run at once: those that run share all tasks.
         gpus_per_task, cpus_per_task, nodes_per_task: of a worker.
         depends: the job that comes first, with all of its checks.
         max_rank_attempts, ranks_at_once: as ``LocalPipelineExecutor`` has them.
@@ -98,19 +106,22 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1)
+        super().__init__(
+            **datatroves(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1
+        )
         check_depends(depends, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
 
     def run(self) -> None:
-        """Submits workers, and the job that checks the run after them. Inside of a job: does its work.
+        """Submits workers, and the job that checks the run after them. Inside of a job: does its
+        work.
 
         Raises:
             CkptError: see ``check_before_run``.
-            SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last job, tasks that are
-                not complete, or an error of ``check_after_run``.
+            SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
+                job, tasks that are not complete, or an error of ``check_after_run``.
         """
         from datatrove_ckpt.preflight.before_run import check_before_run
 
@@ -136,7 +147,9 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         for name in self.requeue_signals or ():
             signal.signal(signal.Signals[name], _requeue)
         completed = self._worker().run_worker()
-        logger.info(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
+        logger.info(
+            f"This worker has completed {plural(completed, 'task')}, and no task is free now."
+        )
 
     def _worker(self) -> LocalPipelineExecutor:
         return _Worker(self)
@@ -152,7 +165,10 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise self._not_complete(left)
         check_after_run(worker)
         worker.run_ranks()
-        logger.success(f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the checkpoint.")
+        logger.success(
+            f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
+            "checkpoint."
+        )
 
     def _not_complete(self, left: list[int]) -> CkptError:
         from datatrove_ckpt.claims.claims import claimants, given_up
@@ -167,7 +183,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if at_work:
             names = ", ".join(worker.process for worker in at_work)
             return CkptError(
-                f"{text} Workers of another submission go on: {names}. The last job after them checks all."
+                f"{text} Workers of another submission go on: {names}. The last job after them "
+                "checks all."
             )
         return CkptError(f"{text} Run the same command again: it submits workers for them.")
 
@@ -185,7 +202,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         elements = min(tasks, most)
         if self.pulls:
             return elements
-        return math.ceil(tasks / math.ceil(tasks / elements))  # datatrove deals out as many tasks to each, but the last
+        # Datatrove deals out as many tasks to each, but the last.
+        return math.ceil(tasks / math.ceil(tasks / elements))
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, object]:
         arguments: dict[str, object] = super().get_sbatch_args(max_array)
@@ -200,11 +218,17 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # A retry is marked as complete before it runs, so only the ends of the elements show that dealt tasks ran.
+        # A retry is marked as complete before it runs, so only the ends of the elements show that
+        # dealt tasks ran.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
-        command = f"{_LAST_JOB}=1 launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
-        self.job_id = launch_slurm_job(self.get_launch_file_contents(arguments, command), self.job_id_retriever)
+        command = (
+            f"{_LAST_JOB}=1 launch_pickled_pipeline "
+            f"{self.logging_dir.resolve_paths('executor.pik')}"
+        )
+        self.job_id = launch_slurm_job(
+            self.get_launch_file_contents(arguments, command), self.job_id_retriever
+        )
 
 
 class _Worker(LocalPipelineExecutor):

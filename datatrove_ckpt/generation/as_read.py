@@ -1,16 +1,18 @@
 """What a document is identified by before its rollout: its bytes as it was read, whatever it holds.
 
-A document may come with an image, a tensor or a file that the rollout uses and removes. So each value that
-``documents.encode`` cannot write is replaced by a text: its type, and a hash of its content where the content is known
-to be the same after each start:
+A document may come with an image, a tensor or a file that the rollout uses and removes. So each
+value that ``documents.encode`` cannot write is replaced by a text: its type, and a hash of its
+content where the content is known to be the same after each start:
 
 - PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content
 - bytearray, memoryview, array.array; deques
-- the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of their file
+- the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of
+  their file
 
-Of every other object only the type counts: its attributes may be addresses, times and counters, and a run must not
-refuse its own input. For a document that ``encode`` can write the bytes are the same as there.
+Of every other object only the type counts: its attributes may be addresses, times and counters, and
+a run must not refuse its own input. For a document that ``encode`` can write the bytes are the same
+as there.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class AsRead(NamedTuple):
 
 
 def as_read(document: Document) -> AsRead:
-    """Encodes any document, and never fails. The bytes are the same for equal documents, in any process.
+    """Encodes any document, and never fails. The bytes are the same for equal documents, in any
+    process.
 
     A lone surrogate survives. A container that holds itself is cut off where it repeats.
     """
@@ -54,7 +57,9 @@ def as_read(document: Document) -> AsRead:
     try:
         data = dump(document_fields(document), describe)
     except Exception:
-        fields = {name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")}
+        fields = {
+            name: getattr(document, name, None) for name in ("text", "id", "media", "metadata")
+        }
         data = trim(orjson.dumps(_AnyWrapper(describe).wrap(fields, _DEEPEST)))
     return AsRead(data, len(data) + describe.hashed_bytes)
 
@@ -90,7 +95,15 @@ class _AnyWrapper:
 
     def _wrap_items(self, value: Any, depth: int) -> object:
         if isinstance(value, dict):
-            return {TAG: ["dict", [[self.wrap(key, depth), self.wrap(item, depth)] for key, item in value.items()]]}
+            return {
+                TAG: [
+                    "dict",
+                    [
+                        [self.wrap(key, depth), self.wrap(item, depth)]
+                        for key, item in value.items()
+                    ],
+                ]
+            }
         return [self.wrap(item, depth) for item in value]
 
 
@@ -113,7 +126,8 @@ class _Description:
         if (torch := _loaded("torch")) and isinstance(value, torch.Tensor):
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return f"{value.dtype} {tuple(value.shape)} {self._hash(data)}"
-        if isinstance(encoded := getattr(value, "_hf_encoded", None), dict):  # datasets' video and audio decoders
+        # Datasets' video and audio decoders.
+        if isinstance(encoded := getattr(value, "_hf_encoded", None), dict):
             if encoded.get("bytes") is not None:
                 return self._hash(encoded["bytes"])
             # A cache may be elsewhere on the next node.

@@ -1,16 +1,22 @@
-"""``texts_per_request``: texts that wait for their embeddings share requests, whatever documents they are of.
+"""``texts_per_request``: texts that wait for their embeddings share requests, whatever documents
+they are of.
 
 Each text has its cache key, its row, its counters and its errors, as if it had been alone.
 
     what happens to a shared request                          then
     it is full, or 5 ms old                                   it is sent
-    answered                                                  each text has its vector, by index, and its share of the
+    answered                                                  each text has its vector, by index,
+                                                              and its share of the
                                                               tokens: the sum is the request's
-    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at fault is alone
+    rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at
+                                                              fault is alone
     are answered
-    in flight at several deaths of its server                 its texts are sent alone, in quarantine
-    no request can be answered                                each text has the error, and the first stops the rank
-    a document is cancelled                                   its text leaves; a request without texts is cancelled
+    in flight at several deaths of its server                 its texts are sent alone, in
+                                                              quarantine
+    no request can be answered                                each text has the error, and the first
+                                                              stops the rank
+    a document is cancelled                                   its text leaves; a request without
+                                                              texts is cancelled
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ class _Text:
     """One text that waits for its vector.
 
     Attributes:
-        is_answered: its document waits no longer, though its task has not run yet: an early stop must not cut it off.
+        is_answered: its document waits no longer, though its task has not run yet: an early stop
+            must not cut it off.
     """
 
     __slots__ = ("answer", "is_answered", "text", "waiter")
@@ -95,14 +102,17 @@ class Batches:
         self._most = most
         self._filling: dict[bytes, _Batch] = {}
 
-    async def complete(self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter) -> Completion:
+    async def complete(
+        self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter
+    ) -> Completion:
         """Returns the answer to one text, with the errors of ``CompletionClient.complete``.
 
         Args:
             waiter: has started to wait, and waits again when this returns.
         """
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
-        if (batch := self._filling.get(key)) is None:  # the rest as it is now: the rollout may change what is in it
+        # The rest as it is now: the rollout may change what is in it.
+        if (batch := self._filling.get(key)) is None:
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
             batch.timer = asyncio.get_running_loop().call_later(_LONGEST, self._send, key, batch)
         text = _Text(payload["input"], waiter)
@@ -123,7 +133,9 @@ class Batches:
         batch.timer.cancel()
         del self._filling[key]
         if batch.waiting:
-            batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, Request(batch.client.sender)))
+            batch.task = asyncio.get_running_loop().create_task(
+                _run(batch, batch.texts, Request(batch.client.sender))
+            )
 
 
 async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
@@ -137,10 +149,14 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
     if request.is_shared:
         content = [text.text for text in texts]
     try:
-        completion = await batch.client.complete(trim(orjson.dumps({**batch.rest, "input": content})), way, request)
+        completion = await batch.client.complete(
+            trim(orjson.dumps({**batch.rest, "input": content})), way, request
+        )
     except (RequestRejected, RequestFailed, MustDivide) as error:
         if request.is_shared:
-            await asyncio.gather(*(_run(batch, part, each) for part, each in _parts(texts, request)))
+            await asyncio.gather(
+                *(_run(batch, part, each) for part, each in _parts(texts, request))
+            )
         else:
             texts[0].give(error)
     except Exception as error:

@@ -1,6 +1,8 @@
-"""The user's modules: where they are, what binds their names and changes them, and what differs at each start.
+"""The user's modules: where they are, what binds their names and changes them, and what differs at
+each start.
 
-Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one module.
+Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one
+module.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from datatrove_ckpt.generation.code_text import (
     write_code,
     write_tree,
 )
-from datatrove_ckpt.generation.code_uses import Definition, Import, Name, Uses, bound_names, dotted, imported
+from datatrove_ckpt.generation.code_uses import (
+    Definition,
+    Import,
+    Name,
+    Uses,
+    bound_names,
+    dotted,
+    imported,
+)
 from datatrove_ckpt.generation.code_values import MACHINE, UNSTABLE, Path, cells, wrapped
 
 _STARTED = time.time()
@@ -54,7 +64,8 @@ class Source:
 
     Attributes:
         bindings: of its names, in order.
-        changes: statements that change what a name stands for: ``D[k] = v``, ``D.update()``, ``@render.register``.
+        changes: statements that change what a name stands for: ``D[k] = v``, ``D.update()``,
+            ``@render.register``.
     """
 
     def __init__(self, texts: tuple[tuple[str, str], ...], documented: bool) -> None:
@@ -73,7 +84,9 @@ class Source:
             self._collect(self._trees[file].body, ())
 
     def statements(self, name: str) -> list[Binding]:
-        """Returns the statements that bind a name, except imports, and then those that change its value."""
+        """Returns the statements that bind a name, except imports, and then those that change its
+        value.
+        """
         found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
         return list(dict.fromkeys(one for one in found if one.imported is None))
 
@@ -87,7 +100,11 @@ class Source:
                 for name, found in imported(node):
                     self._add(self.bindings, [name], bound._replace(imported=found))
             elif isinstance(node, _BLOCKS):
-                inside = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr | ast.withitem)]
+                inside = [
+                    child
+                    for child in ast.iter_child_nodes(node)
+                    if isinstance(child, ast.expr | ast.withitem)
+                ]
                 conditions = [child for child in inside if isinstance(child, ast.expr)]
                 for part in (node, *getattr(node, "handlers", [])):
                     for name in ("body", "orelse", "finalbody"):
@@ -121,7 +138,9 @@ class Source:
         return self._text[node]
 
     def _is_for_library(self, node: ast.AST) -> bool:
-        """Returns whether an installed package, which may read docstrings, decorates or is a base of a definition."""
+        """Returns whether an installed package, which may read docstrings, decorates or is a base
+        of a definition.
+        """
         around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
         bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
         packages = {one.module.partition(".")[0] for one in bound if not one.level}
@@ -138,7 +157,9 @@ class Source:
                 waiting += [child for child in inside if lambdas or not isinstance(child, ast.expr)]
                 if isinstance(node, Definition | ast.Lambda):
                     first = (getattr(node, "decorator_list", None) or [node])[0]
-                    found.setdefault(getattr(node, "name", "<lambda>"), []).append((file, first.lineno, node))
+                    found.setdefault(getattr(node, "name", "<lambda>"), []).append(
+                        (file, first.lineno, node)
+                    )
         return found
 
     @functools.cache  # noqa: B019 (source_of keeps it, too)
@@ -153,7 +174,9 @@ class Source:
         return [node for _, _, node in self._definitions(False).get(name, [])]
 
     def find(self, code: types.CodeType, edited: bool) -> list[ast.AST]:
-        """Finds the function of a code object: by its line, or, if the file was edited, by its bytecode."""
+        """Finds the function of a code object: by its line, or, if the file was edited, by its
+        bytecode.
+        """
         file = code.co_filename
         line = code.co_firstlineno
         if file not in self._texts:
@@ -166,7 +189,9 @@ class Source:
 
 
 def _stored(node: ast.stmt) -> Iterator[str]:
-    """Yields what a statement stores into, calls a method of, or gives to a function that changes it."""
+    """Yields what a statement stores into, calls a method of, or gives to a function that changes
+    it.
+    """
     for part in ast.walk(node):
         if isinstance(part, ast.Expr) and isinstance(part.value, ast.Call):
             yield from dotted(part.value)[:1]
@@ -186,7 +211,9 @@ class Module:
         namespace: its globals; empty: other processes may not have loaded it.
     """
 
-    def __init__(self, name: str, file: str, namespace: Mapping[str, Any], documented: bool) -> None:
+    def __init__(
+        self, name: str, file: str, namespace: Mapping[str, Any], documented: bool
+    ) -> None:
         self.name = name
         self.file = file
         self.folder = ""
@@ -224,10 +251,14 @@ def _file(module: str) -> str | None:
 
 
 def is_of_user(file: str | None, module: str | None) -> bool:
-    """Returns whether a file is not of an installed package, the standard library or this package."""
+    """Returns whether a file is not of an installed package, the standard library or this
+    package.
+    """
     if file is None or str(module).partition(".")[0] in PIPELINE:
         return False
-    return bool(_CELL.match(file)) or not (file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file))
+    return bool(_CELL.match(file)) or not (
+        file.startswith(("<", _STANDARD_LIBRARY)) or _PACKAGES.search(file)
+    )
 
 
 class Project:
@@ -255,23 +286,38 @@ class Project:
         if isinstance(thing, types.FunctionType):
             name = str(thing.__module__)
             file: str | None = thing.__code__.co_filename
-            if file == "<string>" and (name in ("None", "builtins", *MAIN) or self.module(name) is not None):  # by exec
+            # By exec.
+            if file == "<string>" and (
+                name in ("None", "builtins", *MAIN) or self.module(name) is not None
+            ):
                 return True
         else:
             name = thing.__name__
             if isinstance(thing, type):
                 name = str(thing.__module__)
             file = _file(name)
-            if isinstance(thing, types.ModuleType) and sys.modules.get(name) is not thing:  # loaded by its path
+            # Loaded by its path.
+            if isinstance(thing, types.ModuleType) and sys.modules.get(name) is not thing:
                 file = getattr(thing, "__file__", None)
             if file is None and name in MAIN:  # a notebook
                 return True
             if isinstance(thing, type) and name not in sys.modules:  # of a pickle
-                return any(map(self.owns, [one for one in vars(thing).values() if isinstance(one, types.FunctionType)]))
+                return any(
+                    map(
+                        self.owns,
+                        [
+                            one
+                            for one in vars(thing).values()
+                            if isinstance(one, types.FunctionType)
+                        ],
+                    )
+                )
         return self._is_users_file(file, name)
 
     def _is_users_file(self, file: str | None, module: str) -> bool:
-        return is_of_user(file, module) or (file is not None and module.partition(".")[0] in self.packages)
+        return is_of_user(file, module) or (
+            file is not None and module.partition(".")[0] in self.packages
+        )
 
     def module(self, name: str) -> Module | None:
         """Returns a module of the user; None: it is not the user's, or is missing."""
@@ -304,7 +350,9 @@ class Project:
         return self._modules[name]
 
     def module_of(self, value: types.ModuleType) -> Module | None:
-        """Does the same for a module that is a value: a module loaded by its path is not what its name imports."""
+        """Does the same for a module that is a value: a module loaded by its path is not what its
+        name imports.
+        """
         if sys.modules.get(value.__name__) is value:
             return self.module(value.__name__)
         return self._made(value.__name__, str(value.__file__), vars(value))
@@ -329,25 +377,33 @@ class Project:
         if isinstance(thing, types.FunctionType):
             space = self.space(thing)
             return space, space.find(thing.__code__)
-        methods = [one for one in vars(thing).values() if isinstance(one, types.FunctionType) and self.owns(one)]
+        methods = [
+            one
+            for one in vars(thing).values()
+            if isinstance(one, types.FunctionType) and self.owns(one)
+        ]
         module = self.module(thing.__module__)
         if module is None and methods:
             module = self.space(methods[0])
         if module is None:
             return None, []
-        return module, [one for one in module.source.named(thing.__name__) if isinstance(one, ast.ClassDef)]
+        return module, [
+            one for one in module.source.named(thing.__name__) if isinstance(one, ast.ClassDef)
+        ]
 
-    # where a name leads ----------------------------------------------------------------------------------------------
+    # where a name leads --------------------------------------------------------------------------
 
     def binds(self, module: Module, name: str) -> bool:
         value = module.values.get(name)
-        return name in module.source.bindings or (name in module.values and not isinstance(value, types.ModuleType))
+        return name in module.source.bindings or (
+            name in module.values and not isinstance(value, types.ModuleType)
+        )
 
     def targets(
         self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
     ) -> Iterator[tuple[Module | None, Path]]:
-        """Yields where a name leads, through all imports: a module of the user, and the steps from there (none: all of
-        it). Of other modules: None, and the steps from the top.
+        """Yields where a name leads, through all imports: a module of the user, and the steps from
+        there (none: all of it). Of other modules: None, and the steps from the top.
         """
         place = (module.file, use)
         root = use.root
@@ -398,17 +454,23 @@ class Project:
         else:
             yield found, ()
 
-    # what differs at each start --------------------------------------------------------------------------------------
+    # what differs at each start ------------------------------------------------------------------
 
     def unstable_names(self, module: Module, nodes: list[ast.AST]) -> dict[str, str]:
-        """Returns the names to which functions or classes assign another value at each start, with the cause."""
+        """Returns the names to which functions or classes assign another value at each start, with
+        the cause.
+        """
         found: dict[str, str] = {}
         kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
         suspects = [one for one in nodes if self.cause_in(module, one)]
         for node in [part for one in suspects for part in ast.walk(one) if isinstance(part, kinds)]:
             cause = self.cause_in(module, node)
             for part in ast.walk(node):
-                if cause and isinstance(part, ast.Name | ast.Attribute) and isinstance(part.ctx, ast.Store):
+                if (
+                    cause
+                    and isinstance(part, ast.Name | ast.Attribute)
+                    and isinstance(part.ctx, ast.Store)
+                ):
                     found[dotted(part)[-1]] = cause
         return found
 
@@ -418,8 +480,13 @@ class Project:
             for each in filter(self.owns, cls.__mro__):
                 module = self.module(each.__module__)
                 if module is not None:
-                    self._unstable[cls] |= self.unstable_names(module, module.source.named(each.__name__))
-            self.left |= {f"{cls.__qualname__}.{name} ({cause})": None for name, cause in self._unstable[cls].items()}
+                    self._unstable[cls] |= self.unstable_names(
+                        module, module.source.named(each.__name__)
+                    )
+            self.left |= {
+                f"{cls.__qualname__}.{name} ({cause})": None
+                for name, cause in self._unstable[cls].items()
+            }
         return self._unstable[cls]
 
     def cause_of(self, module: Module, name: str) -> str:
@@ -429,7 +496,11 @@ class Project:
             for one in module.source.statements(name):
                 words = module.source.uses(one.statement).words
                 cause = self.cause_in(module, one.statement)
-                if "set" in words and "sorted" not in words and isinstance(module.values.get(name), str | list | tuple):
+                if (
+                    "set" in words
+                    and "sorted" not in words
+                    and isinstance(module.values.get(name), str | list | tuple)
+                ):
                     cause = "the order of a set"
                 self._causes[place] = self._causes[place] or cause
         return self._causes[place]
@@ -463,17 +534,21 @@ def absolute(module: Module, bound: Import) -> str:
 
 
 def fingerprint(thing: Any) -> str:
-    """Identifies the function or object that was described, by the code that a pickle holds, and constants."""
+    """Identifies the function or object that was described, by the code that a pickle holds, and
+    constants.
+    """
     if isinstance(thing, functools.partial):
         return digest(
-            "partial", *map(fingerprint, [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()])
+            "partial",
+            *map(fingerprint, [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()]),
         )
     if isinstance(thing, types.MethodType):
         return digest(fingerprint(thing.__self__), thing.__name__)
     if isinstance(thing, types.FunctionType):
         if is_importable(thing):
             return f"{thing.__module__}.{thing.__qualname__}"
-        around = (getattr(one, "__code__", one) for _, one in cells(thing))  # which may hold the function itself
+        # Which may hold the function itself.
+        around = (getattr(one, "__code__", one) for _, one in cells(thing))
         return digest(write_code(thing.__code__), *map(fingerprint, around))
     if isinstance(thing, types.CodeType):
         return write_code(thing)

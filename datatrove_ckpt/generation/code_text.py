@@ -1,10 +1,12 @@
-"""Source code as syntax trees, and trees and code objects as text that is equal on every Python version.
+"""Source code as syntax trees, and trees and code objects as text that is equal on every Python
+version.
 
-``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads that parse at once
-fail with ``SystemError``. All parsing of the package happens here, behind one lock. Other code may parse, too (loguru
-does), so such an error is also tried again.
+``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
+that parse at once fail with ``SystemError``. All parsing of the package happens here, behind one
+lock. Other code may parse, too (loguru does), so such an error is also tried again.
 
-The modules ``code_*`` import only the standard library: a test runs them on every Python that it finds.
+The modules ``code_*`` import only the standard library: a test runs them on every Python that it
+finds.
 """
 
 from __future__ import annotations
@@ -49,28 +51,38 @@ def _alone(work: Callable[[], _Result]) -> _Result:
         return work()
 
 
-# trees as text -------------------------------------------------------------------------------------------------------
+# trees as text -----------------------------------------------------------------------------------
 
 
 def write_tree(node: object) -> str:
     """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
-        parts = ["_" if part is None else write_tree(part) for part in node if not isinstance(part, ast.Pass)]
+        parts = [
+            "_" if part is None else write_tree(part)
+            for part in node
+            if not isinstance(part, ast.Pass)
+        ]
         return f"[{','.join(parts)}]"
     if not isinstance(node, ast.AST):
         return _written_value(node)
     # Empty fields are left out: newer versions have more of them.
-    fields: dict[str, Any] = {name: part for name, part in ast.iter_fields(node) if name not in _IGNORED_FIELDS}
+    fields: dict[str, Any] = {
+        name: part for name, part in ast.iter_fields(node) if name not in _IGNORED_FIELDS
+    }
     fields = {name: part for name, part in fields.items() if part is not None and part != []}
     if isinstance(node, ast.Constant):
         return _written_value(node.value)
     if type(node).__name__ in _STRINGS:
         values = _merged(fields.get("values", []))
         fields["values"] = values
-        if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in values):
+        if isinstance(node, ast.JoinedStr) and all(
+            isinstance(part, ast.Constant) for part in values
+        ):
             return _written_value("".join(_text(part) for part in values))  # f"text" is "text"
-    elif isinstance(node, ast.FormattedValue) and not _merged(getattr(node.format_spec, "values", [])):
+    elif isinstance(node, ast.FormattedValue) and not _merged(
+        getattr(node.format_spec, "values", [])
+    ):
         fields.pop("format_spec", None)  # f"{x:}" is f"{x}"
     written = [f" {name}={write_tree(part)}" for name, part in fields.items()]
     return f"({type(node).__name__}{''.join(written)})"
@@ -101,7 +113,10 @@ def unhinted(statement: ast.stmt) -> ast.stmt:
 
 
 def _written_value(value: object) -> str:
-    """Writes a constant, or an identifier. ``repr`` of a string depends on the version, and of a set on chance."""
+    """Writes a constant, or an identifier.
+
+    ``repr`` of a string depends on the version, and of a set on chance.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return hex(value)  # str() refuses more than 4300 digits
     if isinstance(value, tuple):
@@ -114,7 +129,9 @@ def _written_value(value: object) -> str:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Joins neighbouring texts of an f-string: some versions split them at ``{{`` and line breaks."""
+    """Joins neighbouring texts of an f-string: some versions split them at ``{{`` and line
+    breaks.
+    """
     merged: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and merged and isinstance(merged[-1], ast.Constant):
@@ -130,11 +147,13 @@ def _text(part: ast.expr) -> str:
     return ""
 
 
-# code objects as text ------------------------------------------------------------------------------------------------
+# code objects as text ----------------------------------------------------------------------------
 
 
 def write_code(code: types.CodeType) -> str:
-    """Bytecode, names and constants as ASCII text, the same in every process of one Python version."""
+    """Bytecode, names and constants as ASCII text, the same in every process of one Python
+    version.
+    """
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return f"code({_written_value((code.co_code, code.co_exceptiontable, *names, code.co_consts))})"
 

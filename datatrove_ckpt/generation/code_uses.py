@@ -32,7 +32,10 @@ class Import(NamedTuple):
 
 
 class Name(NamedTuple):
-    """``root.a["b"]``: a global name, and what is taken of it. ``imported``: by an import inside the function."""
+    """``root.a["b"]``: a global name, and what is taken of it.
+
+    ``imported``: by an import inside the function.
+    """
 
     root: str
     path: Path = ()
@@ -76,11 +79,19 @@ class Uses:
                 self.changed |= {*part.names}
             elif isinstance(part, ast.Call):
                 called = part.func
-                if isinstance(called, ast.Attribute) and _CHANGING.fullmatch(called.attr) and part not in building:
+                if (
+                    isinstance(called, ast.Attribute)
+                    and _CHANGING.fullmatch(called.attr)
+                    and part not in building
+                ):
                     self.changed |= {*dotted(called.value)}
             elif isinstance(part, ast.Name | ast.Attribute | ast.Subscript):
                 self.words.add(str(getattr(part, "id", None) or getattr(part, "attr", "")))
-                if not isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load) and part not in building:
+                if (
+                    not isinstance(part, ast.Name)
+                    and not isinstance(part.ctx, ast.Load)
+                    and part not in building
+                ):
                     self.changed |= {*dotted(part)}
                 if part not in inside:
                     root, path = _chain(part, inside)
@@ -94,7 +105,12 @@ class Uses:
 
     def _note_text(self, node: ast.AST) -> None:
         value = getattr(node, "value", None)
-        if isinstance(node, ast.Constant) and isinstance(value, str) and len(value) < _SHORT and "\n" not in value:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(value, str)
+            and len(value) < _SHORT
+            and "\n" not in value
+        ):
             self.words.add(value)
             self.texts[value] = None
         elif isinstance(node, ast.Set | ast.SetComp):
@@ -102,7 +118,9 @@ class Uses:
 
 
 def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
-    loaded = {part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+    loaded = {
+        part.id for part in nodes if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
+    }
     statement: Any = node
     if isinstance(node, ast.expr):
         statement = ast.copy_location(ast.Expr(node), node)
@@ -111,8 +129,11 @@ def _globals(node: ast.AST, nodes: list[ast.AST]) -> set[str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # nonlocal, for example
         return loaded
     codes = [*nested_codes(code)]
-    local = {name for one in codes for name in (*one.co_varnames, *one.co_cellvars, *one.co_freevars)}
-    if any(local & {*one.co_names} for one in codes):  # a name is a local variable in one function, and none in another
+    local = {
+        name for one in codes for name in (*one.co_varnames, *one.co_cellvars, *one.co_freevars)
+    }
+    # A name is a local variable in one function, and none in another.
+    if any(local & {*one.co_names} for one in codes):
         return loaded_names(code)
     return loaded - local
 

@@ -1,4 +1,6 @@
-"""Values of the user's code as JSON, the same in every process; and which names give another value at each start."""
+"""Values of the user's code as JSON, the same in every process; and which names give another value
+at each start.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,14 @@ UNSTABLE = re.compile(
     r"(socket|platform|tempfile|secrets|getpass)\.\w+|random\.(?!Random$|seed$)\w+|(pathlib\.)?Path\.(cwd|home)|"
     r"numpy\.random\.(?!default_rng|seed|RandomState|Generator)\w+|os\.path\.expanduser|id|hash"
 )
-MACHINE = re.compile("SLURM_.*|HOSTNAME|PWD|HOME|USER|LOGNAME|TMPDIR|CUDA_VISIBLE_DEVICES|(LOCAL_)?RANK|WORLD_SIZE")
+MACHINE = re.compile(
+    "SLURM_.*|HOSTNAME|PWD|HOME|USER|LOGNAME|TMPDIR|CUDA_VISIBLE_DEVICES|(LOCAL_)?RANK|WORLD_SIZE"
+)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}>")
 _AS_TEXT = re.compile("datetime|decimal|fractions|uuid|zoneinfo|ipaddress")
-_PACING = re.compile(r"(logging|loguru|threading|_thread|asyncio|_asyncio|concurrent|queue|_queue|weakref)(\..*)?")
+_PACING = re.compile(
+    r"(logging|loguru|threading|_thread|asyncio|_asyncio|concurrent|queue|_queue|weakref)(\..*)?"
+)
 _MAX_DEPTH = 50
 _MAX_EXACT = 2**53
 _MAX_BYTES = 1 << 26
@@ -39,7 +45,10 @@ _first: dict[tuple[Any, ...], tuple[object, Plain]] = {}
 
 
 def type_name(cls: type) -> str:
-    """Module and name, without private modules of the standard library: 3.13 has ``pathlib._local.PosixPath``."""
+    """Module and name, without private modules of the standard library:
+
+    3.13 has ``pathlib._local.PosixPath``.
+    """
     module = str(cls.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         module = re.sub(r"\._.*", "", module)
@@ -74,7 +83,9 @@ class Plain:
         self._seen: dict[int, object] = {}  # the objects, too, so that no other gets the id of one
         self._depth = 0
 
-    def look(self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0) -> Plain:
+    def look(
+        self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0
+    ) -> Plain:
         """Writes parts of a value. Of what the rollout changes, as this process saw it first."""
         self._depth = depth
         place = (id(owner), name, *sorted(paths))
@@ -83,7 +94,8 @@ class Plain:
             return _first[place][1]
         for path in sorted(paths):
             part, done = follow(value, path)
-            field = "".join("." + step.strip("[]'\"") for step in done)  # shows whether the part is a secret
+            # Shows whether the part is a secret.
+            field = "".join("." + step.strip("[]'\"") for step in done)
             self._seen = {}
             self.parts[field] = self.of(part)
         if is_changed:
@@ -136,7 +148,10 @@ class Plain:
         if isinstance(value, enum.Enum):
             self._found(kind)
             return f"<{kind.__qualname__}.{value.name}>"
-        if self._project.owns(kind) or type_name(kind) in ("types.SimpleNamespace", "argparse.Namespace"):
+        if self._project.owns(kind) or type_name(kind) in (
+            "types.SimpleNamespace",
+            "argparse.Namespace",
+        ):
             self._found(kind)
             inside: Any = None
             if isinstance(value, tuple) and hasattr(kind, "_fields"):
@@ -152,7 +167,10 @@ class Plain:
         if isinstance(value, re.Pattern):
             return [f"pattern {value.pattern!r}", int(value.flags)]
         if isinstance(value, Mapping) and kind.__module__ in ("builtins", "collections"):
-            names = [name if type(name) is str else f"{type(name).__name__} {self.of(name)}" for name in value]
+            names = [
+                name if type(name) is str else f"{type(name).__name__} {self.of(name)}"
+                for name in value
+            ]
             content = dict(zip(names, map(self.of, value.values()), strict=True))
             if kind is not dict or names != sorted(names):
                 factory = self.of(getattr(value, "default_factory", None))
@@ -166,17 +184,27 @@ class Plain:
                 return items
             return {f"({kind.__name__} {getattr(value, 'maxlen', '')})": items}
         if isinstance(value, functools.partial | functools.partialmethod):
-            return ["partial", self.of(value.func), self.of(list(value.args)), self.of(value.keywords)]
+            return [
+                "partial",
+                self.of(value.func),
+                self.of(list(value.args)),
+                self.of(value.keywords),
+            ]
         owner = getattr(value, "__self__", None)
         if isinstance(value, types.MethodType | types.BuiltinFunctionType) and not isinstance(
             owner, types.ModuleType | type | None
         ):
             return ["method", self.of(owner), value.__name__]
-        if isinstance(value, types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType):
+        if isinstance(
+            value, types.ModuleType | type | types.FunctionType | types.BuiltinFunctionType
+        ):
             if isinstance(value, type):
-                self.is_opaque |= not hasattr(sys.modules.get(value.__module__), value.__qualname__.partition(".")[0])
+                self.is_opaque |= not hasattr(
+                    sys.modules.get(value.__module__), value.__qualname__.partition(".")[0]
+                )
             self._found(value)
-            if isinstance(value, types.FunctionType) and not self._project.owns(value):  # wrappers of libraries
+            # Wrappers of libraries.
+            if isinstance(value, types.FunctionType) and not self._project.owns(value):
                 is_opaque = self.is_opaque
                 self.of([*(content for _, content in cells(value)), wrapped(value)])
                 self.is_opaque = is_opaque
@@ -187,7 +215,8 @@ class Plain:
             around = wrapped(value)
         if around is not None:
             return [kind.__name__, self.of(around)]
-        if kind.__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:  # an array, or a number
+        # An array, or a number.
+        if kind.__module__ == "numpy" and getattr(value, "nbytes", _MAX_BYTES) < _MAX_BYTES:
             if value.dtype.hasobject:
                 content = self.of(value.tolist())
             else:

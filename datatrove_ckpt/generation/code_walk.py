@@ -1,14 +1,20 @@
-"""What the user's code is: the source that a rollout reaches by name, and the values that its source does not show.
+"""What the user's code is: the source that a rollout reaches by name, and the values that its
+source does not show.
 
-    a name               is looked up in its own module, and through its imports; never anywhere else
-    a function, a class  joins with its text, the statements that change it, and all that the text names
+    a name               is looked up in its own module, and through its imports; never anywhere
+                         else
+    a function, a class  joins with its text, the statements that change it, and all that the text
+                         names
     a module             joins whole if it is used as a value
-    a variable           counts by its value if that is plain (a prompt, a dict, a path): only the parts that are used
+    a variable           counts by its value if that is plain (a prompt, a dict, a path): only the
+                         parts that are used
     another variable     counts by its source; functions and objects of the user in its value join
-    what differs at each start or on each machine (time, chance, a pid) counts by its source, and is named
+    what differs at each start or on each machine (time, chance, a pid) counts by its source, and is
+    named
 
-Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this process saw it
-first. Fields are named without modules, so that a helper may move. Of two things of one name, the second has a number.
+Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this
+process saw it first. Fields are named without modules, so that a helper may move. Of two things of
+one name, the second has a number.
 """
 
 from __future__ import annotations
@@ -26,10 +32,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from datatrove_ckpt.generation.code_modules import MAIN, PIPELINE, Module, Project, fingerprint, is_importable
+from datatrove_ckpt.generation.code_modules import (
+    MAIN,
+    PIPELINE,
+    Module,
+    Project,
+    fingerprint,
+    is_importable,
+)
 from datatrove_ckpt.generation.code_text import digest, loaded_names, write_code
 from datatrove_ckpt.generation.code_uses import Definition, Function, Name
-from datatrove_ckpt.generation.code_values import Path, Plain, attributes, cells, is_pacing, type_name, wrapped
+from datatrove_ckpt.generation.code_values import (
+    Path,
+    Plain,
+    attributes,
+    cells,
+    is_pacing,
+    type_name,
+    wrapped,
+)
 
 _DESCRIBING = re.compile(
     "__doc__|getdoc|get_type_hints|(__|get_)annotations(__)?|signature|getsource|getfullargspec|model_json_schema|"
@@ -108,13 +129,20 @@ class Walk:
         self._waiting: list[tuple[Any, ...]] = []
         self._edges: dict[tuple[Any, ...], None] = {}
 
-    # from name to name -----------------------------------------------------------------------------------------------
+    # from name to name ---------------------------------------------------------------------------
 
-    def _take(self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()) -> list[Name]:
-        """Adds a part of a module, and follows its names. Returns what it uses of enclosing functions."""
+    def _take(
+        self, found: _Found, module: Module, node: ast.AST, runs: bool, closed: Iterable[str] = ()
+    ) -> list[Name]:
+        """Adds a part of a module, and follows its names.
+
+        Returns what it uses of enclosing functions.
+        """
         uses = module.source.uses(node)
         found.texts.append(module.source.text(node))
-        found.words |= dict.fromkeys([*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder)
+        found.words |= dict.fromkeys(
+            [*uses.texts, *filter(_WRITES.fullmatch, sorted(uses.words))], module.folder
+        )
         self._documented |= any(map(_DESCRIBING.fullmatch, uses.words))
         if not uses.words.isdisjoint({"import_module", "__import__"}) and not uses.texts:
             self._project.left[f"the module that {found.where} imports by a computed name"] = None
@@ -146,14 +174,19 @@ class Walk:
                 self._go(found, target, steps)
 
     def _go(self, found: _Found, module: Module, steps: Path, label: str = "") -> None:
-        """Follows steps into a module. What a pickle holds by value notes what it uses of imported modules."""
+        """Follows steps into a module.
+
+        What a pickle holds by value notes what it uses of imported modules.
+        """
         if found.own and not module.travels:
             self._edges[module.name, steps, label] = None
         elif steps:
             self._reach(module, steps, label)
         else:
             for name in module.source.bindings:
-                if not module.source.imports(name) and (name == "__getattr__" or not name.startswith("__")):
+                if not module.source.imports(name) and (
+                    name == "__getattr__" or not name.startswith("__")
+                ):
                     self._reach(module, (name,))
 
     def _reach(self, module: Module, steps: Path, label: str = "") -> None:
@@ -171,26 +204,32 @@ class Walk:
             found.paths.add(tuple(path))
             self._waiting.append((self._visit, found, module, name))
 
-    # what is there ---------------------------------------------------------------------------------------------------
+    # what is there -------------------------------------------------------------------------------
 
     def _visit(self, found: _Found, module: Module, name: str) -> None:
         found.clear()
         value = module.values.get(name, _MISSING)
-        found.is_code = any(getattr(one.statement, "name", "") == name for one in module.source.statements(name))
+        found.is_code = any(
+            getattr(one.statement, "name", "") == name for one in module.source.statements(name)
+        )
         if found.is_code or value is _MISSING:
             self._take_all(found, module, name)
         if found.is_code:
             self._look_inside(found, module, name, value)
         elif value is not _MISSING and not is_pacing(value):
             cause = self._project.cause_of(module, name)
-            plain = self._add(found, module.values, name, value, module.folder, found.paths, cause, prefix="")
+            plain = self._add(
+                found, module.values, name, value, module.folder, found.paths, cause, prefix=""
+            )
             if plain.is_opaque or cause or plain.cause:
                 found.values = {}
                 self._take_all(found, module, name)
             found.words |= dict.fromkeys(re.findall(r"[^'\"/]+", str(found.values)), module.folder)
 
     def _look_inside(self, found: _Found, module: Module, top: str, value: Any) -> None:
-        """Adds what the source of a definition does not show: wrappers, computed values, what was set later."""
+        """Adds what the source of a definition does not show: wrappers, computed values, what was
+        set later.
+        """
         parts = {"": value}
         if isinstance(value, type):
             parts = dict(sorted(vars(value).items()))
@@ -206,16 +245,21 @@ class Walk:
                 self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
     def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
-        """Adds what a definition computed when it was executed: its defaults, and which one of its name it is."""
+        """Adds what a definition computed when it was executed: its defaults, and which one of its
+        name it is.
+        """
         node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
-            found.bytecode.append(write_code(function.__code__))  # the source was edited after it was imported
+            # The source was edited after it was imported.
+            found.bytecode.append(write_code(function.__code__))
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return
         same = [one.statement for one in module.source.statements(node.name)]
         if node in same[:-1]:
             found.values[f" {same.index(node)}"] = node.name
-        names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)][-len(node.args.defaults) :]
+        names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)][
+            -len(node.args.defaults) :
+        ]
         defaults: list[tuple[str, ast.expr, Any]] = [
             *zip(names, node.args.defaults, function.__defaults__ or (), strict=False)
         ]
@@ -224,7 +268,9 @@ class Walk:
             if default is not None and one.arg in by_name:
                 defaults.append((one.arg, default, by_name[one.arg]))
         for name, written, value in defaults:
-            if not isinstance(written, ast.Constant) and isinstance(value, str | int | float | bytes):
+            if not isinstance(written, ast.Constant) and isinstance(
+                value, str | int | float | bytes
+            ):
                 cause = self._project.cause_in(module, written)
                 self._add(found, function, name, value, module.folder, cause=cause)
 
@@ -243,22 +289,31 @@ class Walk:
         if module is None:
             return False
         top = thing.__qualname__.partition(".")[0]
-        around = [one.statement for one in module.source.statements(top) if isinstance(one.statement, Definition)]
+        around = [
+            one.statement
+            for one in module.source.statements(top)
+            if isinstance(one.statement, Definition)
+        ]
         spans = [range(one.lineno, (one.end_lineno or 0) + 1) for one in around]
-        if "<locals>" not in thing.__qualname__ and any(node.lineno in span for span in spans for node in nodes):
+        if "<locals>" not in thing.__qualname__ and any(
+            node.lineno in span for span in spans for node in nodes
+        ):
             self._go(origin, module, (top,), label)
             return True
         place: Any = thing
         own = origin.own
         if isinstance(thing, types.FunctionType):
-            # dill copies functions. Two functions of one factory have the same code, and other cells.
+            # dill copies functions. Two functions of one factory have the same code, and other
+            # cells.
             around_it = [id(one) for _, one in cells(thing) if isinstance(one, list | dict | set)]
             place = (fingerprint(thing), *around_it)
             own = module.travels or (own and not is_importable(thing))
         elif not nodes:
             return False
         if place not in self._found:
-            found = self._found[place] = _Found(label or thing.__name__, _where(module, thing.__qualname__), own)
+            found = self._found[place] = _Found(
+                label or thing.__name__, _where(module, thing.__qualname__), own
+            )
             found.root = bool(label)
             found.is_code = True
             if self._before is None or not own:
@@ -275,8 +330,12 @@ class Walk:
             used += map(Name, closed)
             for name in sorted(loaded_names(thing.__code__) & module.values.keys()):
                 self._reach(module, (name,))
-        around = [one for name in thing.__qualname__.split(".")[:-1] for one in module.source.named(name)]
-        causes = self._project.unstable_names(module, [one for one in around if isinstance(one, Function)])
+        around = [
+            one for name in thing.__qualname__.split(".")[:-1] for one in module.source.named(name)
+        ]
+        causes = self._project.unstable_names(
+            module, [one for one in around if isinstance(one, Function)]
+        )
         for name in dict.fromkeys(use.root for use in used):
             paths = {use.path for use in used if use.root == name}
             self._add(found, thing, name, closed[name], module.folder, paths, causes.get(name, ""))
@@ -299,10 +358,12 @@ class Walk:
         if cause:
             self._project.left[f"{found.where}{prefix.format(name)} ({cause})"] = None
         elif not is_pacing(value):
-            found.values |= {prefix.format(name) + field: part for field, part in plain.parts.items()}
+            found.values |= {
+                prefix.format(name) + field: part for field, part in plain.parts.items()
+            }
         return plain
 
-    # where it begins -------------------------------------------------------------------------------------------------
+    # where it begins -----------------------------------------------------------------------------
 
     def root(self, label: str, thing: object) -> None:
         origin = self._found["root", label] = _Found(label, label, own=True)
@@ -333,7 +394,10 @@ class Walk:
             if thing is inner is subject:
                 values = {}
             package = str(subject.__module__).partition(".")[0]
-            if not self._project.owns(subject) and package not in {*PIPELINE, *sys.stdlib_module_names}:
+            if not self._project.owns(subject) and package not in {
+                *PIPELINE,
+                *sys.stdlib_module_names,
+            }:
                 self._project.packages.add(package)  # even if it is installed
             origin.values[""] = subject.__name__
             if self._project.owns(subject):
@@ -343,7 +407,7 @@ class Walk:
         for name in sorted(values.keys() - self._project.unstable_of(type(thing)), key=str):
             self._add(origin, thing, str(name), values[name])
 
-    # the end ---------------------------------------------------------------------------------------------------------
+    # the end -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self._waiting:
@@ -371,7 +435,9 @@ class Walk:
         others = [*self._found.values()][known:]
         fields = own | self._fields(others, notes, counts)
         left = [*self._project.left]
-        return Description(fields, notes, own, own_counts, edges, frozenset(self._state), self._documented, left)
+        return Description(
+            fields, notes, own, own_counts, edges, frozenset(self._state), self._documented, left
+        )
 
     def _fields(
         self, things: list[_Found], notes: dict[str, str], counts: collections.Counter[str]
@@ -387,7 +453,9 @@ class Walk:
                 elif counts[found.label] > 1:
                     base += f" ({counts[found.label]})"
                 if found.bytecode:
-                    made[f"{base} code"] = f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
+                    made[f"{base} code"] = (
+                        f"bytecode {sys.implementation.cache_tag} {digest(*found.bytecode)}"
+                    )
                 elif found.texts:
                     made[f"{base} code"] = f"source {digest(*found.texts)}"
                 made |= {f"{base}{name}": value for name, value in found.values.items()}
@@ -413,7 +481,10 @@ class Walk:
 
 
 def describe(things: Mapping[str, object], before: Description | None = None) -> Description:
-    """Describes functions and objects, by their field. ``before``: describes what a pickle brought by value."""
+    """Describes functions and objects, by their field.
+
+    ``before``: describes what a pickle brought by value.
+    """
     known = (frozenset[str](), False)
     if before is not None:
         known = (before.state, before.documented)

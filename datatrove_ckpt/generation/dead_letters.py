@@ -1,11 +1,13 @@
-"""Dead letters: documents that could not be processed, each with its cause and with what a retry needs.
+"""Dead letters: documents that could not be processed, each with its cause and with what a retry
+needs.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry writes the letters
-that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this file like any other input,
-with a checkpoint in the same folder. A document that fails again is a dead letter for the next retry.
+A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry
+writes the letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and
+processes this file like any other input, with a checkpoint in the same folder. A document that
+fails again is a dead letter for the next retry.
 
-A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``). Else the document
-would be in the output twice.
+A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``).
+Else the document would be in the output twice.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ from datatrove_ckpt.readers.positions import State
 
 
 class Letter(TypedDict):
-    """A line of ``dead_letters.jsonl``. ``document`` holds the document's fields as ``documents.encode`` wrote them."""
+    """A line of ``dead_letters.jsonl``.
+
+    ``document`` holds the document's fields as ``documents.encode`` wrote them.
+    """
 
     ordinal: int
     id: str
@@ -119,7 +124,8 @@ class TakenLetters:
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
 
     def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
-        """Returns the letter to write instead of processing the document; None: no retry has it, so process it.
+        """Returns the letter to write instead of processing the document; None: no retry has it, so
+        process it.
 
         Args:
             ordinal: its number in this input; the letter of a retried document overrides it.
@@ -136,9 +142,12 @@ class TakenLetters:
         path, line = self._lines[attempt]
         if (taken := orjson.loads(line)["id"]) != doc_id:
             raise CheckpointMismatch(
-                f"Document {attempt[0]} of this rank is {safe_repr(doc_id)}, but {path} has {safe_repr(taken)} under "
-                "this number, from a retry of dead letters: the input was changed since. Restore the input, or start "
-                "this rank over: move its folder, those of its retries, and its output files elsewhere."
+                f"Document {attempt[0]} of this rank is {safe_repr(doc_id)}, but {path} has "
+                f"{safe_repr(taken)} under "
+                "this number, from a retry of dead letters: the input was changed since. Restore "
+                "the input, or start "
+                "this rank over: move its folder, those of its retries, and its output files "
+                "elsewhere."
             )
         return line
 
@@ -168,11 +177,13 @@ class DeadLetterPass:
         folder = rank_folder(root, rank)
         if not is_finished(folder):
             raise CheckpointMismatch(
-                f"Rank {rank} in {root} is not finished. Run it to its end first, without {written.retry_dead_letters}."
+                f"Rank {rank} in {root} is not finished. Run it to its end first, without "
+                f"{written.retry_dead_letters}."
             )
         numbers = sorted(filter(None, [retry_number(path.name) for path in retry_folders(root)]))
         passes = [cls(root, number, rank) for number in numbers]
-        passes = [retry for retry in passes if retry._input.exists()]  # the others are of other ranks
+        # The others are of other ranks.
+        passes = [retry for retry in passes if retry._input.exists()]
         for retry in passes:
             if not retry._is_finished():
                 return retry
@@ -181,7 +192,9 @@ class DeadLetterPass:
             return None
         retry = cls(root, 1 + max((retry.number for retry in passes), default=0), rank)
         files.disk.make_dirs(retry._folder, files.PRIVATE_FOLDER)
-        files.disk.replace(retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
+        files.disk.replace(
+            retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters)
+        )
         return retry
 
     def documents(self) -> RetriedDocuments:
@@ -189,7 +202,10 @@ class DeadLetterPass:
 
     def _is_finished(self) -> bool:
         done = sum(commit.counts.read for commit in read_commits(self._folder / COMMITS).values())
-        return done == sum(1 for _ in read_letters(self._input)) and not (self._folder / CACHE).exists()
+        return (
+            done == sum(1 for _ in read_letters(self._input))
+            and not (self._folder / CACHE).exists()
+        )
 
 
 class RetriedDocuments:
@@ -218,7 +234,11 @@ class RetriedDocument(Document):  # type: ignore[misc]
 
 
 def _untaken(rank_folder: Path, passes: list[DeadLetterPass]) -> list[Letter]:
-    taken = {(letter["ordinal"], letter["attempts"]) for retry in passes for letter in read_letters(retry._input)}
+    taken = {
+        (letter["ordinal"], letter["attempts"])
+        for retry in passes
+        for letter in read_letters(retry._input)
+    }
     folders = [rank_folder, *(retry._folder for retry in passes)]
     letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
     untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]

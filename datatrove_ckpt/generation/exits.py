@@ -1,7 +1,8 @@
-"""Code that is not ours and tries to end the process: ``sys.exit(0)`` in a rollout, a reader or ``shared_context``.
+"""Code that is not ours and tries to end the process: ``sys.exit(0)`` in a rollout, a reader or
+``shared_context``.
 
-``SystemExit`` is no ``Exception``, so datatrove would not take it for a failure: the process would end with exit code 0
-and documents missing, or its pool would wait without end.
+``SystemExit`` is no ``Exception``, so datatrove would not take it for a failure: the process would
+end with exit code 0 and documents missing, or its pool would wait without end.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
     else:
         did = f"raised {type(error).__name__}"
     return UnexpectedExit(
-        f"{who} {did}, which would end the process with documents missing. Raise an Exception instead."
+        f"{who} {did}, which would end the process with documents missing. Raise an Exception "
+        "instead."
     )
 
 
 @contextmanager
 def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Turns an exit of code that is not ours into an error. A process that the code forked ends with the block.
+    """Turns an exit of code that is not ours into an error. A process that the code forked ends
+    with the block.
 
     Raises:
         UnexpectedExit: the code tried to end the process, and no signal asked for that.

@@ -1,7 +1,7 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
-``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a request that the server
-rejects, if ``skip_bad_requests`` is set, and a request that kills servers.
+``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a
+request that the server rejects, if ``skip_bad_requests`` is set, and a request that kills servers.
 
 A failure of the server is never a document's: it stops the rank (``Answers.fail``).
 """
@@ -50,7 +50,8 @@ class Failures:
         dead: dead letters of all attempts.
         limit: most dead letters before the rank stops; None: no limit.
         kept: dead letters are written. Without a checkpoint they are not.
-        taken: letters that retries have taken: their documents are not processed here; None: there are no retries.
+        taken: letters that retries have taken: their documents are not processed here; None: there
+            are no retries.
         if_corrected: see ``correction``.
     """
 
@@ -84,8 +85,11 @@ class Failures:
             DocumentFailed, CkptError: this failure stops the rank.
             TooManyDeadLetters: this would be a dead letter beyond the limit.
         """
-        if isinstance(error, DocumentNotSerializable):  # perhaps of an error that gather has returned
-            error = next((cause for cause in causes(error) if isinstance(cause, InferenceError)), error)
+        # Perhaps of an error that gather has returned.
+        if isinstance(error, DocumentNotSerializable):
+            error = next(
+                (cause for cause in causes(error) if isinstance(cause, InferenceError)), error
+            )
         document = source.document
         name = _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
@@ -94,9 +98,12 @@ class Failures:
         self.dead += 1
         if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
-                f"{plural(self.dead, 'document')} of this rank failed, more than max_dead_letters={self.limit} "
-                f"allows. The last one, {name}: {cause}. Fix the cause and run the same command again. When "
-                f"the rank is finished, {written.retry_dead_letters} processes the dead letters again."
+                f"{plural(self.dead, 'document')} of this rank failed, more than "
+                f"max_dead_letters={self.limit} "
+                f"allows. The last one, {name}: {cause}. Fix the cause and run the same command "
+                "again. When "
+                f"the rank is finished, {written.retry_dead_letters} processes the dead letters "
+                "again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(
@@ -125,8 +132,9 @@ _BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
 def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
     """Returns whether a rollout's error means that one of its requests was rejected.
 
-    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload included. Here, in the
-    midst of a text, it counts only if the server has rejected a request of the document.
+    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload
+    included. Here, in the midst of a text, it counts only if the server has rejected a request of
+    the document.
     """
     for cause in causes(error):
         if isinstance(cause, RequestRejected):
@@ -134,7 +142,9 @@ def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) 
         text = safe_text(cause.error if isinstance(cause, InferenceError) else cause)
         if any(str(rejection) in text for rejection in rejections):
             return True
-        if isinstance(cause, InferenceError) and (_BAD_REQUEST.match(text) or (rejections and _WORD in text)):
+        if isinstance(cause, InferenceError) and (
+            _BAD_REQUEST.match(text) or (rejections and _WORD in text)
+        ):
             return True
     return False
 
@@ -147,23 +157,33 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
 
 
 def correction(rollout_fn: object) -> list[object]:
-    """Returns the advice for a user who corrects this rollout, as parts of a message; none for ready-made rollouts."""
+    """Returns the advice for a user who corrects this rollout, as parts of a message; none for
+    ready-made rollouts.
+    """
     if type(rollout_fn).__module__ == InvalidAnswer.__module__:
         return []
     return [
         f" If you change the code of the rollout {name_of(rollout_fn)} for that, ",
         ChangeSetting("accept_changes"),
-        ": what is done and paid is kept, and the new code works on the documents that are not done.",
+        ": what is done and paid is kept, and the new code works on the documents that are not "
+        "done.",
     ]
 
 
-def _stop(name: str, cause: str, error: BaseException, document: Document, rule: Failures) -> NoReturn:
+def _stop(
+    name: str, cause: str, error: BaseException, document: Document, rule: Failures
+) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
     way = [*_way_out(error), "Fix the cause and run the same command again.", *rule.if_corrected]
-    if rule.kept and not rule.if_corrected and any(isinstance(one, InvalidAnswer) for one in causes(error)):
+    if (
+        rule.kept
+        and not rule.if_corrected
+        and any(isinstance(one, InvalidAnswer) for one in causes(error))
+    ):
         way = [
-            "These answers are saved, too, so the same command fails again. To go on without such documents, as dead "
+            "These answers are saved, too, so the same command fails again. To go on without such "
+            "documents, as dead "
             "letters, ",
             ChangeSetting("on_document_error", "dead_letter"),
             ". A new run drops them with invalid_answer: drop.",
@@ -192,7 +212,10 @@ def _way_out(error: BaseException) -> list[object]:
         ChangeSetting("skip_bad_requests"),
     ]
     if _TOO_LONG.search(rejected.body):
-        way.insert(0, "The prompt is longer than the model's context. ChunkedRollout splits long documents. ")
+        way.insert(
+            0,
+            "The prompt is longer than the model's context. ChunkedRollout splits long documents. ",
+        )
     asked = "If the server was at fault, correct it"
     if rejected.remembered:
         asked = "The server was not asked this time"
@@ -200,12 +223,16 @@ def _way_out(error: BaseException) -> list[object]:
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
-    """Returns the error that stops the rank when a server has failed for a request of this document."""
+    """Returns the error that stops the rank when a server has failed for a request of this
+    document.
+    """
     document = _named(doc_id, slot)
     if isinstance(error, RequestFailed):
         message = [
-            f"A request of {document} has no answer. {error} The server's failure is not the document's, so it makes "
-            "no dead letter. Fix the server and run the same command again. To go on without this document, let the "
+            f"A request of {document} has no answer. {error} The server's failure is not the "
+            "document's, so it makes "
+            "no dead letter. Fix the server and run the same command again. To go on without this "
+            "document, let the "
             "rollout return None for it before any request, and ",
             ChangeSetting("accept_changes"),
             ".",

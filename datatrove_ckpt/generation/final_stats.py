@@ -1,7 +1,7 @@
 """A rank's numbers as datatrove's stats, under the names that its own runner uses.
 
-They are of all attempts of this rank, with its retries of dead letters. They come from the checkpoint, and replace what
-the step object holds, which may have run another rank before.
+They are of all attempts of this rank, with its retries of dead letters. They come from the
+checkpoint, and replace what the step object holds, which may have run another rank before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingSta
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
-from datatrove_ckpt.checkpoint.layout import COMMITS, SHARD, rank_folder, retry_folders, retry_number
+from datatrove_ckpt.checkpoint.layout import (
+    COMMITS,
+    SHARD,
+    rank_folder,
+    retry_folders,
+    retry_number,
+)
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -45,7 +51,9 @@ class RankNumbers:
             if folder != opened:
                 self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
 
-    def _add(self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds) -> None:
+    def _add(
+        self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds
+    ) -> None:
         if folder is not None and retry_number(folder.parent.name) is not None:
             self.counts.add_retry(counts)
         else:
@@ -78,13 +86,19 @@ class RankNumbers:
             "skipped_rows_without_text": _ones(skipped.without_text, "row"),
             "inference_time": timing(seconds.inference, "seconds"),
         }
-        stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
+        stats.stats = MetricStatsDict(
+            init={name: value for name, value in found.items() if value.n}
+        )
         if seconds.total:
             stats.time_stats = timing(seconds.total, "total")
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:
-    found = [each.stats.get(name) for each in stats for name in ("documents_processed", "skipped_bad_requests")]
+    found = [
+        each.stats.get(name)
+        for each in stats
+        for name in ("documents_processed", "skipped_bad_requests")
+    ]
     return sum(int(metric.total) for metric in found if metric is not None)
 
 

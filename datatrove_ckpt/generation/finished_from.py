@@ -1,12 +1,14 @@
-"""Finds finished documents in an old output, so that they need no request: the setting ``finished_from``.
+"""Finds finished documents in an old output, so that they need no request: the setting
+``finished_from``.
 
-The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks: JSON lines,
-Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row belongs to the document that has
-its id, its text and its metadata, but for what the rollout added and for the path of the input file.
+The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of
+tasks: JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals.
+A row belongs to the document that has its id, its text and its metadata, but for what the rollout
+added and for the path of the input file.
 
-Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to a temporary file
-without a name: gzip cannot seek, and datatrove's rows are in no order. In memory are 16 bytes for each row, 40 while
-they are sorted.
+Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to
+a temporary file without a name: gzip cannot seek, and datatrove's rows are in no order. In memory
+are 16 bytes for each row, 40 while they are sorted.
 """
 
 from __future__ import annotations
@@ -67,7 +69,12 @@ class FinishedDocuments:
     """
 
     def __init__(
-        self, places: str | Path | Sequence[str], rank: int, metadata_key: str, rollouts: int, folder: Path | None
+        self,
+        places: str | Path | Sequence[str],
+        rank: int,
+        metadata_key: str,
+        rollouts: int,
+        folder: Path | None,
     ) -> None:
         given = [places] if isinstance(places, str | Path) else places
         self._places = [str(place) for place in given]
@@ -84,14 +91,16 @@ class FinishedDocuments:
         self.differing = 0
 
     def take(self, document: Document) -> Json | None:
-        """Returns the metadata that the document had when it was finished; None if the old output lacks it.
+        """Returns the metadata that the document had when it was finished; None if the old output
+        lacks it.
 
         The first call reads the old output.
 
         Raises:
             ConfigError: the old output is not there, or holds nothing that can be taken over.
             CheckpointLocked: a process works on the old run.
-            InputError, StorageFailed: a file cannot be read, or the temporary file cannot be written.
+            InputError, StorageFailed: a file cannot be read, or the temporary file cannot be
+                written.
         """
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
@@ -109,13 +118,18 @@ class FinishedDocuments:
         if rows and not self.differing:
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(
-                f"finished_from: the document {safe_repr(str(document.id))} is requested again, as are others like it: "
-                f"its old metadata has another {names}. The input was another one, or the rollout changed it."
+                f"finished_from: the document {safe_repr(str(document.id))} is requested again, as "
+                "are others like it: "
+                f"its old metadata has another {names}. The input was another one, or the rollout "
+                "changed it."
             )
         self.differing += bool(rows)
         if not self.missing:
             name = safe_repr(str(document.id))
-            logger.info(f"finished_from: the document {name} is the first that it lacks, after {self.taken} found.")
+            logger.info(
+                f"finished_from: the document {name} is the first that it lacks, after "
+                f"{self.taken} found."
+            )
         self.missing += 1
         return None
 
@@ -135,11 +149,16 @@ class FinishedDocuments:
                 yield os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
-        """Returns the keys with another value in an old row. The input file may have another path now."""
-        names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
-        return [name for name in as_read if name in names and not _is_same(as_read[name], old[name])]
+        """Returns the keys with another value in an old row.
 
-    # the old output ----------------------------------------------------------------------------------------------
+        The input file may have another path now.
+        """
+        names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
+        return [
+            name for name in as_read if name in names and not _is_same(as_read[name], old[name])
+        ]
+
+    # the old output ------------------------------------------------------------------------------
 
     def _read(self, file: IO[bytes]) -> None:
         found = [old for place in self._places for old in self._files(place)]
@@ -161,13 +180,17 @@ class FinishedDocuments:
             why = "; ".join(causes) or "no rows"
             raise ConfigError(
                 f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's "
-                f"{written.finished_folders}; metadata_key and rollouts_per_document must be that run's."
+                f"{written.finished_folders}; metadata_key and rollouts_per_document must be that "
+                "run's."
             )
         order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
         self._keys = np.frombuffer(keys, np.uint64)[order]
         self._offsets = np.frombuffer(offsets, np.uint64)[order]
         number = plural(len(np.unique(self._keys)), "finished document")
-        logger.info(f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no request.")
+        logger.info(
+            f"finished_from: {names} has {number} in {plural(len(found), 'file')}, which need no "
+            "request."
+        )
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
 
@@ -185,7 +208,11 @@ class FinishedDocuments:
             if parts[-1] == LOCK and folder.is_local():
                 _refuse_running(Path(folder.resolve_paths(name)))
             known = format_of_file(name)
-            if known is not None and parts[-1] not in CHECKPOINT_LINES and not any(part[0] == "." for part in parts):
+            if (
+                known is not None
+                and parts[-1] not in CHECKPOINT_LINES
+                and not any(part[0] == "." for part in parts)
+            ):
                 found.append(_OldFile(folder, name, known))
         if not found:
             logger.warning(f"finished_from: {place} names no file of documents.")
@@ -204,10 +231,13 @@ class FinishedDocuments:
                     else:
                         self._causes[cause] += 1
         except _DAMAGED:
-            self._causes["files that end too early or are damaged: their rows before that count"] += 1
+            self._causes[
+                "files that end too early or are damaged: their rows before that count"
+            ] += 1
         except OSError as error:
             raise InputError(
-                f"finished_from: {where} cannot be read ({safe_text(error)}). Run the same command again when it can."
+                f"finished_from: {where} cannot be read ({safe_text(error)}). Run the same command "
+                "again when it can."
             ) from error
 
     def _document(self, row: Row | None, line: bytes) -> tuple[Document | None, str]:
@@ -228,9 +258,16 @@ class FinishedDocuments:
         document.media = []
         results = document.metadata.get(self._metadata_key)
         if not isinstance(results, list) or not results:
-            return None, f"documents without results under {self._metadata_key!r}: dropped, skipped, or not finished"
+            return (
+                None,
+                f"documents without results under {self._metadata_key!r}: dropped, skipped, or not "
+                "finished",
+            )
         if len(results) > self._rollouts:
-            return None, f"documents with more results than rollouts_per_document ({self._rollouts})"
+            return (
+                None,
+                f"documents with more results than rollouts_per_document ({self._rollouts})",
+            )
         return document, ""
 
 
@@ -238,7 +275,8 @@ def _refuse_running(lock: Path) -> None:
     holder = files.lock_holder(lock)
     if holder is not None:
         raise CheckpointLocked(
-            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. Stop it, and run the "
+            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. "
+            "Stop it, and run the "
             "same command again."
         )
 
@@ -269,7 +307,9 @@ def _is_same(as_read: object, old: object) -> bool:
 
 def _as_json(value: object) -> object:
     """Converts a value to JSON. Columns of Parquet have null for each key that another row has."""
-    return _without_nulls(orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)))
+    return _without_nulls(
+        orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
+    )
 
 
 def _without_nulls(value: object) -> object:
@@ -281,12 +321,17 @@ def _without_nulls(value: object) -> object:
 
 
 def _result(value: object) -> object:
-    """Converts an InferenceResult, of JSON or of a journal. What a rollout itself returned stays."""
+    """Converts an InferenceResult, of JSON or of a journal.
+
+    What a rollout itself returned stays.
+    """
     if type(value) is InferenceResult:
         return Result(**vars(value))
     if not isinstance(value, dict):
         return value
-    fields = {name: field for name, field in value.items() if field is not None or name not in _OF_SOME}
+    fields = {
+        name: field for name, field in value.items() if field is not None or name not in _OF_SOME
+    }
     try:
         return result_of(fields, Result)
     except TypeError:  # the rollout's own

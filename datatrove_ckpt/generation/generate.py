@@ -1,4 +1,5 @@
-"""One call of a rollout's ``generate``: the answer comes from the request cache, or from the server and is then kept.
+"""One call of a rollout's ``generate``: the answer comes from the request cache, or from the server
+and is then kept.
 
 Everything here runs on the event loop of ``scheduler.py``.
 """
@@ -24,7 +25,12 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged, refuse_unsendable, warn_of_unknown
+from datatrove_ckpt.config.generation_params import (
+    PAYLOAD_JSON,
+    merged,
+    refuse_unsendable,
+    warn_of_unknown,
+)
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -147,8 +153,8 @@ class Answers:
 
     @property
     def have_ended(self) -> bool:
-        """A rollout that swallows its error or its cancellation must not keep the event loop busy, and a task that it
-        has left behind must not send requests.
+        """A rollout that swallows its error or its cancellation must not keep the event loop busy,
+        and a task that it has left behind must not send requests.
         """
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
@@ -189,7 +195,9 @@ class Requests:
         self.tokens: list[int] = []
         """Prompt and completion tokens of each answer."""
         self.cut_off = self.empty = 0
-        """Answers that ended at max_tokens, and answers without a text, or with a vector of zeros."""
+        """Answers that ended at max_tokens, and answers without a text, or with a vector of
+        zeros.
+        """
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
@@ -203,8 +211,13 @@ class Requests:
         """``generate.judge``: sends to the model of this name."""
         model = None if name.startswith("_") else self._rank.models.get(name)
         if model is None:
-            named = ", ".join(filter(None, self._rank.models)) or 'none: config={"judge": ...} names models'
-            raise AttributeError(f"generate has no {name!r}, and the models of this run are {named}")
+            named = (
+                ", ".join(filter(None, self._rank.models))
+                or 'none: config={"judge": ...} names models'
+            )
+            raise AttributeError(
+                f"generate has no {name!r}, and the models of this run are {named}"
+            )
         # Not kept: only the garbage collector could free a reference cycle.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
@@ -214,7 +227,10 @@ class Requests:
         way = self._usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
-            wrong = f"generate takes a payload, a dict such as {example}, and not a {type(payload).__name__}"
+            wrong = (
+                f"generate takes a payload, a dict such as {example}, and not a "
+                f"{type(payload).__name__}"
+            )
         elif payload.get("stream"):
             wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
         elif path is not None:
@@ -238,7 +254,8 @@ class Requests:
 
         Raises:
             InferenceError: the request cannot be answered; ``error`` says why.
-            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is proved wrong.
+            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
+            proved wrong.
         """
         if self._answers.have_ended:
             await wait_until_cancelled()
@@ -275,7 +292,9 @@ class Requests:
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
-                result = await self._send(key, body, sent, payload, as_asked(way, sent) if generates else way)
+                result = await self._send(
+                    key, body, sent, payload, as_asked(way, sent) if generates else way
+                )
             else:
                 self._rank.observer.own.cached += 1
                 self._check_size(result, sent, way)
@@ -315,7 +334,9 @@ class Requests:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
 
-    async def _send(self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way) -> Result:
+    async def _send(
+        self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
+    ) -> Result:
         rank = self._rank
         model = self._model
         try:
@@ -358,7 +379,10 @@ class Requests:
         return _result(fields, response_id, name)
 
     def _digest(self, payload: Payload, way: Way) -> str:
-        """Hashes payload, way and model. The usual way, and the only model, add nothing to the payload's hash."""
+        """Hashes payload, way and model.
+
+        The usual way, and the only model, add nothing to the payload's hash.
+        """
         if way.name != self._usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
@@ -370,16 +394,22 @@ class Requests:
         client = self._model.client
         believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
-            f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for servers that never give "
-            f"one. So answers without one may be cut off. This attempt has taken {believed} of them as complete, and "
-            f"earlier ones may have taken more. Remove the setting, and use another {written.folders}, so that "
+            f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
+            "servers that never give "
+            f"one. So answers without one may be cut off. This attempt has taken {believed} of "
+            "them as complete, and "
+            "earlier ones may have taken more. Remove the setting, and use another "
+            f"{written.folders}, so that "
             "everything is asked again. (Or continue here with accept_changes: then look for null "
-            "among the finish_reasons of documents that are finished already, because those stay as they are.)"
+            "among the finish_reasons of documents that are finished already, because those stay "
+            "as they are.)"
         )
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank, before the answer is kept, if its size differs from the first answer's."""
+        """Stops the rank, before the answer is kept, if its size differs from the first
+        answer's.
+        """
         if way.name not in _MEASURED:
             return
         field, found, before = _MEASURED[way.name]
@@ -390,13 +420,18 @@ class Requests:
             size = len(answered.answer[field][0]) * 3 // 16  # base64 of float32
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
-        first = sizes.setdefault(orjson.dumps([way.name, {**payload, "input": None}], option=PAYLOAD_JSON), size)
+        first = sizes.setdefault(
+            orjson.dumps([way.name, {**payload, "input": None}], option=PAYLOAD_JSON), size
+        )
         if first != size:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before with {before}"
-                f"{first}, for the same params. So its servers have, or had, different models. This answer is not "
-                "kept; when all servers have the model of the first one, run the same command again. If that is the "
+                f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
+                f"with {before}"
+                f"{first}, for the same params. So its servers have, or had, different models. "
+                "This answer is not "
+                "kept; when all servers have the model of the first one, run the same command "
+                "again. If that is the "
                 f"wrong one, start over with another {written.folders}."
             )
             raise self._stopped(error)
@@ -416,8 +451,8 @@ class Requests:
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     #
-    # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``). They are no coroutine
-    # functions: wrong arguments stop the rank while the caller is known.
+    # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
+    # They are no coroutine functions: wrong arguments stop the rank while the caller is known.
 
     def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
         if isinstance(texts, str):
@@ -428,7 +463,9 @@ class Requests:
             return self._refused(wrong)
         return self._embed(texts, params)
 
-    def classify(self, text: str, /, labels: Sequence[str] | None = None, **params: object) -> Asked[Classification]:
+    def classify(
+        self, text: str, /, labels: Sequence[str] | None = None, **params: object
+    ) -> Asked[Classification]:
         wrong = self._wrong("classify", text)
         if wrong:
             return self._refused(wrong)
@@ -455,13 +492,18 @@ class Requests:
             return np.stack(vectors)
         return np.empty((0, 0), np.float32)
 
-    async def _classify(self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]) -> Classification:
+    async def _classify(
+        self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]
+    ) -> Classification:
         answer = await self._ask("classify", (text,), params)
         label = answer["label"]
         scores = answer["probabilities"]
         best = max(range(len(scores)), key=scores.__getitem__)
         if labels is not None and len(labels) != len(scores):
-            await self._refused(f"generate.classify has {len(labels)} labels, and the model has {len(scores)} classes")
+            await self._refused(
+                f"generate.classify has {len(labels)} labels, and the model has {len(scores)} "
+                "classes"
+            )
         if labels is None:
             unnamed = "LABEL_" if label == f"LABEL_{best}" else ""
             labels = [f"{unnamed}{index}" for index in range(len(scores))]
@@ -469,7 +511,8 @@ class Requests:
         else:
             if label not in ("", f"LABEL_{best}", labels[best]):
                 await self._refused(
-                    f"generate.classify: label {best} is {labels[best]!r}, but the model says {label!r}"
+                    f"generate.classify: label {best} is {labels[best]!r}, but the model says "
+                    f"{label!r}"
                 )
             label = labels[best]
         return Classification(label, scores[best], dict(zip(labels, scores, strict=True)))
@@ -477,7 +520,9 @@ class Requests:
     async def _score(self, query: str, texts: list[str]) -> Floats:
         if not texts:
             return np.empty(0, np.float32)
-        return from_base64((await self._ask("score", (query, texts), {}, count=len(texts)))["scores"])
+        return from_base64(
+            (await self._ask("score", (query, texts), {}, count=len(texts)))["scores"]
+        )
 
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
@@ -502,7 +547,12 @@ class Requests:
 
 
 def summarize(
-    ordinal: int, outcome: Outcome, fingerprint: str, document: bytes, requests: Sequence[Requests], kept: int = 0
+    ordinal: int,
+    outcome: Outcome,
+    fingerprint: str,
+    document: bytes,
+    requests: Sequence[Requests],
+    kept: int = 0,
 ) -> Finished:
     """Returns a finished document with what it took. ``kept``: number of rollouts with a result."""
     tokens: list[int] = []
@@ -520,10 +570,14 @@ def summarize(
     prompt = sum(tokens[::2])
     completion = sum(tokens[1::2])
     ends = (len(tokens) // 2, cut_off, empty)
-    return Finished(ordinal, outcome, fingerprint, document, sum(counts), prompt, completion, work, ends=ends)
+    return Finished(
+        ordinal, outcome, fingerprint, document, sum(counts), prompt, completion, work, ends=ends
+    )
 
 
-def _hand_over(rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments) -> None:
+def _hand_over(
+    rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
+) -> None:
     """Calls the storage thread. Its failure stops the rank, and passes through the rollout."""
     try:
         call(*arguments)
@@ -565,7 +619,10 @@ def _body(payload: Payload) -> AnyBody:
 
 
 def _failed(error: Exception, payload: Payload) -> InferenceError:
-    """Returns datatrove's error. Its text, which ends in logs and dead letters, has no secrets of the payload."""
+    """Returns datatrove's error.
+
+    Its text, which ends in logs and dead letters, has no secrets of the payload.
+    """
     failed = InferenceError(None, error, payload=shown("payload", payload))
     failed.payload = payload
     return failed
@@ -590,8 +647,8 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns what is kept of an answer. Its fields depend on what the payload asks for, not only on what came: so
-    tables have the same columns whenever the first tool call comes.
+    """Returns what is kept of an answer. Its fields depend on what the payload asks for, not only
+    on what came: so tables have the same columns whenever the first tool call comes.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {
@@ -603,7 +660,9 @@ def _fields(completion: Completion, payload: Payload) -> JsonObject:
     if completion.answer is not None:
         fields["answer"] = completion.answer
     elif asks_for_more or completion.tool_calls or completion.logprobs or completion.choices:
-        fields |= {name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")}
+        fields |= {
+            name: getattr(completion, name) for name in ("tool_calls", "logprobs", "choices")
+        }
     return fields
 
 
@@ -614,26 +673,31 @@ def _result(fields: JsonObject, response_id: str, model: str) -> Result:
     return result
 
 
-def request_seed(seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int) -> int:
-    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all take: 0 to 2**31 - 1.
+def request_seed(
+    seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int
+) -> int:
+    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all
+    take: 0 to 2**31 - 1.
 
-    Engines that honour seeds then sample the same when a request is sent again. With one seed for all, two rollouts of
-    a document would be one sample.
+    Engines that honour seeds then sample the same when a request is sent again. With one seed for
+    all, two rollouts of a document would be one sample.
 
     Args:
         seed: ``InferenceConfig.seed``.
         ordinal: tells apart documents whose ids repeat.
-        digest: the payload's, without a seed. The number of the call would depend on the order of parallel calls.
+        digest: the payload's, without a seed. The number of the call would depend on the order of
+            parallel calls.
         occurrence: counts equal payloads within one rollout, from 0.
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
     return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)
 
 
-# The drain of an early stop -------------------------------------------------------------------------------------------
+# The drain of an early stop ----------------------------------------------------------------------
 #
-# During a drain no new request is sent. The drain is over when no request is in flight, and every document waits for a
-# request that is not sent. A rollout that does something else then (computes, sleeps) has ``_GRACE_SECONDS`` more.
+# During a drain no new request is sent. The drain is over when no request is in flight, and every
+# document waits for a request that is not sent. A rollout that does something else then (computes,
+# sleeps) has ``_GRACE_SECONDS`` more.
 
 _GRACE_SECONDS = 2.0
 
@@ -668,11 +732,14 @@ class Drain:
 
     def check_soon(self) -> None:
         if self._active:
-            # A request whose last attempt has just ended still has to pass its answer to the rollout.
+            # A request whose last attempt has just ended still has to pass its answer to the
+            # rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        if any(model.client.result().sender.in_flight and not model.is_dead for model in self._models):
+        if any(
+            model.client.result().sender.in_flight and not model.is_dead for model in self._models
+        ):
             return
         if self._waiting == len(self._documents):
             self._over.set()

@@ -1,4 +1,5 @@
-"""Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a resume.
+"""Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a
+resume.
 
 It has the methods of ``OpenCheckpoint``, so a caller need not know whether there is a checkpoint.
 """
@@ -36,7 +37,9 @@ _DRAIN_SECONDS = 1.0
 class NullCheckpoint:
     """Writes finished documents in a thread of its own, in the order in which they finish."""
 
-    def __init__(self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown) -> None:
+    def __init__(
+        self, writer: DiskWriter, rank: int, records_per_chunk: int, shutdown: Shutdown
+    ) -> None:
         self.has_locks = True  # it needs none
         self.publishing = 0
         self.publishing_behind = False
@@ -92,7 +95,9 @@ class NullCheckpoint:
         progress.seconds = self.seconds
         progress.documents = replace(self.counts)
 
-    def admit(self, fingerprint: str, position: Callable[[], object] = lambda: None) -> ChunkSlot | None:
+    def admit(
+        self, fingerprint: str, position: Callable[[], object] = lambda: None
+    ) -> ChunkSlot | None:
         chunk = Chunk(self._admitted // self._records_per_chunk, 0)
         slot = ChunkSlot(self._admitted, chunk, cached=False)
         self._admitted += 1
@@ -151,13 +156,17 @@ class NullCheckpoint:
     def _write(self, slot: ChunkSlot, finished: Finished) -> None:
         document = decode(finished.document)
         try:
-            self._writer.write(document, self._rank, **self._names.keywords(document, slot.chunk.index))
+            self._writer.write(
+                document, self._rank, **self._names.keywords(document, slot.chunk.index)
+            )
         except CkptError:
             raise
         except Exception as error:
             raise OutputFailed(
-                f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be written by "
-                f"{type(self._writer).__name__}: {type(error).__name__}: {error}. This run has no checkpoint "
+                f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be "
+                "written by "
+                f"{type(self._writer).__name__}: {type(error).__name__}: {error}. This run has no "
+                "checkpoint "
                 "(checkpoints_local_dir is not set), so the next one starts over."
             ) from error
 

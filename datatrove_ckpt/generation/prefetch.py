@@ -1,11 +1,12 @@
 """Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the thread fills a small
-buffer, which the event loop takes whole.
+A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the
+thread fills a small buffer, which the event loop takes whole.
 
-A resume may seek to a document's position only if all documents before it came earlier, and all later ones come later.
-A step that reorders or splits documents breaks this order. So a position is used only after the next document has come
-with a later one. If documents come out of order, a resume counts documents instead.
+A resume may seek to a document's position only if all documents before it came earlier, and all
+later ones come later. A step that reorders or splits documents breaks this order. So a position is
+used only after the next document has come with a later one. If documents come out of order, a
+resume counts documents instead.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import (
+    HuggingFaceDatasetReader,
+    IpcReader,
+    JsonlReader,
+    ParquetReader,
+    SeekingReader,
+)
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
@@ -44,13 +51,14 @@ from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
-# After a resume that seeks, a step sees only the remaining documents: a step that counts, samples or removes duplicates
-# would give another result. Each of the steps listed here looks at one document at a time.
+# After a resume that seeks, a step sees only the remaining documents: a step that counts, samples
+# or removes duplicates would give another result. Each of the steps listed here looks at one
+# document at a time.
 
 
 _READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
-# Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random numbers. Not
-# PIIFormatter: it uses its replacements in turn.
+# Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random
+# numbers. Not PIIFormatter: it uses its replacements in turn.
 _STATELESS = frozenset(
     f"datatrove.pipeline.{name}"
     for name in (
@@ -73,7 +81,9 @@ _STATELESS = frozenset(
 
 
 def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """Returns the names of the steps that may keep state, the last step first; none if no reader can seek anyway."""
+    """Returns the names of the steps that may keep state, the last step first; none if no reader
+    can seek anyway.
+    """
     steps: list[str] = []
     readers: list[BaseReader] = []
     last = type(documents).__name__
@@ -99,12 +109,17 @@ def _state_of_reader(reader: SeekingReader) -> list[str]:
     adapter = getattr(reader.adapter, "__func__", reader.adapter)
     if adapter is BaseReader._default_adapter:
         return []
-    return [f"the adapter {getattr(adapter, '__qualname__', type(adapter).__name__)} of {kind.__name__}"]
+    return [
+        f"the adapter {getattr(adapter, '__qualname__', type(adapter).__name__)} of {kind.__name__}"
+    ]
 
 
 def _is_stateless(step: object) -> bool:
     kind = type(step)
-    return f"{kind.__module__}.{kind.__qualname__}" in _STATELESS and getattr(step, "exclusion_writer", None) is None
+    return (
+        f"{kind.__module__}.{kind.__qualname__}" in _STATELESS
+        and getattr(step, "exclusion_writer", None) is None
+    )
 
 
 _BUFFER_DOCUMENTS = 128
@@ -125,9 +140,21 @@ class SourceDocument:
         finished: the metadata with results, if an old output has them.
     """
 
-    __slots__ = ("_as_read", "_documents", "document", "fingerprint", "finished", "id", "resumable", "size", "stats")
+    __slots__ = (
+        "_as_read",
+        "_documents",
+        "document",
+        "fingerprint",
+        "finished",
+        "id",
+        "resumable",
+        "size",
+        "stats",
+    )
 
-    def __init__(self, documents: DocumentSource, document: Document, read: AsRead, keep: bool) -> None:
+    def __init__(
+        self, documents: DocumentSource, document: Document, read: AsRead, keep: bool
+    ) -> None:
         self.document = document
         self.id = safe_text(document.id)
         self.size = read.size
@@ -149,7 +176,9 @@ class SourceDocument:
         return self._as_read
 
     def position(self) -> State | None:
-        """Returns the reader's state right after this document; None if a resume cannot start there."""
+        """Returns the reader's state right after this document; None if a resume cannot start
+        there.
+        """
         if self.resumable:
             return self._documents.save(self.document, self.stats)
         return None
@@ -221,13 +250,17 @@ class DocumentSource:
         self._first = point.next_ordinal
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # A daemon: a blocked reader must not keep a failed process running. In the rank's context, for its log.
+        # A daemon: a blocked reader must not keep a failed process running. In the rank's context,
+        # for its log.
         work = copy_context().run
-        threading.Thread(target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True).start()
+        threading.Thread(
+            target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True
+        ).start()
         ended = False
         while not ended:
             if not self._arrived.is_set():
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the arrival.
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
+                # arrival.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_HOLD_SECONDS):
                         await self._arrived.wait()
@@ -263,7 +296,9 @@ class DocumentSource:
         return self._ended and self._error is None and not self._buffer
 
     def reached(self) -> Reached:
-        """Returns how much of the input lies before the end of the last document that was handed over."""
+        """Returns how much of the input lies before the end of the last document that was handed
+        over.
+        """
         if self._length is not None:
             return Reached(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:
@@ -271,7 +306,9 @@ class DocumentSource:
         return self._newest[2].reached(self._newest)
 
     def shard(self) -> State:
-        """Returns the content of ``shard.json``: what was read, and the stats of the steps before the runner."""
+        """Returns the content of ``shard.json``: what was read, and the stats of the steps before
+        the runner.
+        """
         return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:
@@ -286,7 +323,7 @@ class DocumentSource:
         if self._finished is not None:
             self._finished.close()
 
-    # in the reader's thread --------------------------------------------------------------------------------------
+    # in the reader's thread ----------------------------------------------------------------------
 
     def _run(self, point: ResumePoint) -> None:
         pid = os.getpid()
@@ -326,7 +363,10 @@ class DocumentSource:
                 self._wake()
 
     def _put(self, source: SourceDocument) -> bool:
-        """Passes on the document before this one, and holds this one until the next comes. False: the rank ended."""
+        """Passes on the document before this one, and holds this one until the next comes.
+
+        False: the rank ended.
+        """
         self._check_order(source)
         with self._change:
             while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
@@ -353,7 +393,9 @@ class DocumentSource:
             self._pass_on_held()
 
     def _check_order(self, source: SourceDocument) -> None:
-        """Decides whether a resume may start after the held document, now that the next one is known."""
+        """Decides whether a resume may start after the held document, now that the next one is
+        known.
+        """
         position = position_of(source.document)
         last = self._last_position
         self._last_position = position
@@ -369,14 +411,17 @@ class DocumentSource:
             self._in_order = False
         if was_in_order and (last is not None or position is not None):
             logger.info(
-                "A step between the reader and InferenceRunner reorders documents, or makes several of one: a "
+                "A step between the reader and InferenceRunner reorders documents, or makes "
+                "several of one: a "
                 "resume will count documents from the start instead of seeking."
             )
         # The first two numbers of a position say when it was read.
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
-                "A step between the reader and InferenceRunner reorders documents, or makes several of one, so a "
-                "position that was saved is wrong, and a resume from it would lose documents. Use datatrove's own "
+                "A step between the reader and InferenceRunner reorders documents, or makes "
+                "several of one, so a "
+                "position that was saved is wrong, and a resume from it would lose documents. Use "
+                "datatrove's own "
                 f"reader, which counts documents instead, and start with another {written.folders}."
             )
 
@@ -386,7 +431,8 @@ class DocumentSource:
         with self._lock:
             if position is None or not (self._may_seek and self._in_order):
                 return None
-            self._saved = max(self._saved or position[:2], position[:2])  # chunks are committed in any order
+            # Chunks are committed in any order.
+            self._saved = max(self._saved or position[:2], position[:2])
         state = position_state(document)
         if state is None or stats is None:
             return state
@@ -402,7 +448,10 @@ class DocumentSource:
             if self._reading.resumed:
                 self._stats.resume(point.position)
                 seconds = time.monotonic() - started
-                logger.info(f"Skipped {point.next_ordinal} finished documents by seeking, in {seconds:.2f} s.")
+                logger.info(
+                    f"Skipped {point.next_ordinal} finished documents by seeking, in {seconds:.2f} "
+                    "s."
+                )
                 return
         with self._reading:
             self._skip_by_reading(point)
@@ -411,12 +460,14 @@ class DocumentSource:
             why = f"{steps} may keep state from one document to the next. If not, set seek=True."
         else:
             why = (
-                "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and HuggingFaceDatasetReader of "
+                "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and "
+                "HuggingFaceDatasetReader of "
                 "datatrove_ckpt.readers can, and take the same arguments."
             )
         seconds = time.monotonic() - started
         logger.info(
-            f"Skipped {point.next_ordinal} finished documents by reading them, in {seconds:.1f} s, because {why}"
+            f"Skipped {point.next_ordinal} finished documents by reading them, in {seconds:.1f} s, "
+            f"because {why}"
         )
 
     def _skip_by_reading(self, point: ResumePoint) -> None:
@@ -424,15 +475,20 @@ class DocumentSource:
             document = next(self._documents, None)
             if document is None:
                 raise CheckpointMismatch(
-                    f"The input ended after {ordinal} documents, but {point.next_ordinal} were done before: it has "
+                    f"The input ended after {ordinal} documents, but {point.next_ordinal} were "
+                    "done before: it has "
                     "shrunk, or limit of the reader was lowered. Restore it, or start with ",
                     StartOver(),
                     f"{written.old_results}.",
                 )
-            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(as_read(document).data):
+            if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(
+                as_read(document).data
+            ):
                 raise CheckpointMismatch(
-                    f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one that was done there "
-                    "before: the input, or a step before this one, has changed. Restore it, or start with ",
+                    f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one "
+                    "that was done there "
+                    "before: the input, or a step before this one, has changed. Restore it, or "
+                    "start with ",
                     StartOver(),
                     f"{written.old_results}.",
                 )

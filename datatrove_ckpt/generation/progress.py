@@ -1,8 +1,10 @@
-"""A rank's numbers: its history is kept with them, and the screen of its command shows them (``process/screen.py``).
+"""A rank's numbers: its history is kept with them, and the screen of its command shows them
+(``process/screen.py``).
 
-The history gets a line after ten seconds and each minute, when servers stop and start to answer, what happens to
-servers, and how the attempt ends. The storage thread adds what it alone knows, and writes the line: see
-``checkpoint/history_records.py``. The numbers of all attempts come from the checkpoint: see ``final_stats``.
+The history gets a line after ten seconds and each minute, when servers stop and start to answer,
+what happens to servers, and how the attempt ends. The storage thread adds what it alone knows, and
+writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come from the
+checkpoint: see ``final_stats``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,15 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
-from datatrove_ckpt.process.screen import READING, WAITING, RankProgress, Report, RunProgress, Screen, reporter
+from datatrove_ckpt.process.screen import (
+    READING,
+    WAITING,
+    RankProgress,
+    Report,
+    RunProgress,
+    Screen,
+    reporter,
+)
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
@@ -104,7 +114,9 @@ class ModelObserver:
 
     @property
     def is_waiting(self) -> bool:
-        return self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
+        return (
+            self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
+        )
 
     def silences(self) -> Iterator[Silence]:
         for one in self._outages:
@@ -121,12 +133,14 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and cached answers.
-            Answers of servers are summed up once a second.
+        own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
+            cached answers. Answers of servers are summed up once a second.
         answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
-    def __init__(self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float) -> None:
+    def __init__(
+        self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float
+    ) -> None:
         self.own = WorkCounts()
         self._rank = rank
         self._checkpoint = checkpoint
@@ -142,7 +156,7 @@ class RankReporter:
         self._lock = threading.Lock()  # metrics are read in other threads
         checkpoint.last_records = self.last_records
 
-    # what happens ------------------------------------------------------------------------------------------------
+    # what happens --------------------------------------------------------------------------------
 
     def of(self, config: InferenceConfig) -> ModelObserver:
         return self._models.setdefault(config.name, ModelObserver(self._serving))
@@ -157,7 +171,10 @@ class RankReporter:
 
     def silence(self) -> Silence:
         """Returns the longest silence of a model."""
-        return max((found for model in self._models.values() for found in model.silences()), default=Silence())
+        return max(
+            (found for model in self._models.values() for found in model.silences()),
+            default=Silence(),
+        )
 
     def _sum_up(self) -> None:
         """Counts the new answers, equal values at once: so each answer costs little."""
@@ -187,10 +204,13 @@ class RankReporter:
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
-            # All ranks that share the server are called, and their numbers are added: only the first one counts it.
+            # All ranks that share the server are called, and their numbers are added: only the
+            # first one counts it.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
-        event = ServerEvent(what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why))
+        event = ServerEvent(
+            what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why)
+        )
         self._checkpoint.note(event)
 
     @property
@@ -199,7 +219,7 @@ class RankReporter:
             return SkippedLines()
         return self._source.skipped
 
-    # the screen --------------------------------------------------------------------------------------------------
+    # the screen ----------------------------------------------------------------------------------
 
     async def report(self) -> None:
         """Reports to the screen, and keeps the history, until it is cancelled."""
@@ -241,7 +261,10 @@ class RankReporter:
         )
 
     def _state(self) -> tuple[str, float, bool]:
-        """Returns what the rank does, for how long, and whether that is an outage. See ``RankProgress``."""
+        """Returns what the rank does, for how long, and whether that is an outage.
+
+        See ``RankProgress``.
+        """
         if self._shutdown.is_stopping:
             return "stopping", 0.0, False
         silence = self.silence()
@@ -259,7 +282,7 @@ class RankReporter:
                 return WAITING, 0.0, False
         return "", 0.0, False
 
-    # the history -------------------------------------------------------------------------------------------------
+    # the history ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
         first = min(_FIRST_SECONDS, MINUTE_SECONDS)
@@ -273,7 +296,9 @@ class RankReporter:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         self._sum_up()
         errors = Counter[str]()
-        found = history_records.Progress(own=replace(self.own, errors=errors), position=self.position())
+        found = history_records.Progress(
+            own=replace(self.own, errors=errors), position=self.position()
+        )
         for client in self.clients:
             found.own.sent += client.stats.requests
             found.own.retries += client.stats.retries
@@ -317,13 +342,16 @@ class RankReporter:
 
 @contextmanager
 def _screen(interval: float) -> Iterator[Report]:
-    """Yields the screen of the command, with lines in the task's log file, or a screen of the rank's own."""
+    """Yields the screen of the command, with lines in the task's log file, or a screen of the
+    rank's own.
+    """
     shown = reporter()
     if shown is None:
         with Screen(RunProgress(), interval) as screen:
             yield screen.update
         return
-    lines = Screen(RunProgress(), interval, log=logger.debug)  # the terminal shows INFO and above, the file everything
+    # The terminal shows INFO and above, the file everything.
+    lines = Screen(RunProgress(), interval, log=logger.debug)
 
     def report(rank: int, progress: RankProgress) -> None:
         shown(rank, progress)
@@ -333,7 +361,9 @@ def _screen(interval: float) -> Iterator[Report]:
 
 
 def _described(error: BaseException | None) -> str:
-    """Describes an error. The text of an error that is not ours may hold a secret: it is in the log only."""
+    """Describes an error. The text of an error that is not ours may hold a secret: it is in the log
+    only.
+    """
     if error is None:
         return ""
     name = type(error).__name__
@@ -342,11 +372,12 @@ def _described(error: BaseException | None) -> str:
     return name
 
 
-# input progress -------------------------------------------------------------------------------------------------------
+# input progress ----------------------------------------------------------------------------------
 
 # A reader is ahead of the rank, so documents are taken to be equal:
 #
-#     done = what lies before the last document handed over * documents finished / documents up to that one
+#     done = what lies before the last document handed over * documents finished / documents up to
+#     that one
 #
 # This is exact before the first and after the last document, and grows all the time.
 

@@ -1,10 +1,10 @@
 """The errors of a rank that ends, as scripts for datatrove's runner expect them.
 
-Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing of datatrove, so
-these subclasses inherit from both sides.
+Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing
+of datatrove, so these subclasses inherit from both sides.
 
-A pickled error keeps its message and the text of ``error``; document and payload stay behind, because not every
-document can be pickled, and a payload may hold a secret.
+A pickled error keeps its message and the text of ``error``; document and payload stay behind,
+because not every document can be pickled, and a payload may hold a secret.
 """
 
 from __future__ import annotations
@@ -51,12 +51,20 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
         self.error = error
         self.payload = payload
 
-    def __reduce__(self) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, object]]:
-        return type(self), (self.args, None, str(self.error)), {"__notes__": list(getattr(self, "__notes__", ()))}
+    def __reduce__(
+        self,
+    ) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, object]]:
+        return (
+            type(self),
+            (self.args, None, str(self.error)),
+            {"__notes__": list(getattr(self, "__notes__", ()))},
+        )
 
 
 class _OfServer(types.InferenceError, types.ServerError):
-    """Both, because datatrove raises now the one and now the other for the same failure of a server."""
+    """Both, because datatrove raises now the one and now the other for the same failure of a
+    server.
+    """
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
@@ -82,20 +90,25 @@ class ServerRefused(errors.ServerRefused, _OfServer):
 
 
 _RAISED: dict[type, type[_OfServer]] = {
-    raised.__bases__[0]: raised for raised in (ServerStartFailed, ServerDied, ServerUnavailable, ServerRefused)
+    raised.__bases__[0]: raised
+    for raised in (ServerStartFailed, ServerDied, ServerUnavailable, ServerRefused)
 }
 
 
 class raised_for_scripts:
-    """Raises the subclass of each error that has one here. Tracebacks of our errors show the user's frames only:
-    executors and Python print them after the message, with everything that was in a variable.
+    """Raises the subclass of each error that has one here. Tracebacks of our errors show the user's
+    frames only: executors and Python print them after the message, with everything that was in a
+    variable.
     """
 
     def __enter__(self) -> None:
         safe_log()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not isinstance(error, errors.CkptError):
             return
@@ -104,7 +117,9 @@ class raised_for_scripts:
                 cause.__traceback__ = None
             else:
                 cause.__traceback__ = _after_ours(cause.__traceback__)
-            cause.args = tuple(printable(redact(part)) if isinstance(part, str) else part for part in cause.args)
+            cause.args = tuple(
+                printable(redact(part)) if isinstance(part, str) else part for part in cause.args
+            )
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__
 
@@ -116,15 +131,18 @@ def first_of(error: BaseException) -> BaseException:
     return error
 
 
-# Frames of the user ---------------------------------------------------------------------------------------------------
+# Frames of the user ------------------------------------------------------------------------------
 #
 
 _PACKAGE = str(Path(datatrove_ckpt.__file__).parent)
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 
 
 def raised_at(error: BaseException) -> str:
-    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code raised the error.
+    """Returns the place in the user's code as ", in job.py, line 9 (rollout)"; "" if our own code
+    raised the error.
 
     For an error of a library, this is the user's call.
     """
@@ -137,7 +155,9 @@ def raised_at(error: BaseException) -> str:
 
 
 def called_at() -> str:
-    """Returns the place in the user's code that has called ours, as ``raised_at``; "" if a library has."""
+    """Returns the place in the user's code that has called ours, as ``raised_at``; "" if a library
+    has.
+    """
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:

@@ -1,6 +1,7 @@
 """Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
-Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs none of this.
+Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs
+none of this.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         seconds = 0.0
     models = step.models.values()
     requests, servers = step.requests_and_servers()
-    if rank_of_many() is not None:  # the servers and their connections are shared: the executor has counted them
+    # The servers and their connections are shared: the executor has counted them.
+    if rank_of_many() is not None:
         requests = servers = 0
     limit = enough_open_files(requests, servers)
     preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
@@ -91,8 +93,11 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)
-            raise ConfigError(f"config: {nodes.count} nodes per task serve one model, and this run has {names}.")
-        prepare_arrow(step.output_writer)  # before gc_tuned, which freezes the objects of imported modules
+            raise ConfigError(
+                f"config: {nodes.count} nodes per task serve one model, and this run has {names}."
+            )
+        # Before gc_tuned, which freezes the objects of imported modules.
+        prepare_arrow(step.output_writer)
         with one_rank(preemption.shutdown), gc_tuned():
             if nodes.rank > 0:  # only the head node reads and writes
                 from datatrove_ckpt.inference.servers.multi_node import follow_head
@@ -118,7 +123,9 @@ class _Run:
         check_monitoring(step.monitoring)
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
-            without = NullCheckpoint(step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown)
+            without = NullCheckpoint(
+                step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown
+            )
             self._process(self.data, without, RankNumbers(rank))
             return
         refuse_resharded(step.checkpoints_root)
@@ -147,7 +154,12 @@ class _Run:
         preemption = self.preemption
         folder = rank_folder(root, rank)
         identity = step.identity(self.world_size)
-        check = OutputCheck(step.output_writer, step.checkpoints_root, step.checkpoints_remote_dir, run=identity.digest)
+        check = OutputCheck(
+            step.output_writer,
+            step.checkpoints_root,
+            step.checkpoints_remote_dir,
+            run=identity.digest,
+        )
         output_folder = OutputFolder(check, rank, folder, prefix)
         interruptible = preemption.interruptible()
         manager = CheckpointManager(
@@ -186,14 +198,18 @@ class _Run:
 
         root = step.checkpoints_root
         job = None
-        if not step.retry_dead_letters:  # of the ranks of other nodes, this one sees the mirror only
+        # Of the ranks of other nodes, this one sees the mirror only.
+        if not step.retry_dead_letters:
             with preemption.interruptible():
                 job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
         url = f"{remote}/{folder.relative_to(root)}"
         return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
 
     def _open_old(self, identity: RunIdentity) -> RequestCache | None:
-        """Returns the answers of ``answers_from``; None without the setting. Dead letters have other numbers."""
+        """Returns the answers of ``answers_from``; None without the setting.
+
+        Dead letters have other numbers.
+        """
         step = self.step
         if not step.answers_from or step.retry_dead_letters:
             return None
@@ -209,9 +225,17 @@ class _Run:
             revisions = Revisions(folder)
         if step.finished_from:
             rollouts = step.model.rollouts_per_document
-            finished = FinishedDocuments(step.finished_from, self.rank, step.metadata_key, rollouts, folder)
+            finished = FinishedDocuments(
+                step.finished_from, self.rank, step.metadata_key, rollouts, folder
+            )
         return DocumentSource(
-            documents, keep_as_read, step.seek, step.steps_before, revisions, step.records_per_chunk, finished
+            documents,
+            keep_as_read,
+            step.seek,
+            step.steps_before,
+            revisions,
+            step.records_per_chunk,
+            finished,
         )
 
     def _process(
@@ -227,7 +251,9 @@ class _Run:
         shutdown = preemption.shutdown
         completed = False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
-        say = RankMessages(rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters)
+        say = RankMessages(
+            rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
+        )
         exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
         try:
             say.started()
@@ -268,10 +294,16 @@ class _Run:
         host = host_loop()
         order = 0 if host is None else host.order
         sender = Sender(self.preemption.shutdown, order, progress.server)
-        return servers.lend(config, [*self.step.models.values()], self.rank, sender, progress.of(config).waits)
+        return servers.lend(
+            config, [*self.step.models.values()], self.rank, sender, progress.of(config).waits
+        )
 
     async def _generate(
-        self, data: Iterable[Document], checkpoint: Checkpoint, progress: RankReporter, names: FileNames
+        self,
+        data: Iterable[Document],
+        checkpoint: Checkpoint,
+        progress: RankReporter,
+        names: FileNames,
     ) -> None:
         step = self.step
         rank = self.rank
@@ -290,7 +322,10 @@ class _Run:
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
-        watchers = [asyncio.create_task(progress.report()), asyncio.create_task(preemption.watch_time_limit())]
+        watchers = [
+            asyncio.create_task(progress.report()),
+            asyncio.create_task(preemption.watch_time_limit()),
+        ]
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
@@ -304,8 +339,11 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     check_first=partial(check_first, step.rollout_fn),
-                    # Without a checkpoint, the writer itself is open, and a document that fails is not kept anyway.
-                    check_writable=partial(check_writable, step.output_writer, rank) if kept else None,
+                    # Without a checkpoint, the writer itself is open, and a document that fails is
+                    # not kept anyway.
+                    check_writable=partial(check_writable, step.output_writer, rank)
+                    if kept
+                    else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                 )
@@ -329,7 +367,8 @@ def shared_servers() -> ServerHost | None:
 
 
 def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
-    """Refuses a rank that keeps no checkpoint while files are there that it would not overwrite. Local folders only.
+    """Refuses a rank that keeps no checkpoint while files are there that it would not overwrite.
+    Local folders only.
 
     Raises:
         OutputMismatch: names some of them.
@@ -341,7 +380,7 @@ def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
         check.refuse_strangers(commits, check.look({}, rank))
 
 
-# What a rank logs at its start and its end ----------------------------------------------------------------------------
+# What a rank logs at its start and its end -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -362,7 +401,8 @@ class RankMessages:
     def started(self) -> None:
         if not self.checkpoint.has_locks:
             logger.warning(
-                f"{self.folder} has no working file locks: do not start a second process for rank {self.rank}. A "
+                f"{self.folder} has no working file locks: do not start a second process for rank "
+                f"{self.rank}. A "
                 "second process takes over the rank, and this one stops before its next write."
             )
         point = self.checkpoint.resumed
@@ -377,32 +417,47 @@ class RankMessages:
 
     def stopped(self, shutdown: Shutdown) -> None:
         if self.checkpoint.error is not None:
-            logger.error(f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}")
+            logger.error(
+                f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
+            )
         if self.folder is None:
-            saved = ". There is no checkpoint (checkpoints_local_dir is not set), so the same command starts over."
+            saved = (
+                ". There is no checkpoint (checkpoints_local_dir is not set), so the same "
+                "command starts over."
+            )
         elif self.checkpoint.error is not None:
             saved = (
-                ". What was saved before that stays. Correct the cause, and run the same command again to resume; the "
+                ". What was saved before that stays. Correct the cause, and run the same command "
+                "again to resume; the "
                 "rest is done again."
             )
         else:
-            given_up = f"{plural(shutdown.given_up, 'request')} in flight {'was' if shutdown.given_up == 1 else 'were'}"
+            given_up = (
+                f"{plural(shutdown.given_up, 'request')} in flight "
+                f"{'was' if shutdown.given_up == 1 else 'were'}"
+            )
             saved = (
-                f", saved: {plural(self.progress.own.documents, 'document')} of this run and every answer, "
+                f", saved: {plural(self.progress.own.documents, 'document')} of this run and every "
+                "answer, "
                 f"{shutdown.seconds:.1f} s later. "
-                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command again to resume."
+                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
+                "again to resume."
             )
         logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
         counts = self.checkpoint.counts
         if not counts.read:
-            logger.success(f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}")
+            logger.success(
+                f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}"
+            )
             return
         sent = self.progress.progress().own.sent
         logger.success(
-            f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to {where} "
-            f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); {plural(counts.requests, 'request')}, "
+            f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
+            f"{where} "
+            f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
+            f"{plural(counts.requests, 'request')}, "
             f"{sent} sent in this run, {plural(counts.prompt_tokens, 'prompt token')}, "
             f"{plural(counts.completion_tokens, 'completion token')}."
             f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
@@ -410,16 +465,24 @@ class RankMessages:
 
     def _again(self, dead: int) -> str:
         if self.folder is None:
-            return "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+            return (
+                "There is no checkpoint (checkpoints_local_dir is not set): the same command "
+                "starts over."
+            )
         if self.retrying and dead:
-            return f"If you run the same command again, it tries {plural(dead, 'dead letter')} once more."
+            return (
+                f"If you run the same command again, it tries {plural(dead, 'dead letter')} "
+                "once more."
+            )
         return "If you run the same command again, it has nothing to do."
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """Returns what removes the bytes of media from a finished document; None if its writer saves them.
+    """Returns what removes the bytes of media from a finished document; None if its writer saves
+    them.
 
-    They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the writer.
+    They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the
+    writer.
     """
     if writes_media(writer):
         return None
@@ -443,12 +506,19 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
         from datatrove_ckpt.mirror.restore import restore_rank
 
         with preemption.interruptible():
-            restore_rank(step.checkpoints_remote_dir, step.checkpoints_root, rank, retries=step.retry_dead_letters)
+            restore_rank(
+                step.checkpoints_remote_dir,
+                step.checkpoints_root,
+                rank,
+                retries=step.retry_dead_letters,
+            )
 
 
 @contextmanager
 def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that has it."""
+    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that
+    has it.
+    """
     try:
         yield
     except CheckpointCorrupt as error:
@@ -466,7 +536,9 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
             raise
         raise CheckpointCorrupt(
             *error.args,
-            f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder away "
-            f"while no task runs (mv {shlex.quote(str(folder))} {shlex.quote(f'{folder}.damaged')}), and run the same "
+            f" The mirror {url} has this task as of {found.when}: to go on from there, move its "
+            "folder away "
+            f"while no task runs (mv {shlex.quote(str(folder))} "
+            f"{shlex.quote(f'{folder}.damaged')}), and run the same "
             "command again.",
         ) from error

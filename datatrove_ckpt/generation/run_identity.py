@@ -1,10 +1,13 @@
-"""What makes two runs the same run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
+"""What makes two runs the same run: a flat dict of plain values, whose names appear in
+``CheckpointMismatch``.
 
-Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left out. The user's code is
-described by what its source reaches (see ``code_walk.py``). Of a secret the hash is kept.
+Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left
+out. The user's code is described by what its source reaches (see ``code_walk.py``). Of a secret the
+hash is kept.
 
-What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it was when the job
-was made. Of an imported function a pickle holds the name alone, so it is described as this process has imported it.
+What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it
+was when the job was made. Of an imported function a pickle holds the name alone, so it is described
+as this process has imported it.
 """
 
 from __future__ import annotations
@@ -33,12 +36,17 @@ from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
 _VERSION = 5
-"""Version of the description, in ``run.json``. Release 0.1.0 wrote none. What code is differs between versions."""
+"""Version of the description, in ``run.json``.
+
+Release 0.1.0 wrote none. What code is differs between versions.
+"""
 _UNDESCRIBED = 2
 """Version where the code could not be described. No description of code has this number."""
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
-_BYTECODE_NOTE = "without its source, code is compared by its bytecode, which differs between Python versions"
+_BYTECODE_NOTE = (
+    "without its source, code is compared by its bytecode, which differs between Python versions"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,10 @@ class CodeIdentity:
     fingerprint: str = ""
     """Of the functions and objects that were described."""
     process: str = ""
-    """The process that made the step. One that it forked is the same, since it has the same functions."""
+    """The process that made the step.
+
+    One that it forked is the same, since it has the same functions.
+    """
     mark: str = ""
     """Tells the pickles of this step from those of others."""
     version: int = 3
@@ -65,7 +76,9 @@ class CodeIdentity:
 
 
 _described: dict[tuple[str, str], CodeIdentity] = {}
-"""What this process has found for steps of other processes: a rank that ends may have changed its state."""
+"""What this process has found for steps of other processes: a rank that ends may have changed its
+state.
+"""
 
 
 def code_identity(
@@ -78,20 +91,27 @@ def code_identity(
     """Describes the user's code.
 
     Args:
-        when_made: what this gave in the process that made the job: it describes what was pickled by value. None: the
-            job is being made now.
+        when_made: what this gave in the process that made the job: it describes what was pickled by
+            value. None: the job is being made now.
         output_writer: its adapter is code of the user, too.
         rollout_version: stands for all of that.
     """
     if rollout_version is not None:
-        named = Description({"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, [])
+        named = Description(
+            {"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, []
+        )
         return CodeIdentity(named, version=_VERSION)
-    things = {"rollout_fn": rollout_fn, "shared_context": shared_context, **_of_writer(output_writer)}
+    things = {
+        "rollout_fn": rollout_fn,
+        "shared_context": shared_context,
+        **_of_writer(output_writer),
+    }
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
     if when_made is not None and when_made.made is None:
         return CodeIdentity(None)
-    if when_made is not None and when_made.version != _VERSION:  # a job that was queued before an upgrade
+    # A job that was queued before an upgrade.
+    if when_made is not None and when_made.version != _VERSION:
         return when_made
     before = None
     if when_made is not None and when_made.fingerprint == found:
@@ -103,10 +123,15 @@ def code_identity(
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
-        logger.warning(f"The code could not be described, so it is not compared. Please report this: {error!r}")
+        logger.warning(
+            f"The code could not be described, so it is not compared. Please report this: {error!r}"
+        )
         return CodeIdentity(None)
-    if when_made is not None and when_made.fingerprint == found:  # settings when the step was made, and state later
-        made.fields.update({name: value for name, value in when_made.fields.items() if _SETTING.match(name)})
+    # Settings when the step was made, and state later.
+    if when_made is not None and when_made.fingerprint == found:
+        made.fields.update(
+            {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
+        )
     identity = CodeIdentity(made, found, _PROCESS, secrets.token_hex(8), _VERSION)
     if when_made is not None:
         _described[when_made.mark, _PROCESS] = identity
@@ -127,17 +152,29 @@ def code_of(thing: object) -> dict[str, str]:
 
 
 def _is_away(thing: object) -> bool:
-    """Returns whether a pickle brought a function by value into a program that has not loaded its file."""
+    """Returns whether a pickle brought a function by value into a program that has not loaded its
+    file.
+    """
     if isinstance(thing, functools.partial | dict | list | tuple):
-        parts = [thing.func, *thing.args, thing.keywords] if isinstance(thing, functools.partial) else thing
+        parts = (
+            [thing.func, *thing.args, thing.keywords]
+            if isinstance(thing, functools.partial)
+            else thing
+        )
         return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
     thing = getattr(thing, "__func__", thing)
     if not isinstance(thing, types.FunctionType):
         cls = thing if isinstance(thing, type) else type(thing)
-        return any(_is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType))
+        return any(
+            _is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType)
+        )
     loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
     file = thing.__code__.co_filename
-    is_here = loaded is not None and vars(loaded) is thing.__globals__ and getattr(loaded, "__file__", file) == file
+    is_here = (
+        loaded is not None
+        and vars(loaded) is thing.__globals__
+        and getattr(loaded, "__file__", file) == file
+    )
     return not is_here and not is_importable(thing)
 
 
@@ -148,21 +185,36 @@ def _is_of_pipeline(thing: object) -> bool:
 def _of_writer(writer: object) -> dict[str, object]:
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
-    found = {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
-    return found if writer is None or _is_of_pipeline(type(writer)) else {**found, "output_writer": type(writer)}
+    found = (
+        {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
+    )
+    return (
+        found
+        if writer is None or _is_of_pipeline(type(writer))
+        else {**found, "output_writer": type(writer)}
+    )
 
 
 def _shown(made: Description, writer: object) -> Description:
     """Removes secrets and long texts: the identity is written to run.json and executor.json."""
-    fields, own = ({name: _short(value) for name, value in fields_without_secrets(each).items()} for each in made[:3:2])
+    fields, own = (
+        {name: _short(value) for name, value in fields_without_secrets(each).items()}
+        for each in made[:3:2]
+    )
     if getattr(writer, "expand_metadata", False):
         fields["output_writer.expand_metadata"] = True
     return made._replace(fields=fields, own=own)
 
 
 def _short(value: object) -> object:
-    text = value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-    return value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
+    text = (
+        value
+        if isinstance(value, str)
+        else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    )
+    return (
+        value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
+    )
 
 
 def run_identity(
@@ -184,7 +236,9 @@ def run_identity(
     }
     version = {"identity_version": code.version if code.made is not None else _UNDESCRIBED}
     notes = (
-        {} if code.made is None else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
+        {}
+        if code.made is None
+        else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
     )
     for name, value in code.fields.items():
         if is_bytecode(value):
@@ -211,7 +265,9 @@ def _fields_of_models(models: Mapping[str, InferenceConfig]) -> JsonObject:
         fields["models"] = [first, *others]
     for name in others:
         found = _config_fields(models[name])
-        fields |= {f"{name}.{field}": found[field] for field in found if field != "rollouts_per_document"}
+        fields |= {
+            f"{name}.{field}": found[field] for field in found if field != "rollouts_per_document"
+        }
     return fields
 
 

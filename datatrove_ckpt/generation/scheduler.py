@@ -1,12 +1,13 @@
-"""Runs one rank: documents from the reader go through the rollout function, and the results to the checkpoint.
+"""Runs one rank: documents from the reader go through the rollout function, and the results to the
+checkpoint.
 
-Everything here runs on one event loop, which never waits on a disk or a reader. Three limits hold back new documents:
-``max_concurrent_documents``, the bounded queue of the storage thread, and the number of complete chunks that wait to be
-published.
+Everything here runs on one event loop, which never waits on a disk or a reader. Three limits hold
+back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the
+number of complete chunks that wait to be published.
 
-A document or a server that fails stops the rank with a drain (``Shutdown.fail``), whatever rollouts do with the error:
-``except Exception: return None`` in a user's code must not turn an outage into dropped documents. Where nothing more
-can be saved, all ends at once (``Shutdown.abort``).
+A document or a server that fails stops the rank with a drain (``Shutdown.fail``), whatever rollouts
+do with the error: ``except Exception: return None`` in a user's code must not turn an outage into
+dropped documents. Where nothing more can be saved, all ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations
@@ -47,20 +48,25 @@ from datatrove_ckpt.rollouts import Rollout
 
 # How many documents may be in work at once.
 #
-# Under ``max_concurrent_generations: auto`` the number follows the requests in flight. Rollouts that do other work
-# between their requests need more. So whenever a request could be sent, none waits, and no further document may
-# start, one more may, as in TCP's slow start. The number is not lowered: documents that wait cost memory only. Large
-# documents share a budget of bytes, too.
+# Under ``max_concurrent_generations: auto`` the number follows the requests in flight. Rollouts
+# that do other work between their requests need more. So whenever a request could be sent, none
+# waits, and no further document may start, one more may, as in TCP's slow start. The number is not
+# lowered: documents that wait cost memory only. Large documents share a budget of bytes, too.
 
 
 _SMALL = 1 << 16  # bytes of a document that count for nothing
 
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
-    """Returns how many documents may be in work at most: as many as all models together have room for."""
+    """Returns how many documents may be in work at most: as many as all models together have room
+    for.
+    """
     if config.max_concurrent_documents is not None and (config.limits_documents or not others):
         return config.max_concurrent_documents
-    texts = [one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers)) for one in (config, *others)]
+    texts = [
+        one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers))
+        for one in (config, *others)
+    ]
     return max(1, sum(texts) // config.rollouts_per_document)
 
 
@@ -71,7 +77,9 @@ class DocumentLimit:
         media: the budget of bytes of all ranks that share this process.
     """
 
-    def __init__(self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget) -> None:
+    def __init__(
+        self, config: InferenceConfig, *others: InferenceConfig, media: ByteBudget
+    ) -> None:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
@@ -111,7 +119,9 @@ class DocumentLimit:
     def _grow(self, router: Router) -> None:
         is_full = self._in_work >= self._size or self._room is not None
         starved = is_full and router.in_flight < router.capacity
-        wanted = max(sum(each.capacity for each in self._routers) // self._rollouts, self._size + starved)
+        wanted = max(
+            sum(each.capacity for each in self._routers) // self._rollouts, self._size + starved
+        )
         if self._size < min(wanted, self._most):
             self._size = min(wanted, self._most)
             self._wake()
@@ -133,7 +143,10 @@ _MANY = 100  # documents of which one at least should be kept
 
 @dataclass(eq=False)
 class Scheduler:
-    """Runs the rollout function on one rank's documents. Must be made on the event loop that runs it."""
+    """Runs the rollout function on one rank's documents.
+
+    Must be made on the event loop that runs it.
+    """
 
     rollout_fn: Rollout
     configs: Mapping[str, InferenceConfig]
@@ -181,15 +194,18 @@ class Scheduler:
         """Returns when every document is committed.
 
         Raises:
-            BaseExceptionGroup: the first failure, and perhaps others that followed from it. The failure is
-                ``Preempted`` if a stop was requested.
+            BaseExceptionGroup: the first failure, and perhaps others that followed from it. The
+                failure is ``Preempted`` if a stop was requested.
         """
         self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
-            self._server_needed.set()  # the server loads its model while a reader that cannot seek counts
+            # The server loads its model while a reader that cannot seek counts.
+            self._server_needed.set()
         async with asyncio.TaskGroup() as background:
-            serving = {background.create_task(self._serve(model)): model for model in self.models.values()}
+            serving = {
+                background.create_task(self._serve(model)): model for model in self.models.values()
+            }
             background_tasks = [
                 *serving,
                 background.create_task(self._watch_checkpoint()),
@@ -231,7 +247,8 @@ class Scheduler:
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_change(_LOOK_AGAIN_SECONDS)
                 await self._document_limit.acquire(source.size)
-                if self.shutdown.is_stopping or self.shutdown.aborted:  # the awaits above may not have yielded
+                # The awaits above may not have yielded.
+                if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
                 self._idle.clear()
                 self.documents.start(slot.ordinal, self._process(source, slot))
@@ -239,13 +256,14 @@ class Scheduler:
     def _look_at_first(self, document: Document) -> None:
         if self.metadata_key in document.metadata:
             logger.warning(
-                f"The documents have {self.metadata_key!r} in their metadata already, perhaps of an earlier run; the "
+                f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
+                "an earlier run; the "
                 "new results replace it. To keep both, give another metadata_key."
             )
         if self.failures.on_document_error == "stop":
             self.check_first(document)
 
-    # background --------------------------------------------------------------------------------------------------
+    # background ----------------------------------------------------------------------------------
 
     async def _serve(self, model: Model) -> None:
         # A finished rank, or one without documents, loads no model.
@@ -257,7 +275,9 @@ class Scheduler:
                 model.client.set_result(client)
                 watching = asyncio.ensure_future(watch())
                 try:
-                    await asyncio.wait([watching, self._completed], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(
+                        [watching, self._completed], return_when=asyncio.FIRST_COMPLETED
+                    )
                     if not self._completed.done():
                         await watching  # raises
                 finally:
@@ -295,7 +315,7 @@ class Scheduler:
         while self.checkpoint.congested:
             await asyncio.shield(self._storage_free)
 
-    # one document ------------------------------------------------------------------------------------------------
+    # one document --------------------------------------------------------------------------------
 
     async def _process(self, source: SourceDocument, slot: ChunkSlot) -> None:
         try:
@@ -322,7 +342,10 @@ class Scheduler:
         answers = Answers(self, slot, source.id)
         requests = [Requests(self, answers, index) for index in self._rollouts]
         taken = self.failures.taken
-        if taken is not None and (letter := taken.get(document, source.id, slot.ordinal)) is not None:
+        if (
+            taken is not None
+            and (letter := taken.get(document, source.id, slot.ordinal)) is not None
+        ):
             return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         try:
             if source.finished is not None:
@@ -358,11 +381,11 @@ class Scheduler:
         return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:
-        """Raises if the document ends unrecorded: CancelledError if the rank was stopped, the failure if the document
-        has stopped it.
+        """Raises if the document ends unrecorded: CancelledError if the rank was stopped, the
+        failure if the document has stopped it.
 
-        Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling`` cannot tell the cases
-        apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
+        Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
+        cannot tell the cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         if self.shutdown.aborted:
             raise asyncio.CancelledError
@@ -371,7 +394,9 @@ class Scheduler:
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.
-        tasks = [asyncio.ensure_future(self._run_rollout(document, request)) for request in requests]
+        tasks = [
+            asyncio.ensure_future(self._run_rollout(document, request)) for request in requests
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -390,14 +415,18 @@ class Scheduler:
             raise exit_error(f"the rollout {name_of(self.rollout_fn)}", error) from error
         end_fork(self._pid)
         if document is result:
-            text = "returned the document itself. Return what is to be added to it, such as answer.text"
+            text = (
+                "returned the document itself. Return what is to be added to it, such as "
+                "answer.text"
+            )
             raise DocumentNotSerializable(f"The rollout {name_of(self.rollout_fn)} {text}.")
         return result
 
 
-# The tasks of documents -----------------------------------------------------------------------------------------------
+# The tasks of documents --------------------------------------------------------------------------
 #
-# ``asyncio.TaskGroup`` waits without end for a task that swallows its cancellation. A rank leaves such tasks behind.
+# ``asyncio.TaskGroup`` waits without end for a task that swallows its cancellation. A rank leaves
+# such tasks behind.
 
 # Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
@@ -422,7 +451,9 @@ class DocumentTasks:
         self._tasks.pop(ordinal, None)
 
     async def end(self, fast: bool) -> None:
-        """Cancels the tasks that are left, several times if need be; ``fast``: for one second instead of five."""
+        """Cancels the tasks that are left, several times if need be; ``fast``: for one second
+        instead of five.
+        """
         if self._ended:
             return
         self._ended = True
@@ -434,15 +465,17 @@ class DocumentTasks:
                 await asyncio.wait(left, timeout=seconds)
         if left := self._left():
             logger.error(
-                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are left behind. "
-                "A rollout must let asyncio.CancelledError out: write `except Exception`, not `except BaseException`."
+                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are "
+                "left behind. "
+                "A rollout must let asyncio.CancelledError out: write `except Exception`, not "
+                "`except BaseException`."
             )
 
     def _left(self) -> list[asyncio.Task[None]]:
         return [task for task in self._tasks.values() if not task.done()]
 
 
-# An early stop, in order ----------------------------------------------------------------------------------------------
+# An early stop, in order -------------------------------------------------------------------------
 #
 
 _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
@@ -477,17 +510,22 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
             f"answered; {hurried_by} ends the wait at once."
         )
-    lost, cancelled = (sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled"))
+    lost, cancelled = (
+        sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled")
+    )
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
-        shutdown.given_up = _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
+        shutdown.given_up = (
+            _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
+        )
         raise
     shutdown.given_up = _left(clients) - lost
-    # 2. Other documents end unrecorded. First the state: a cancelled rollout is no failure of its document.
+    # 2. Other documents end unrecorded. First the state: a cancelled rollout is no failure of its
+    #   document.
     shutdown.abort()
     if shutdown.failure is not None:
         await shutdown.failed()
@@ -497,7 +535,8 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # 3. Servers end: by themselves if the drain was in time, else they are killed.
     with shutdown.closing():
         await asyncio.wait(serving)
-        # 4. What was handed over is written, the mirror gets its last version, and another process may have the rank.
+        # 4. What was handed over is written, the mirror gets its last version, and another process
+        #   may have the rank.
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close)
     # 5. The old signal handlers get the signals: see process/preemption.py.

@@ -1,15 +1,17 @@
 """What a function of the script needs of its module, for a pickle that another program loads.
 
-dill pickles a function of ``__main__`` by value, but not the module's other functions and constants. So a step also
-carries what its functions name.
+dill pickles a function of ``__main__`` by value, but not the module's other functions and
+constants. So a step also carries what its functions name.
 
     the program that unpickles           what happens
-    imports the script (multiprocess)    nothing: the names are there, or are not (``nothing_carried``)
-    is another one                       ``__main__`` gets the names; it has begun and needs its own no more
+    imports the script (multiprocess)    nothing: the names are there, or are not
+                                         (``nothing_carried``)
+    is another one                       ``__main__`` gets the names; it has begun and needs its own
+                                         no more
 
-Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a pickle's file. To
-find secrets, a value is pickled to nowhere, and each object is checked: by ``is_surely_secret``, and for the values of
-environment variables like HF_TOKEN.
+Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a
+pickle's file. To find secrets, a value is pickled to nowhere, and each object is checked: by
+``is_surely_secret``, and for the values of environment variables like HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class ScriptNames(NamedTuple):
 
 
 def collect(*things: object) -> ScriptNames | None:
-    """Returns the names of the script that these functions and objects use, directly or not; None if there are none."""
+    """Returns the names of the script that these functions and objects use, directly or not; None
+    if there are none.
+    """
     main = sys.modules["__main__"]
     if not carries():
         return None
@@ -83,19 +87,27 @@ def restore(names: ScriptNames) -> None:
     for name, reason in names.left.items():
         if name not in vars(main):
             logger.warning(
-                f"The script's {name} is not in the pickled job, because {reason}. A rollout that needs it fails with "
-                "NameError: let the rollout read it (from an environment variable, for example), or a module that it "
+                f"The script's {name} is not in the pickled job, because {reason}. A rollout that "
+                "needs it fails with "
+                "NameError: let the rollout read it (from an environment variable, for example), "
+                "or a module that it "
                 "imports."
             )
 
 
 def say_missing(*things: object, sent: bool) -> None:
-    """Logs which modules of the job only this script finds. ``sent``: ``own_modules`` go along with the tasks."""
+    """Logs which modules of the job only this script finds.
+
+    ``sent``: ``own_modules`` go along with the tasks.
+    """
     along = set()
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
     paths = [Path(entry).resolve() for entry in sys.path]
-    modules = {thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing) for thing in things}
+    modules = {
+        thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing)
+        for thing in things
+    }
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
     for name in sorted(tops - along):
         if not (places := places_of(name)):
@@ -103,13 +115,16 @@ def say_missing(*things: object, sent: bool) -> None:
         folder = places[0].resolve().parent
         if sent and not is_installed(places[0]):
             logger.warning(
-                f"The rollout uses the module {name} of {folder}, and jobs lack it unless `dependencies` installs it: "
+                f"The rollout uses the module {name} of {folder}, and jobs lack it unless "
+                "`dependencies` installs it: "
                 "what lies in the working folder or beside the script goes along."
             )
         elif not sent and paths and folder == paths[0] and folder not in paths[1:]:
             logger.warning(
-                f"The rollout uses the module {name} of {folder}, which is on the path of this script alone. The tasks "
-                f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or install the module."
+                f"The rollout uses the module {name} of {folder}, which is on the path of this "
+                "script alone. The tasks "
+                f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or "
+                "install the module."
             )
 
 
@@ -144,8 +159,10 @@ def carries() -> bool:
 def say_left(names: ScriptNames) -> None:
     for name, reason in names.left.items():
         logger.warning(
-            f"The script's {name} is not pickled with the job, because {reason}. If the rollout needs it, let it "
-            "read it where the task runs (from an environment variable, for example), or move it to a module."
+            f"The script's {name} is not pickled with the job, because {reason}. If the rollout "
+            "needs it, let it "
+            "read it where the task runs (from an environment variable, for example), or move it "
+            "to a module."
         )
 
 
@@ -170,7 +187,9 @@ def _parts(thing: object) -> Iterator[object]:
     elif isinstance(thing, staticmethod | classmethod):
         yield thing.__func__
     elif type(thing).__module__ == "__main__":
-        yield from (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
+        yield from (
+            (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
+        )
 
 
 def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
@@ -195,11 +214,12 @@ def _stays(name: str, value: object) -> str:
     return f"it holds what looks like a secret ({', '.join(places)})"
 
 
-# secrets in a pickle --------------------------------------------------------------------------------------------------
+# secrets in a pickle -----------------------------------------------------------------------------
 
 
 def secrets_in(name: str, value: object) -> list[str]:
-    """Returns the places of secrets in what a pickle of this value holds by value, as words for a message.
+    """Returns the places of secrets in what a pickle of this value holds by value, as words for a
+    message.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -228,7 +248,9 @@ class _Look:
         self._codes: set[int] = set()
         self._places: list[str] = []
         self._unnamed = False
-        self._variables = {text.encode(): name for name, text in environment_secrets(is_surely_secret).items()}
+        self._variables = {
+            text.encode(): name for name, text in environment_secrets(is_surely_secret).items()
+        }
         self._of_variables: list[str] = []
 
     def __call__(self, thing: object) -> None:
@@ -261,25 +283,34 @@ class _Look:
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written
                 found += [
-                    f"{function.__qualname__}({name}=)" for name, value in _variables(function) if _holds(name, value)
+                    f"{function.__qualname__}({name}=)"
+                    for name, value in _variables(function)
+                    if _holds(name, value)
                 ]
         if self._unnamed and not found:
             found = [f"a text in {self._name}"]
-        yield from found or [f"the value of the environment variable {name}" for name in self._of_variables]
+        yield from found or [
+            f"the value of the environment variable {name}" for name in self._of_variables
+        ]
 
     def _of_object(self, thing: object) -> None:
         if isinstance(thing, Veil):
             self._owners[id(thing.value)] = thing.name
         if isinstance(own := getattr(thing, "__dict__", None), dict):
             self._owners[id(own)] = type(thing).__qualname__
-        if isinstance(thing, tuple) and isinstance(fields := getattr(thing, "_fields", None), tuple):
+        if isinstance(thing, tuple) and isinstance(
+            fields := getattr(thing, "_fields", None), tuple
+        ):
             self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
         if isinstance(thing, functools.partial):
             code = getattr(thing.func, "__code__", None)
             names: tuple[str, ...] = ()
             if isinstance(code, types.CodeType):
                 names = code.co_varnames
-            self._look_at("functools.partial", {**dict(zip(names, thing.args, strict=False)), **thing.keywords})
+            self._look_at(
+                "functools.partial",
+                {**dict(zip(names, thing.args, strict=False)), **thing.keywords},
+            )
 
     def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:
         for name, value in values.items():
@@ -289,7 +320,9 @@ class _Look:
             classes = (cls.__qualname__ for cls in self._classes if vars(cls).get(name) is value)
             place = f"{next(classes, owner)}.{name}"
             inside = [
-                part for part in (value if isinstance(value, list | tuple) else [value]) if isinstance(part, dict)
+                part
+                for part in (value if isinstance(value, list | tuple) else [value])
+                if isinstance(part, dict)
             ]
             self._owners = dict.fromkeys(map(id, inside), place) | self._owners  # they come later
             if _holds(name, value):
@@ -297,10 +330,14 @@ class _Look:
 
 
 def _holds(name: str, value: object) -> bool:
-    """Returns whether a value is a secret, or a collection of texts that would be secrets under this name."""
+    """Returns whether a value is a secret, or a collection of texts that would be secrets under
+    this name.
+    """
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
-        return any(is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts)
+        return any(
+            is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts
+        )
     if isinstance(value, list | tuple | set | frozenset):
         return any(isinstance(part, str | bytes) and is_surely_secret(name, part) for part in value)
     return is_surely_secret(name, value)

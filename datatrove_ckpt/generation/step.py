@@ -1,4 +1,6 @@
-"""The settings of an ``InferenceRunner``, which its own docstring explains; and what a pickle of it holds besides."""
+"""The settings of an ``InferenceRunner``, which its own docstring explains; and what a pickle of it
+holds besides.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ class Step(PipelineStep):
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
-            raise ConfigError(f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}.")
+            raise ConfigError(
+                f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}."
+            )
         models = models_of(self.config)
         if names:
             self.named_models = models
@@ -112,48 +116,70 @@ class Step(PipelineStep):
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
         if self.records_per_chunk < 1:
-            raise ConfigError(f"records_per_chunk: must be positive; it is {self.records_per_chunk}.")
+            raise ConfigError(
+                f"records_per_chunk: must be positive; it is {self.records_per_chunk}."
+            )
         check_seconds("sync_seconds", self.sync_seconds)
         check_seconds("mirror_seconds", self.mirror_seconds)
         check_notice(self.preemption_notice, self.drain_signals)
         if not self.drain_seconds >= 0:
             raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
         if self.on_document_error not in get_args(OnDocumentError):
-            raise ConfigError(f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter.")
+            raise ConfigError(
+                f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter."
+            )
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         key = self.metadata_key
         if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
-            raise ConfigError(f"column: {key!r} is the step's metadata_key, which has the results. Give another name.")
+            raise ConfigError(
+                f"column: {key!r} is the step's metadata_key, which has the results. Give another "
+                "name."
+            )
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
-            raise ConfigError(f"metadata_key: {key!r} would replace the document's own. Give another name.")
+            raise ConfigError(
+                f"metadata_key: {key!r} would replace the document's own. Give another name."
+            )
         check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
         local = self.checkpoints_local_dir
         remote = self.checkpoints_remote_dir
         if local is not None:
             if get_protocol(local) not in ("file", "local"):
-                raise ConfigError(f"{written.checkpoints_local_dir}: {local!r} must be a local directory.")
-            check_output_folder(self.output_writer, local)
-            if self.answers_from is not None and Path(self.answers_from).absolute() == Path(local).absolute():
                 raise ConfigError(
-                    f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of another run."
+                    f"{written.checkpoints_local_dir}: {local!r} must be a local directory."
+                )
+            check_output_folder(self.output_writer, local)
+            if (
+                self.answers_from is not None
+                and Path(self.answers_from).absolute() == Path(local).absolute()
+            ):
+                raise ConfigError(
+                    f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of "
+                    "another run."
                 )
             if remote is not None:
                 check_mirror(remote)
                 if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
                     raise ConfigError(
-                        f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would be no copy."
+                        f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would "
+                        "be no copy."
                     )
             return
         if self.on_document_error != "stop" or self.retry_dead_letters:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
         if self.answers_from is not None:
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are"))
+            raise ConfigError(
+                _NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are")
+            )
         if remote is not None:
-            raise ConfigError("checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too.")
+            raise ConfigError(
+                "checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too."
+            )
 
     @property
     def models(self) -> dict[str, InferenceConfig]:
-        """By their names, the rollout's ``generate`` first; {"": config} of a model without a name."""
+        """By their names, the rollout's ``generate`` first; {"": config} of a model without a
+        name.
+        """
         if "named_models" in vars(self):
             return dict(self.named_models)
         return {"": self.model}
@@ -167,18 +193,25 @@ class Step(PipelineStep):
     def requests_and_servers(self) -> tuple[int, int]:
         """Returns how many requests may be in flight at once, and how many servers there are."""
         models = self.models.values()
-        requests = sum(requests_at_once(one.max_concurrent_generations, one.servers) for one in models)
+        requests = sum(
+            requests_at_once(one.max_concurrent_generations, one.servers) for one in models
+        )
         return requests, sum(one.servers for one in models)
 
     @property
     def checkpoints_root(self) -> Path:
-        """``checkpoints_local_dir`` on this node. Raises ConfigError if a variable in it is not set here."""
+        """``checkpoints_local_dir`` on this node.
+
+        Raises ConfigError if a variable in it is not set here.
+        """
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
     @property
     def may_share_servers(self) -> bool:
         """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
-        return Nodes.from_environment().count == 1 and all(one.reuse_servers for one in self.models.values())
+        return Nodes.from_environment().count == 1 and all(
+            one.reuse_servers for one in self.models.values()
+        )
 
     def identity(self, world_size: int) -> RunIdentity:
         chunk = self.records_per_chunk
@@ -196,19 +229,27 @@ class Step(PipelineStep):
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"{written.rollout_fn}: a resume does not notice when these change: {'; '.join(made.left)}. They "
+                f"{written.rollout_fn}: a resume does not notice when these change: "
+                f"{'; '.join(made.left)}. They "
                 "differ at each "
                 "start or machine, or cannot be known."
             )
 
     def code(self) -> CodeIdentity:
-        """Returns what the code adds to the run's identity: of functions pickled by value, as they were then."""
+        """Returns what the code adds to the run's identity: of functions pickled by value, as they
+        were then.
+        """
         return code_identity(
-            self.rollout_fn, self.shared_context, self._code_when_made, self.output_writer, self.rollout_version
+            self.rollout_fn,
+            self.shared_context,
+            self._code_when_made,
+            self.output_writer,
+            self.rollout_version,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: also the code as this process describes it, and the names of the script that it uses.
+        """For a pickle: also the code as this process describes it, and the names of the script
+        that it uses.
 
         Raises:
             ConfigError: a file would hold a secret.
@@ -217,7 +258,9 @@ class Step(PipelineStep):
         if not script_names.carries():
             return state
         adapter = getattr(self.output_writer, "adapter", None)
-        if (names := script_names.collect(self.rollout_fn, self.shared_context, adapter)) is not None:
+        if (
+            names := script_names.collect(self.rollout_fn, self.shared_context, adapter)
+        ) is not None:
             state["_script_names"] = names
         _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
         return state
@@ -229,39 +272,54 @@ class Step(PipelineStep):
             script_names.restore(names)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Without what only a pickle needs: modules among the names of the script cannot be copied."""
+        """Without what only a pickle needs: modules among the names of the script cannot be
+        copied.
+        """
         from datatrove.executor import JobsPipelineExecutor, SlurmPipelineExecutor
 
         kinds = {
-            type(outer) for outer in memo.values() if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
+            type(outer)
+            for outer in memo.values()
+            if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
         }
         if kinds:
             self._check_submission(any(hasattr(kind, "sends_own_modules") for kind in kinds))
         if JobsPipelineExecutor in kinds:
             logger.warning(
-                "datatrove's JobsPipelineExecutor: its jobs have this package only if dependencies names a release, "
-                "resume only with checkpoints_remote_dir, don't drain before their timeout, and get no key of "
-                "api_key_env unless secrets has it. datatrove_ckpt.JobsPipelineExecutor does all of that."
+                "datatrove's JobsPipelineExecutor: its jobs have this package only if dependencies "
+                "names a release, "
+                "resume only with checkpoints_remote_dir, don't drain before their timeout, and "
+                "get no key of "
+                "api_key_env unless secrets has it. datatrove_ckpt.JobsPipelineExecutor does all "
+                "of that."
             )
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 
     def _check_submission(self, sent: bool) -> None:
-        """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come before that."""
+        """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come
+        before that.
+        """
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)
-        script_names.say_missing(self.rollout_fn, *(names.values.values() if names is not None else ()), sent=sent)
+        script_names.say_missing(
+            self.rollout_fn, *(names.values.values() if names is not None else ()), sent=sent
+        )
 
 
-# Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is, with its secrets.
+# Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is,
+# with its secrets.
 del Step.__dataclass_fields__
-Step.__init__.__qualname__ = "InferenceRunner.__init__"  # the name that Python's message about an argument has
+# The name that Python's message about an argument has.
+Step.__init__.__qualname__ = "InferenceRunner.__init__"
 
 
 def _for_process(step: Step) -> object:
-    """Pickles a step for a worker process: through a pipe, with nothing that the process has already."""
+    """Pickles a step for a worker process: through a pipe, with nothing that the process has
+    already.
+    """
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
 
@@ -274,8 +332,11 @@ def _refuse_secrets(state: dict[str, object]) -> None:
         return
     if places:
         raise ConfigError(
-            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds what looks like a "
+            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds "
+            "what looks like a "
             "secret: "
-            f"{', '.join(places)}. It would be in a file that others may read, so nothing was written. Leave it out, "
-            "and let the rollout read it where the task runs, from an environment variable, for example."
+            f"{', '.join(places)}. It would be in a file that others may read, so nothing was "
+            "written. Leave it out, "
+            "and let the rollout read it where the task runs, from an environment variable, for "
+            "example."
         )

@@ -1,6 +1,8 @@
-"""The user's code that a rank calls: checks the rollout function, and gives it the arguments of ``shared_context``.
+"""The user's code that a rank calls: checks the rollout function, and gives it the arguments of
+``shared_context``.
 
-A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an awaitable.
+A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an
+awaitable.
 """
 
 from __future__ import annotations
@@ -48,21 +50,29 @@ class NotAwaitable(ConfigError):
 
 
 def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
-    """Refuses a rollout that cannot be awaited, or cannot be called with the document, ``generate`` and the context.
+    """Refuses a rollout that cannot be awaited, or cannot be called with the document, ``generate``
+    and the context.
 
     Raises:
         ConfigError: names the function and its parameters.
     """
     if not callable(rollout_fn):
-        raise ConfigError(f"{written.rollout_fn}: {rollout_fn!r} is not callable; give an async function.")
+        raise ConfigError(
+            f"{written.rollout_fn}: {rollout_fn!r} is not callable; give an async function."
+        )
     if inspect.isclass(rollout_fn):
         raise ConfigError(
-            f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...)."
+            f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: "
+            f"{rollout_fn.__name__}(...)."
         )
     function = _function(rollout_fn)
     if function is not None and (problem := _problem(function)):
         raise ConfigError(f"{written.rollout_fn}: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
-    _check_call(rollout_fn, context if isinstance(context, dict) else {}, complete=isinstance(context, dict | None))
+    _check_call(
+        rollout_fn,
+        context if isinstance(context, dict) else {},
+        complete=isinstance(context, dict | None),
+    )
 
 
 def check_first(rollout_fn: Rollout, document: Document) -> None:
@@ -97,7 +107,8 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     """Binds the shared arguments. Calls raise ``NotAwaitable`` if the result cannot be awaited.
 
     Raises:
-        ConfigError: the function cannot be called with these arguments, or a file that it needs is missing here.
+        ConfigError: the function cannot be called with these arguments, or a file that it needs is
+            missing here.
     """
     _check_call(rollout_fn, shared, complete=True)
     if isinstance(rollout_fn, ReadyMade):
@@ -111,7 +122,8 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         if not inspect.isawaitable(result):
             kind = type(result).__name__
             raise NotAwaitable(
-                f"{written.rollout_fn}: {_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}."
+                f"{written.rollout_fn}: {_shown(rollout_fn)} is not async: it returned a {kind}. "
+                f"{_ADVICE}."
             )
         return result
 
@@ -131,7 +143,9 @@ def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
         rollout_fn.prepare()
 
     async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        return await rollout_fn(document, _Noting(generate, asked.setdefault(id(document), [])), **shared)
+        return await rollout_fn(
+            document, _Noting(generate, asked.setdefault(id(document), [])), **shared
+        )
 
     if isinstance(rollout_fn, PromptRollout):
         vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
@@ -157,12 +171,17 @@ class _Noting:
 
 def _question(payload: Any) -> str:
     """Returns the last user message of a payload, or the first text."""
-    with suppress(AttributeError, LookupError, TypeError):  # of a payload that is about to be refused
+    # Of a payload that is about to be refused.
+    with suppress(AttributeError, LookupError, TypeError):
         if not isinstance(payload, Mapping):
             return payload if isinstance(payload, str) else str(payload[0])
         users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
         content = users[-1] if users else payload["prompt"]
-        return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+        return (
+            content
+            if isinstance(content, str)
+            else "\n".join(part.get("text", "") for part in content)
+        )
     return ""
 
 
@@ -187,7 +206,10 @@ def _problem(function: types.FunctionType) -> str:
     """Returns why a call's result can never be awaited; "" if it may be."""
     if inspect.isasyncgenfunction(function):
         return "yields, so it cannot be awaited: return the result"
-    if inspect.iscoroutinefunction(function) or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE:
+    if (
+        inspect.iscoroutinefunction(function)
+        or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
+    ):
         return ""
     if inspect.isgeneratorfunction(function):
         return "yields, so it cannot be awaited: return the result"
@@ -195,7 +217,9 @@ def _problem(function: types.FunctionType) -> str:
 
 
 def _returns_values_only(function: types.FunctionType) -> bool:
-    """Returns whether each return statement of a plain ``def`` returns a dict, a text or the like."""
+    """Returns whether each return statement of a plain ``def`` returns a dict, a text or the
+    like.
+    """
     try:
         # The code object's: the function's would be that of what it wraps.
         tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))
@@ -206,7 +230,11 @@ def _returns_values_only(function: types.FunctionType) -> bool:
     waiting: list[ast.AST] = [*tree.body[0].body]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, _VALUES):
+        if (
+            isinstance(node, ast.Return)
+            and node.value is not None
+            and not isinstance(node.value, _VALUES)
+        ):
             return False
         if not isinstance(node, _SCOPES):
             waiting += ast.iter_child_nodes(node)
@@ -226,7 +254,8 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
         where = " (shared_context gives the names)" if shared else ""
         raise ConfigError(
-            f"{written.rollout_fn}: {_shown(rollout_fn)} cannot be called as rollout({call}){where}: {error}. Its "
+            f"{written.rollout_fn}: {_shown(rollout_fn)} cannot be called as "
+            f"rollout({call}){where}: {error}. Its "
             "parameters "
             "must be document, generate, and the names that shared_context gives."
         ) from None
@@ -252,7 +281,8 @@ def shared_arguments(context: SharedContext, preemption: Preemption) -> Iterator
         ConfigError: it gave something else than a dict.
         UnexpectedExit: it tried to end the process.
     """
-    # The object that a @contextmanager function returns is callable, too: check for a context manager first.
+    # The object that a @contextmanager function returns is callable, too: check for a context
+    # manager first.
     if not isinstance(context, AbstractContextManager) and callable(context):
         with no_exit("shared_context", preemption.shutdown), preemption.interruptible():
             context = context()

@@ -1,8 +1,9 @@
 """Everything that talks to a model server or launches one.
 
-    client/     takes one payload, returns one answer: connections, retries, and whose fault a failure is
+    client/     takes one payload, returns one answer: connections, retries, and whose fault a
+                failure is
     servers/    launches, watches and restarts servers, and divides the node's GPUs among them
 
-``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither imports datatrove,
-whose import would slow down each server process.
+``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither
+imports datatrove, whose import would slow down each server process.
 """

@@ -1,4 +1,6 @@
-"""The documents of a run with their answers, for people: read from its output files, in the order of the input."""
+"""The documents of a run with their answers, for people: read from its output files, in the order
+of the input.
+"""
 
 from __future__ import annotations
 
@@ -70,15 +72,22 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
-    """Reads the dead letters that no retry has taken. Raises ConfigError if there is no checkpoint."""
+    """Reads the dead letters that no retry has taken.
+
+    Raises ConfigError if there is no checkpoint.
+    """
     retries = retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
         inputs = [rank_folder(retry, rank.number) / RETRY_INPUT for retry in retries]
-        taken = {(letter["ordinal"], letter["attempts"]) for path in inputs for letter in _letters(path)}
+        taken = {
+            (letter["ordinal"], letter["attempts"]) for path in inputs for letter in _letters(path)
+        }
         for letter in _letters(rank.dead_letters_file):
             if (letter["ordinal"], letter["attempts"]) not in taken:
                 text = str(letter.get("document", {}).get("text", ""))
-                yield ShownDocument(str(letter["id"]), text, str(letter["error"]), rank.place, is_dead=True)
+                yield ShownDocument(
+                    str(letter["id"]), text, str(letter["error"]), rank.place, is_dead=True
+                )
 
 
 def _letters(path: Path) -> Iterator[Json]:
@@ -93,15 +102,21 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
     where = folder.resolve_paths(path)
     known = format_of_file(path)
     if known is None:
-        raise OutputFailed(f"{where} cannot be shown: no format is known of files with this ending.")
+        raise OutputFailed(
+            f"{where} cannot be shown: no format is known of files with this ending."
+        )
     compression = None if known.is_compressed else "infer"
     try:
         with file_system_call(), folder.open(path, "rb", compression=compression) as file:
             for row, _ in known.rows(file, ("id", "text", "metadata", key)):
                 if row is not None:
-                    yield ShownDocument(str(row.get("id")), str(row.get("text", "")), _answer(row, key), path)
+                    yield ShownDocument(
+                        str(row.get("id")), str(row.get("text", "")), _answer(row, key), path
+                    )
     except (OSError, EOFError) as error:
-        raise OutputFailed(f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output.") from error
+        raise OutputFailed(
+            f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output."
+        ) from error
 
 
 def _answer(row: Json, key: str) -> str:
@@ -129,7 +144,11 @@ def _text(result: object) -> str:
     text = result.get("text")
     if not isinstance(text, str):
         return _json(result)
-    beside = {name: value for name, value in result.items() if name not in _USUAL and value not in (None, [], {})}
+    beside = {
+        name: value
+        for name, value in result.items()
+        if name not in _USUAL and value not in (None, [], {})
+    }
     if not beside:
         return text
     return f"{text}\n{_json(beside)}".lstrip("\n")
@@ -137,7 +156,9 @@ def _text(result: object) -> str:
 
 def _choices(choices: object) -> str:
     """ "": these are no choices of a server."""
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) and "text" in choice for choice in choices):
+    if not isinstance(choices, list) or not all(
+        isinstance(choice, dict) and "text" in choice for choice in choices
+    ):
         return ""
     return "\n\n".join(map(_text, choices))
 

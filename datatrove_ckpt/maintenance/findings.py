@@ -90,7 +90,13 @@ class Report:
 
     @property
     def templates(self) -> list[str]:
-        return sorted({str(rank.run["output_filename"]) for rank in self.ranks if "output_filename" in rank.run})
+        return sorted(
+            {
+                str(rank.run["output_filename"])
+                for rank in self.ranks
+                if "output_filename" in rank.run
+            }
+        )
 
     @cached_property
     def hub(self) -> HubFolder | None:

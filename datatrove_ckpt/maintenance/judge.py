@@ -1,7 +1,9 @@
-"""Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is due each minute.
+"""Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is
+due each minute.
 
-A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file systems of a process
-on another node, cannot be seen: there, a rank runs as long as its history grows.
+A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file
+systems of a process on another node, cannot be seen: there, a rank runs as long as its history
+grows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from datatrove_ckpt.maintenance.run_state import RankState
 SILENT_SECONDS = 180.0
 """A rank that runs and has written no line for so long is silent."""
 COPY_SECONDS = 1200.0
-"""The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two uploads."""
+"""The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two
+uploads.
+"""
 STUCK_SECONDS = 600.0
 """A rank in which nothing is finished for so long is stuck."""
 SLOW_SHARE = 0.5
@@ -42,7 +46,9 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         ledger: with history, journals and causes of dead letters.
         copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
     """
-    rank = RankState(ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None)
+    rank = RankState(
+        ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None
+    )
     rank.holder = ledger.holder
     if ledger.damage is not None:
         rank.need_attention("damaged", str(ledger.damage))
@@ -55,18 +61,23 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
     last = recent.last
-    if last is not None and (last.documents.read or not rank.documents):  # else more is done than that line knows
+    # Else more is done than that line knows.
+    if last is not None and (last.documents.read or not rank.documents):
         rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        rank.last_change = min(now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0))
+        rank.last_change = min(
+            now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0)
+        )
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank
 
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """The position of the last line, for the documents that were counted since then, or taken back."""
+    """The position of the last line, for the documents that were counted since then, or taken
+    back.
+    """
     position = last.position
     then = last.documents.read
     if position.total is None or not rank.exact or not then:
@@ -74,7 +85,9 @@ def _reached(last: Progress, rank: RankState) -> InputPosition:
     return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
-def _judge(rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None) -> None:
+def _judge(
+    rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None
+) -> None:
     attempt = rank.attempt
     # An attempt whose number the history does not have has ended before its first line.
     if is_finished:
@@ -183,10 +196,13 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
 def find_slow(ranks: Sequence[RankState]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
-    A finished rank counts with its average, so that the last rank of a run is compared, too. A rank with long documents
-    is not slow: both documents and tokens must be few. Neither is a rank that waits for its last answers.
+    A finished rank counts with its average, so that the last rank of a run is compared, too. A rank
+    with long documents is not slow: both documents and tokens must be few. Neither is a rank that
+    waits for its last answers.
     """
-    running = [rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate]
+    running = [
+        rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate
+    ]
     running = [rank for rank in running if not rank.wait.all_started]
     measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
     finished = [_speed(rank.work, rank.seconds) for rank in measured]
@@ -207,12 +223,16 @@ def find_left(ranks: Sequence[RankState]) -> None:
         return
     for rank in ranks:
         if rank.state == "unfinished" and rank.trouble is None:
-            rank.need_attention("unfinished", "nothing runs, and it is not finished; what it did is saved")
+            rank.need_attention(
+                "unfinished", "nothing runs, and it is not finished; what it did is saved"
+            )
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
     """Documents and tokens per second; requests, if no server counts tokens."""
-    return done.documents / seconds, (done.prompt_tokens + done.completion_tokens or done.requests) / seconds
+    return done.documents / seconds, (
+        done.prompt_tokens + done.completion_tokens or done.requests
+    ) / seconds
 
 
 def done_rates(counts: DocumentCounts, done: int) -> Rates:

@@ -38,7 +38,10 @@ def wanted_files(name: str, size: int) -> bool:
 
 
 def read_run_state(place: Place, now: float | None = None) -> RunState:
-    """Reads the ranks of a place. Raises ConfigError if there is none, or this user may not read one."""
+    """Reads the ranks of a place.
+
+    Raises ConfigError if there is none, or this user may not read one.
+    """
     found = find_ranks(place.folder)
     if now is None:
         now = time.time()
@@ -46,7 +49,10 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     if place.config:
         state.given = place.given
         state.tasks = place.tasks
-    limits = Limits(min(_MOST_BYTES, _JOURNAL_BYTES // len(found)), min(_MOST_BYTES, _LETTER_BYTES // len(found)))
+    limits = Limits(
+        min(_MOST_BYTES, _JOURNAL_BYTES // len(found)),
+        min(_MOST_BYTES, _LETTER_BYTES // len(found)),
+    )
     try:
         for root, number, folder in found:
             ledger = read_rank(root, number, folder, _WANTED, limits)
@@ -96,12 +102,18 @@ def _read_claims(state: RunState, place: Place) -> None:
 def check_idle(place: Place, ranks: list[RankLedger]) -> None:
     """Raises CheckpointLocked if a process works on the ranks, as far as the mirror shows."""
     state = read_run_state(place)
-    running = {(rank.root, rank.rank): rank.process for rank in state.ranks + state.retries if rank.state == "running"}
+    running = {
+        (rank.root, rank.rank): rank.process
+        for rank in state.ranks + state.retries
+        if rank.state == "running"
+    }
     for rank in ranks:
         if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 minutes "
-                f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run the same "
+                f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 "
+                "minutes "
+                f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run "
+                "the same "
                 "command again."
             )
 

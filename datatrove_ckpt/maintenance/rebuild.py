@@ -1,8 +1,9 @@
-"""Rebuilds a damaged commit log from the commits that it still proves: each whole line has a checksum.
+"""Rebuilds a damaged commit log from the commits that it still proves: each whole line has a
+checksum.
 
-A commit is kept if the chunks before it, where they must be processed again, end where it starts. The next run
-processes the other chunks again. Their dead letters are overwritten with spaces (see ``repair``). The damaged log is
-copied first.
+A commit is kept if the chunks before it, where they must be processed again, end where it starts.
+The next run processes the other chunks again. Their dead letters are overwritten with spaces (see
+``repair``). The damaged log is copied first.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
         per_chunk = rank.run.get("records_per_chunk") or 0
     except CheckpointError as error:
         return str(error)
-    # The order in which they were written: the size only grows, and only by a commit with dead letters.
+    # The order in which they were written: the size only grows, and only by a commit with dead
+    # letters.
     whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
     fitting = _fitting(whole, per_chunk)
-    plan = Redo(rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit])
+    plan = Redo(
+        rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit]
+    )
     top = max([commit.chunk_index for commit in whole], default=-1)
     if last is not None:
         top = max(top, last)
@@ -36,7 +40,10 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
     for commit in plan.kept:
         foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
         if foreign < 0:
-            return f"dead letters of chunk {commit.chunk_index} are lost in {rank.dead_letters_file}. Restore it."
+            return (
+                f"dead letters of chunk {commit.chunk_index} are lost in "
+                f"{rank.dead_letters_file}. Restore it."
+            )
         if foreign:
             plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
         end = commit.dead_letters_size

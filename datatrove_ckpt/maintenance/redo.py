@@ -34,11 +34,15 @@ class Redo:
         place = self.rank.place
         if self.before is None:
             yield (
-                f"{place}: rebuild {self.rank.commits_file} from the {plural(len(self.kept), 'commit')} that can be "
+                f"{place}: rebuild {self.rank.commits_file} from the "
+                f"{plural(len(self.kept), 'commit')} that can be "
                 "proved; all other chunks are processed again, and their requests are paid again"
             )
         for commit in self.commits:
-            what = f"take back its commit, to have {plural(commit.counts.read, 'document')} processed again"
+            what = (
+                f"take back its commit, to have {plural(commit.counts.read, 'document')} "
+                "processed again"
+            )
             if commit.counts.dead:
                 what += f", {plural(commit.counts.dead, 'dead letter')} among them"
             if commit.files:

@@ -1,23 +1,27 @@
 """Takes back the commits of the chunks to redo. The next run processes these chunks again.
 
-It makes a chunk from its journal and its cached answers where they still exist, else from new answers, and skips the
-later chunks, which are committed.
+It makes a chunk from its journal and its cached answers where they still exist, else from new
+answers, and skips the later chunks, which are committed.
 
 The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
     0. take the lock and the fence            no other process works on the rank until the end
     1. remove datatrove's completion marker   else the executor skips the rank
-    2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk appends them again
-    3. remove the chunks' output files        the next run may choose other names (from metadata, for example), and
-                                              replaces no content that it does not know; on the hub in one commit
-    4. correct run.json and last_chunk        they say how many commits there are, and a run refuses fewer
+    2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk
+      appends them again
+    3. remove the chunks' output files        the next run may choose other names (from metadata,
+                                              for example), and
+                                              replaces no content that it does not know; on the hub
+                                              in one commit
+    4. correct run.json and last_chunk        they say how many commits there are, and a run refuses
+                                              fewer
     5. replace commits.jsonl                  <- from here on the next run redoes the chunks
     6. cut off the chunks' dead letters, if no others follow them
 
 A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
-Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it: two files would
-change that must agree. The lock file stays: it marks the rank as unfinished.
+Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it:
+two files would change that must agree. The lock file stays: it marks the rank as unfinished.
 """
 
 from __future__ import annotations
@@ -53,9 +57,11 @@ def carry_out(plan: Plan, report: Report) -> None:
     Raises:
         CheckpointLocked: a process works on one of the ranks; nothing was changed.
         CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
-        OutputFailed, StorageFailed: a file could not be changed; the same command continues from there.
+        OutputFailed, StorageFailed: a file could not be changed; the same command continues from
+            there.
     """
-    # In a folder that the checkpoint does not name, or that has no owner, a file that differs may be another job's.
+    # In a folder that the checkpoint does not name, or that has no owner, a file that differs may
+    # be another job's.
     keep: set[str | None] = set()
     if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
         keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS}
@@ -63,19 +69,24 @@ def carry_out(plan: Plan, report: Report) -> None:
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
         for rank in plan.ranks:
-            # From here on an old process on a lost node writes nothing. ``take`` also syncs the lock file.
+            # From here on an old process on a lost node writes nothing. ``take`` also syncs the
+            # lock file.
             _claim(rank).take()
         for redo in plan.redo:
             path = redo.rank.commits_file
             if redo.before is not None and redo.before != read_commits(path):
-                raise CheckpointMismatch(f"{path} was changed by a run while its output was verified. Repair again.")
+                raise CheckpointMismatch(
+                    f"{path} was changed by a run while its output was verified. Repair again."
+                )
         if plan.markers:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
         changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
         for redo in changed:
             _blank_letters(redo)
-        names = [file.path for redo in plan.redo for commit in redo.commits for file in commit.files]
+        names = [
+            file.path for redo in plan.redo for commit in redo.commits for file in commit.files
+        ]
         remove_output(report.folder, [name for name in names if name not in keep])
         for redo in changed:
             _carry_out(redo)
@@ -110,7 +121,10 @@ def _carry_out(redo: Redo) -> None:
     _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
     if redo.before is None:
         _keep_damaged_log(rank.commits_file)
-    kept = [replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end)) for commit in redo.kept]
+    kept = [
+        replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
+        for commit in redo.kept
+    ]
     files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)

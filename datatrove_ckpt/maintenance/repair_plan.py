@@ -1,7 +1,8 @@
 """Decides what ``repair`` will do and what it leaves alone. Changes nothing.
 
-Chunks can be redone if the redone chunks end exactly where the next chunk starts. They do not for a short last chunk
-after which the input grew, or if records_per_chunk was changed in between: then the rank must start over.
+Chunks can be redone if the redone chunks end exactly where the next chunk starts. They do not for a
+short last chunk after which the input grew, or if records_per_chunk was changed in between: then
+the rank must start over.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 
 @dataclass
 class Plan:
-    """``left``: the problems that stay. ``markers``: the ranks whose completion markers are removed."""
+    """``left``: the problems that stay.
+
+    ``markers``: the ranks whose completion markers are removed.
+    """
 
     logging_dir: str | None = None
     redo: list[Redo] = field(default_factory=list)
@@ -43,7 +47,10 @@ class Plan:
         for redo in self.redo:
             yield from redo.describe()
         for number in self.markers:
-            yield f"rank {number}: remove {self.logging_dir}/completions/{number:05d}, so that the rank runs again"
+            yield (
+                f"rank {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
+                "rank runs again"
+            )
 
 
 def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
@@ -57,13 +64,17 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
     others = []
     for problem in report.problems:
         if problem.kind == "commits":
-            damaged = next(rank for rank in report.ranks if rank.key == (problem.root, problem.rank))
+            damaged = next(
+                rank for rank in report.ranks if rank.key == (problem.root, problem.rank)
+            )
             found = plan_rebuild(damaged)
             if isinstance(found, Redo):
                 plan.redo.append(found)
                 continue
             plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
-        if problem.kind in REDO_KINDS or (problem.kind == "lost" and problem.chunk_index is not None):
+        if problem.kind in REDO_KINDS or (
+            problem.kind == "lost" and problem.chunk_index is not None
+        ):
             concerned[problem.root, problem.rank or 0].append(problem)
         else:
             others.append(problem)
@@ -72,10 +83,17 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
         if rank.key in concerned:
             _plan_rank(plan, rank, concerned[rank.key], shared)
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
-    plan.left += [str(problem) for problem in others if (problem.root, problem.rank, problem.chunk_index) not in redone]
+    plan.left += [
+        str(problem)
+        for problem in others
+        if (problem.root, problem.rank, problem.chunk_index) not in redone
+    ]
     if logging_dir is not None:
-        # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left it.
-        keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {rank.key for rank in plan.ranks}
+        # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left
+        # it.
+        keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {
+            rank.key for rank in plan.ranks
+        }
         folder = get_datafolder(logging_dir)
         numbers = sorted(number for root, number in keys if not root)
         folder.invalidate_cache()
@@ -84,10 +102,12 @@ def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
 
 
 def check_output_folder(report: Report) -> None:
-    """Refuses to repair with the files of another folder, perhaps of another job, while the right one is there.
+    """Refuses to repair with the files of another folder, perhaps of another job, while the right
+    one is there.
 
     Raises:
-        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is no other run's.
+        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is
+            no other run's.
     """
     try:
         is_owned(report)
@@ -95,12 +115,19 @@ def check_output_folder(report: Report) -> None:
         raise ConfigError(f"{refusal} Nothing was changed.") from refusal
     other = other_run(report.checkpoints, report.output)
     if other is not None:
-        raise ConfigError(f"--output: {report.output} belongs to the run in {other}. Nothing was changed.")
-    recorded = recorded_output_of(report)
-    if stands_elsewhere(recorded, report.folder) and other_run(report.checkpoints, recorded) is None:
         raise ConfigError(
-            f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at the last start, and "
-            "that folder still exists. Nothing was changed. Leave --output out to repair the files there. If they were "
+            f"--output: {report.output} belongs to the run in {other}. Nothing was changed."
+        )
+    recorded = recorded_output_of(report)
+    if (
+        stands_elsewhere(recorded, report.folder)
+        and other_run(report.checkpoints, recorded) is None
+    ):
+        raise ConfigError(
+            f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at "
+            "the last start, and "
+            "that folder still exists. Nothing was changed. Leave --output out to repair the files "
+            "there. If they were "
             f"all moved to {report.output}, first remove or rename {recorded}."
         )
 
@@ -109,7 +136,9 @@ def recorded_output_of(report: Report) -> str:
     return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
 
 
-def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]) -> None:
+def _plan_rank(
+    plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]
+) -> None:
     commits = read_commits(rank.commits_file)
     to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
     for commit in commits.values():
@@ -118,38 +147,53 @@ def _plan_rank(plan: Plan, rank: RankLedger, problems: list[Problem], shared: se
         obstacle = _obstacle(rank, commits, commit, shared)
         if obstacle is not None:
             to_redo.discard(commit.chunk_index)
-            plan.left.append(f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}")
+            plan.left.append(
+                f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}"
+            )
     kept = {index: commit for index, commit in commits.items() if index not in to_redo}
     redo = Redo(rank, commits)
     lost = any(problem.kind == "lost" for problem in problems)
     for chunks, fits in _holes(rank, commits, kept):
         if fits:
             redo.commits += [commits[index] for index in chunks if index in commits]
-            redo.lost += [index for index in chunks if lost and index not in commits and index < max(commits)]
+            redo.lost += [
+                index for index in chunks if lost and index not in commits and index < max(commits)
+            ]
             continue
         plan.left += [
-            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew or "
-            "records_per_chunk changed, and would not end where the next chunk starts. Start this rank over: remove "
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
+            "or "
+            "records_per_chunk changed, and would not end where the next chunk starts. Start this "
+            "rank over: remove "
             f"{rank.folder} and its output."
             for index in chunks
         ]
     to_redo = {commit.chunk_index for commit in redo.commits}
     redo.kept = [commit for index, commit in commits.items() if index not in to_redo]
-    redo.letters = [letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead]
+    redo.letters = [
+        letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead
+    ]
     if redo.commits or redo.lost:
         plan.redo.append(redo)
 
 
-def _obstacle(rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]) -> str | None:
+def _obstacle(
+    rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]
+) -> str | None:
     if any(file.path in shared for file in commit.files):
         return "another commit names the same output file, which would be overwritten."
     if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
-        return f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from a copy."
+        return (
+            f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from "
+            "a copy."
+        )
     return None
 
 
 def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Start and end of a commit's dead letters in their file, which has the order of the commits."""
+    """Start and end of a commit's dead letters in their file, which has the order of the
+    commits.
+    """
     start = end = 0
     for commit in commits:
         start = end
@@ -160,18 +204,26 @@ def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
 
 
 def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
-    """Whether the dead letters are whole lines, or missing, or overwritten by an interrupted repair."""
+    """Whether the dead letters are whole lines, or missing, or overwritten by an interrupted
+    repair.
+    """
     start, end = letters_of(commits.values(), commit.chunk_index)
     if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
         return True
     first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
     last = b"".join(rank.dead_letters(end - 1, end))
     starts_whole = not start or first in (b"\n", b" ")
-    return starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
+    return (
+        starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
+    )
 
 
-def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]) -> Iterator[tuple[range, bool]]:
-    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they must."""
+def _holes(
+    rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
+) -> Iterator[tuple[range, bool]]:
+    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they
+    must.
+    """
     per_chunk = rank.run.get("records_per_chunk") or 0
     ordinal = expected = 0
     for index in sorted(kept):
@@ -184,4 +236,9 @@ def _holes(rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
     if chunks:
         # After the last commit to keep, only journals limit where redone chunks may end.
         journals = max(journal_indices(rank.folder), default=-1)
-        yield chunks, all(commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals)
+        yield (
+            chunks,
+            all(
+                commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals
+            ),
+        )

@@ -1,4 +1,5 @@
-"""RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data, nothing is read.
+"""RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data,
+nothing is read.
 
 Times are Unix seconds, durations seconds, rates per second. None means: not known.
 """
@@ -34,11 +35,14 @@ State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "runni
     damaged       a file of its checkpoint cannot be used
 """
 
-Trouble = Literal["damaged", "failed", "lost", "silent", "stuck", "slow", "interrupted", "unfinished"]
+Trouble = Literal[
+    "damaged", "failed", "lost", "silent", "stuck", "slow", "interrupted", "unfinished"
+]
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
-    stuck         it writes lines, and no document or answer has come for minutes; or requests fail, and for half a
+    stuck         it writes lines, and no document or answer has come for minutes; or requests fail,
+                  and for half a
                   minute none was answered
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
@@ -55,10 +59,10 @@ class Sums(RunNumbers):
 
     Attributes:
         rates: of the last minutes, while it runs.
-        as_of: time of its last line; None in the first ten seconds of an attempt. Of several ranks, the oldest of those
-            that run, or of the others if none does.
-        time_left: at the present rate; None if the end of the input is not known, if nothing runs, or if nothing has
-            been answered for longer than that.
+        as_of: time of its last line; None in the first ten seconds of an attempt. Of several ranks,
+            the oldest of those that run, or of the others if none does.
+        time_left: at the present rate; None if the end of the input is not known, if nothing runs,
+            or if nothing has been answered for longer than that.
     """
 
     position: InputPosition = field(default_factory=InputPosition)
@@ -77,7 +81,8 @@ class RankState(Sums):
         has_rate: ``rates`` are of five minutes at least, so that they can be compared.
         attempts: those that the history still names.
         last_word: time of the last change of any of its files.
-        last_change: of its journals and commits, if it runs, or its last attempt ended without a word; else 0.
+        last_change: of its journals and commits, if it runs, or its last attempt ended without a
+            word; else 0.
         holder: host and pid of the process that has its lock.
         is_copy: read from a mirror, where locks cannot be seen.
     """
@@ -114,7 +119,9 @@ class RankState(Sums):
 
     @property
     def goes_on(self) -> bool:
-        return self.state == "finished" or (self.state == "running" and self.trouble not in ("silent", "stuck"))
+        return self.state == "finished" or (
+            self.state == "running" and self.trouble not in ("silent", "stuck")
+        )
 
     @property
     def attempt(self) -> AttemptSummary | None:
@@ -137,7 +144,8 @@ class Totals(Sums):
     """Sums over the ranks of a run, or over its retries of dead letters.
 
     Attributes:
-        total_is_estimated: the input of ranks that are not started is taken to be as large as the mean of the others'.
+        total_is_estimated: the input of ranks that are not started is taken to be as large as the
+            mean of the others'.
         average: for each of the ``working_seconds``, in which at least one rank worked.
         halted: ranks at a halt, whose work is not in the time left.
     """
@@ -191,9 +199,19 @@ class RunState:
         """The sums with those of retries. A document that a retry has written is not dead."""
         found = copy.deepcopy(self.totals)
         again = self.retried
-        found.add(replace(again, unfinished=DocumentCounts(), unfinished_chunks=0, dead_letters=Counter(), exact=True))
+        found.add(
+            replace(
+                again,
+                unfinished=DocumentCounts(),
+                unfinished_chunks=0,
+                dead_letters=Counter(),
+                exact=True,
+            )
+        )
         if self.retries:
-            found.counts = sum_delivered((rank.rank, rank.counts) for rank in (*self.ranks, *self.retries))
+            found.counts = sum_delivered(
+                (rank.rank, rank.counts) for rank in (*self.ranks, *self.retries)
+            )
         found.states = found.states + again.states
         found.rates.add(again.rates)
         found.as_of = found.as_of or again.as_of
@@ -203,13 +221,18 @@ class RunState:
     def causes(self) -> Counter[str]:
         """The causes of the dead letters that are left, as far as they are known."""
         found = (self.totals.dead_letters, self.retried.dead_letters)
-        return next((causes for causes in found if 0 < causes.total() <= self.together.counts.dead), Counter())
+        return next(
+            (causes for causes in found if 0 < causes.total() <= self.together.counts.dead),
+            Counter(),
+        )
 
     @property
     def troubled(self) -> list[RankState]:
         """The most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
-        return sorted(found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank))
+        return sorted(
+            found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank)
+        )
 
     @property
     def is_damaged(self) -> bool:
@@ -223,13 +246,17 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        return bool(self.ranks) and not self.totals.not_started and set(self.totals.states) == {"finished"}
+        return (
+            bool(self.ranks)
+            and not self.totals.not_started
+            and set(self.totals.states) == {"finished"}
+        )
 
 
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 
-# as JSON --------------------------------------------------------------------------------------------------------------
+# as JSON -----------------------------------------------------------------------------------------
 
 VERSION = 2
 """Of the JSON. New keys may come without a new version."""

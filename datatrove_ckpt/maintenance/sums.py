@@ -29,7 +29,9 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         totals.states[rank.state] += 1
     totals.rates = _rates_now(ranks, now)
     running = [rank for rank in ranks if rank.state == "running"]
-    totals.as_of = min((rank.as_of for rank in running or ranks if rank.as_of is not None), default=None)
+    totals.as_of = min(
+        (rank.as_of for rank in running or ranks if rank.as_of is not None), default=None
+    )
     totals.dead_letters = few(totals.dead_letters)
     totals.not_started = max(0, tasks - sum(rank.rank < tasks for rank in ranks))
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
@@ -42,15 +44,29 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
 
 
 def _rates_now(ranks: list[RankState], now: float) -> Rates:
-    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished meanwhile, too.
+    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished
+    meanwhile, too.
 
-    Else the rate of many short tasks would be that of the few that run, which have done nothing yet.
+    Else the rate of many short tasks would be that of the few that run, which have done nothing
+    yet.
     """
     rates = Rates()
     since = now - RATE_SECONDS
-    running = [(rank, rank.attempt) for rank in ranks if rank.state == "running" and rank.attempt is not None]
-    finished = [(rank, rank.attempt) for rank in ranks if rank.state == "finished" and rank.attempt is not None]
-    finished = [(rank, attempt) for rank, attempt in finished if attempt.last_seen > since and rank.documents]
+    running = [
+        (rank, rank.attempt)
+        for rank in ranks
+        if rank.state == "running" and rank.attempt is not None
+    ]
+    finished = [
+        (rank, rank.attempt)
+        for rank in ranks
+        if rank.state == "finished" and rank.attempt is not None
+    ]
+    finished = [
+        (rank, attempt)
+        for rank, attempt in finished
+        if attempt.last_seen > since and rank.documents
+    ]
     begun = max((attempt.started for _, attempt in running), default=since)
     if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
         for rank, _ in running:
@@ -67,7 +83,10 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
 
 
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
-    """Start and end of each attempt. One that runs has worked until now, though its last line is older."""
+    """Start and end of each attempt.
+
+    One that runs has worked until now, though its last line is older.
+    """
     for attempt in rank.attempts[:-1]:
         yield attempt.started, attempt.ended or attempt.last_seen
     last = rank.attempt
@@ -122,7 +141,11 @@ def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
         return None
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
-    rest = sum((one.position.total or 0) - one.position.done for one in halted if one.position.total is not None)
+    rest = sum(
+        (one.position.total or 0) - one.position.done
+        for one in halted
+        if one.position.total is not None
+    )
     left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
     left = max(left, *(rank.time_left or 0.0 for rank in ranks))
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)

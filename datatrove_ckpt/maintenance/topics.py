@@ -47,7 +47,10 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
     yield from _workers(state)
     if state.retries:
         retried = state.retried
-        text = f"{counted(retried.documents, 'dead letter')} retried, {retried.counts.written:,} of them written"
+        text = (
+            f"{counted(retried.documents, 'dead letter')} retried, {retried.counts.written:,} "
+            "of them written"
+        )
         if retried.states["running"]:
             text = f"{text}; {plural(retried.states['running'], 'rank')} at work"
         yield "retries", text
@@ -68,14 +71,22 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
         topic = ""
     others = state.workers[_SHOWN_WORKERS:]
     if others:
-        yield "", f"{len(others)} more, with {plural(sum(len(worker.ranks) for worker in others), 'rank')}"
+        yield (
+            "",
+            f"{len(others)} more, with "
+            f"{plural(sum(len(worker.ranks) for worker in others), 'rank')}",
+        )
     for rank, cause in sorted(state.given_up.items()):
         yield "given up", f"rank {rank}: {cause}"
 
 
 def ranks_of(state: RunState) -> str:
     not_started = state.totals.not_started
-    states = [f"{state.totals.states[name]} {name}" for name in get_args(State) if state.totals.states[name]]
+    states = [
+        f"{state.totals.states[name]} {name}"
+        for name in get_args(State)
+        if state.totals.states[name]
+    ]
     if not_started:
         states.append(f"{not_started} not started")
     return f"{plural(len(state.ranks) + not_started, 'rank')} ({', '.join(states)})"
@@ -91,7 +102,9 @@ def age(state: RunState) -> str:
 
 
 def _ago(state: RunState) -> str:
-    """The age of the lines that tell where the ranks stand, with a space before it; empty if they are new."""
+    """The age of the lines that tell where the ranks stand, with a space before it; empty if they
+    are new.
+    """
     seconds = state.read_at - (state.together.as_of or state.read_at)
     if seconds < 1:
         return ""
@@ -126,7 +139,10 @@ def _documents(totals: Totals) -> str:
     written = f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
     text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
     if totals.unfinished_chunks:
-        more = f"{totals.unfinished.written:,} in {counted(totals.unfinished_chunks, 'unfinished chunk')}"
+        more = (
+            f"{totals.unfinished.written:,} in "
+            f"{counted(totals.unfinished_chunks, 'unfinished chunk')}"
+        )
         if totals.exact:
             text = f"{text}, {more}"
         else:
@@ -153,13 +169,18 @@ def _tokens(totals: Totals) -> str:
     text = _sum_of_tokens(totals)
     if totals.states["running"]:
         rates = totals.rates
-        text = f"{text}; {figure(rates.prompt_tokens)} and {figure(rates.completion_tokens)} per second now"
+        text = (
+            f"{text}; {figure(rates.prompt_tokens)} and {figure(rates.completion_tokens)} per "
+            "second now"
+        )
     return text
 
 
 def _sum_of_tokens(totals: Totals) -> str:
     done = totals.done
-    return f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
+    return (
+        f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
+    )
 
 
 def _requests(totals: Totals) -> str:
@@ -172,13 +193,20 @@ def _requests(totals: Totals) -> str:
 
 def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
     """Ranks in their first ten seconds are left out: nothing is known of them yet."""
-    running = [rank for rank in (*state.ranks, *state.retries) if rank.state == "running" and rank.as_of is not None]
+    running = [
+        rank
+        for rank in (*state.ranks, *state.retries)
+        if rank.state == "running" and rank.as_of is not None
+    ]
     if not running:
         return
     text = f"{totals.in_flight:,}, {totals.waiting:,} waiting{_ago(state)}"
     longest = max(running, key=lambda rank: rank.wait.oldest)
     if longest.wait.oldest:
-        text += f"; the oldest for {duration(longest.wait.oldest)}: {name_place(longest.root, longest.rank)}"
+        text += (
+            f"; the oldest for {duration(longest.wait.oldest)}: "
+            f"{name_place(longest.root, longest.rank)}"
+        )
     if longest.wait.document:
         text += f" (document {longest.wait.document})"
     yield "in flight", text

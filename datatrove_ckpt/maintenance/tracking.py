@@ -1,6 +1,8 @@
-"""``datatrove-ckpt track``: sends the sums of a run, as ``status --json`` has them, to MLflow and Weights & Biases.
+"""``datatrove-ckpt track``: sends the sums of a run, as ``status --json`` has them, to MLflow and
+Weights & Biases.
 
-All attempts of a job find their run there again, by the job's id. MLflow gives a run its id, so there it is a tag.
+All attempts of a job find their run there again, by the job's id. MLflow gives a run its id, so
+there it is a tag.
 """
 
 from __future__ import annotations
@@ -106,13 +108,19 @@ class MlflowRun:
             run = found[0]
         else:
             start = int(1000 * job.started)
-            run = self._client.create_run(place, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name)
+            run = self._client.create_run(
+                place, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name
+            )
         self._id = run.info.run_id
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
         # MLflow's parameters cannot change: they stay as they were at first.
         logged = run.data.params
-        new = [Param(name, value[:_MAX_VALUE]) for name, value in job.parameters.items() if name not in logged]
+        new = [
+            Param(name, value[:_MAX_VALUE])
+            for name, value in job.parameters.items()
+            if name not in logged
+        ]
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
@@ -120,7 +128,9 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         step = max(0, int(at - self._started))  # a second of the job
-        self._client.log_batch(self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
+        )
 
     def end(self, status: str) -> None:
         self._client.set_terminated(self._id, status)
@@ -132,7 +142,12 @@ class WandbRun:
 
         entity, _, name = project.rpartition("/")
         settings = wandb.Settings(
-            console="off", silent=True, x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True
+            console="off",
+            silent=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            disable_git=True,
+            disable_code=True,
         )
         self._run = wandb.init(
             project=name,
@@ -159,7 +174,8 @@ class WandbRun:
 
 @dataclass
 class Tracker:
-    """Sends the numbers of one run. They are sums, so what a service misses is no loss to the next one.
+    """Sends the numbers of one run. They are sums, so what a service misses is no loss to the next
+    one.
 
     Attributes:
         services: each finds or makes the run of a job.
@@ -187,7 +203,8 @@ class Tracker:
             self._idle_looks = 0
         else:
             self._idle_looks += 1
-        if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:  # between two tasks, or before the first one
+        # Between two tasks, or before the first one.
+        if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:
             status = "RUNNING"
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:

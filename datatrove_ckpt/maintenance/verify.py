@@ -1,7 +1,7 @@
 """Compares the output files with the commits of all ranks. Only reads, and works during a run.
 
-docs/cli.md has the kinds of problems. Commits are read before the output folder is listed, so a chunk that a run
-finishes in between never counts as missing.
+docs/cli.md has the kinds of problems. Commits are read before the output folder is listed, so a
+chunk that a run finishes in between never counts as missing.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
 def find_output(place: Place, ranks: list[RankLedger]) -> str:
     """The output folder of a run, as its checkpoint names it.
 
-    In a run folder that was copied or renamed it is the one there: what it names may be another run's by now.
+    In a run folder that was copied or renamed it is the one there: what it names may be another
+    run's by now.
 
     Raises:
-        ConfigError: nothing names it, or it is gone, and what the checkpoint names is another run's.
+        ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
+            run's.
     """
     checkpoints = place.folder
     what = place.given[0]
@@ -72,12 +74,15 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
-        is_moved = other or (_is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir())
+        is_moved = other or (
+            _is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir()
+        )
         if is_moved and now.is_dir():
             return str(now)
         if other:
             raise ConfigError(
-                f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or name it with --output."
+                f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or "
+                "name it with --output."
             )
         return recorded
     if place.output is not None:
@@ -89,19 +94,28 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
-    """The run folder whose output is recorded here, if it is another run's: this one was copied or renamed."""
+    """The run folder whose output is recorded here, if it is another run's: this one was copied or
+    renamed.
+    """
     there = Path(recorded).with_name("checkpoints")
-    is_other = _is_in_run_folder(checkpoints, recorded) and there.is_dir() and not there.samefile(checkpoints)
+    is_other = (
+        _is_in_run_folder(checkpoints, recorded)
+        and there.is_dir()
+        and not there.samefile(checkpoints)
+    )
     if is_other and any(there.glob(f"[0-9]*/{RUN}")):
         return there.parent
     return None
 
 
 def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
-    return (checkpoints.name, Path(recorded).name) == ("checkpoints", "output") and "://" not in recorded
+    return (checkpoints.name, Path(recorded).name) == (
+        "checkpoints",
+        "output",
+    ) and "://" not in recorded
 
 
-# one rank ------------------------------------------------------------------------------------------------------------
+# one rank ----------------------------------------------------------------------------------------
 
 
 def _check_rank(report: Report, rank: RankLedger) -> None:
@@ -120,7 +134,10 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
 
 def _check_ordinals(report: Report, rank: RankLedger) -> None:
     """Checks that the commits together cover every document once."""
-    start_over = f"Restore commits.jsonl from a copy, or start this rank over: remove {rank.folder} and its output."
+    start_over = (
+        "Restore commits.jsonl from a copy, or start this rank over: remove "
+        f"{rank.folder} and its output."
+    )
     chunk_index = ordinal = 0
     for _, commit in sorted(rank.commits.items()):
         gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
@@ -146,15 +163,23 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
         found = rank.count_dead_letters(start, commit.dead_letters_size)
         start = commit.dead_letters_size
         if found != commit.counts.dead:
-            message = f"{path} holds {plural(found, 'dead letter')} of this chunk instead of {commit.counts.dead}."
+            message = (
+                f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
+                f"{commit.counts.dead}."
+            )
             message += " Restore it from a copy; the output is not affected."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
     if size < start:
-        message = f"{path} has {size} bytes instead of the {start} that commits name. Restore it from a copy."
+        message = (
+            f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
+            "from a copy."
+        )
         report.add_problem("dead_letters", message, rank, path=path)
     if size > start and rank.state == "finished":
-        message = f"{path} has {size - start} bytes after the last dead letter that a commit covers."
+        message = (
+            f"{path} has {size - start} bytes after the last dead letter that a commit covers."
+        )
         report.add_problem("dead_letters", message, rank, path=path)
 
 
@@ -166,15 +191,19 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
     last = max([*rank.commits, *journals], default=-1)
     for index in range(last):
         if index not in rank.commits and index not in journals:
-            report.add_problem("unfinished", "is not started, although later chunks are.", rank, index)
+            report.add_problem(
+                "unfinished", "is not started, although later chunks are.", rank, index
+            )
     for index, counts in journals.items():
         held = plural(counts.read, "document")
         report.add_problem("unfinished", f"is not finished; its journal holds {held}.", rank, index)
     if len(report.unfinished) == before:
-        report.add_problem("unfinished", "is not finished: the run is active, or must be run again.", rank)
+        report.add_problem(
+            "unfinished", "is not finished: the run is active, or must be run again.", rank
+        )
 
 
-# all ranks -----------------------------------------------------------------------------------------------------------
+# all ranks ---------------------------------------------------------------------------------------
 
 
 def _check_settings(report: Report) -> None:
@@ -191,20 +220,32 @@ def _check_settings(report: Report) -> None:
         for rank in chain.from_iterable(others):
             changes = _not_accepted(rank, usual[0])
             if changes:
-                differences = "; ".join(f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes)
-                message = f"was run with settings that differ from rank {usual[0].number}: {differences}."
+                differences = "; ".join(
+                    f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
+                )
+                message = (
+                    f"was run with settings that differ from rank {usual[0].number}: {differences}."
+                )
                 report.add_problem("identity", message, rank, path=rank.folder / RUN)
 
 
 def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
-    """The differences between two ranks; none if the user has accepted all values of the fields that differ."""
+    """The differences between two ranks; none if the user has accepted all values of the fields
+    that differ.
+    """
     known = defaultdict[str, set[bytes]](set)
     for accepted in accepted_changes(rank, usual):
         name = str(accepted.get("field"))
-        known[name] |= {comparable(name, accepted.get("old")), comparable(name, accepted.get("new"))}
+        known[name] |= {
+            comparable(name, accepted.get("old")),
+            comparable(name, accepted.get("new")),
+        }
     changes = compare(usual.run, RunIdentity(rank.settings))
     for change in changes:
-        if not {comparable(change.field, change.old), comparable(change.field, change.new)} <= known[change.field]:
+        if (
+            not {comparable(change.field, change.old), comparable(change.field, change.new)}
+            <= known[change.field]
+        ):
             return changes
     return []
 
@@ -228,16 +269,23 @@ def _check_ranks(report: Report) -> None:
     if report.not_started:
         number = len(report.not_started)
         have = "has" if number == 1 else "have"
-        report.add_problem("unfinished", f"{number} of {tasks} {have} not started ({name_tasks(report.not_started)}).")
+        report.add_problem(
+            "unfinished",
+            f"{number} of {tasks} {have} not started ({name_tasks(report.not_started)}).",
+        )
     for rank in removed:
         folder = str(rank_folder(report.checkpoints, rank))
         message = (
-            f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for good, have its "
-            f"documents processed, and paid, again: move the output files of task {rank} elsewhere, delete "
+            f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
+            "good, have its "
+            f"documents processed, and paid, again: move the output files of task {rank} "
+            "elsewhere, delete "
             f"completions/{rank:05d} in logging_dir, then run."
         )
         report.problems.append(Problem("rank", message, rank=rank, path=folder))
     for rank in sorted(ranks):
         if 0 < report.tasks <= rank:
             folder = str(rank_folder(report.checkpoints, rank))
-            report.problems.append(Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder))
+            report.problems.append(
+                Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder)
+            )

@@ -1,4 +1,5 @@
-"""Whether the Parquet files of a run load as one dataset: no rank can see the columns of another one while it runs.
+"""Whether the Parquet files of a run load as one dataset: no rank can see the columns of another
+one while it runs.
 
 Loaders take the columns of the first file of a folder, by name, and convert those of the others.
 """
@@ -16,7 +17,12 @@ from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
 
 def check_columns(report: Report) -> None:
     broken = {problem.path for problem in report.problems}
-    files = {file.path: chunk for chunk in report.chunks for file in chunk.files if file.path.endswith(".parquet")}
+    files = {
+        file.path: chunk
+        for chunk in report.chunks
+        for file in chunk.files
+        if file.path.endswith(".parquet")
+    }
     firsts: dict[str, tuple[str, Schema]] = {}
     found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
     for path, chunk in sorted(files.items()):
@@ -31,7 +37,8 @@ def check_columns(report: Report) -> None:
     for (first, column), misfitting in found.items():
         chunk, path, why = misfitting[0]
         message = (
-            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} there, and {why.first} "
+            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} "
+            f"there, and {why.first} "
             "in the first file, whose types loaders take."
         )
         if len(misfitting) > 1:

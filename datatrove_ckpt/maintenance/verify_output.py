@@ -1,4 +1,7 @@
-"""Compares the files in the output folder with the commits. Content is streamed; the listing is in memory."""
+"""Compares the files in the output folder with the commits.
+
+Content is streamed; the listing is in memory.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,17 @@ from datatrove_ckpt.output.owner import Homes, Ownership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
 
 _OF_ANOTHER_NAME = (
-    "No file of this run has such a name. Move it out of the output folder, or delete it if nothing else needs it."
+    "No file of this run has such a name. Move it out of the output folder, or "
+    "delete it if nothing else needs it."
 )
 _STAGED = (
-    "a process on its way to publish has left it, unless a task works just now. Remove it, since readers of the folder "
+    "a process on its way to publish has left it, unless a task works just now. Remove it, since "
+    "readers of the folder "
     "may take it for output."
 )
 _OF_ANOTHER_JOB = (
-    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another output folder, bring "
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another "
+    "output folder, bring "
     "that checkpoint back, or delete it if nothing else needs it."
 )
 
@@ -41,7 +47,8 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
     Args:
         full: also read the files.
-        folder_is_given: the user named the output folder, so if it does not exist, its files are missing.
+        folder_is_given: the user named the output folder, so if it does not exist, its files are
+            missing.
     """
     try:
         is_owned(report)
@@ -62,7 +69,9 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     """None: the folder cannot be listed."""
-    committed: dict[str, OutputFile] = {plain(file.path): file for chunk in report.chunks for file in chunk.files}
+    committed: dict[str, OutputFile] = {
+        plain(file.path): file for chunk in report.chunks for file in chunk.files
+    }
     look = partial(list_files, report.folder, committed)
     try:
         with file_system_call():
@@ -74,12 +83,15 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
     except (OSError, OutputFailed) as failure:
         error = failure.__cause__ or failure
         advice = storage_advice if report.hub is None else report.hub.advice
-        report.add_problem("output", f"{report.output} cannot be listed: {failure_line(error)}. {advice(error)}")
+        report.add_problem(
+            "output", f"{report.output} cannot be listed: {failure_line(error)}. {advice(error)}"
+        )
         return None
     if not is_there and not folder_is_given and report.sums.numbers.files:
         report.add_problem(
             "output",
-            f"the output folder {report.output} does not exist. If it was moved, give its place with --output; if it "
+            f"the output folder {report.output} does not exist. If it was moved, give its place "
+            "with --output; if it "
             "is lost, give the same folder with --output, and all its files count as missing.",
             path=report.output,
         )
@@ -88,8 +100,12 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
 
 
 def is_owned(report: Report) -> bool:
-    """Whether the output folder is known to belong to the run. Raises OutputMismatch if it belongs to another one."""
-    if not (report.checkpoints / HOME).exists():  # a run of an earlier release, or a copy of a mirror
+    """Whether the output folder is known to belong to the run.
+
+    Raises OutputMismatch if it belongs to another one.
+    """
+    # A run of an earlier release, or a copy of a mirror.
+    if not (report.checkpoints / HOME).exists():
         return False
     homes = Homes(report.checkpoints, None)
     try:
@@ -115,7 +131,9 @@ def _check_duplicates(report: Report) -> set[str]:
     for path, claimants in claims.items():
         if len(claimants) > 1:
             names = " and by ".join(str(chunk) for chunk in claimants)
-            message = f"{path} is named by {names}. One overwrote the other: start one of them over."
+            message = (
+                f"{path} is named by {names}. One overwrote the other: start one of them over."
+            )
             report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
     return set(claims)
 
@@ -137,7 +155,9 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full:
         _check_documents(report, chunk)
 
 
-def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str] | None:
+def _wrong(
+    report: Report, file: OutputFile, found: FoundFiles, full: bool
+) -> tuple[str, str] | None:
     if not found.is_right(file):
         return file_problem(file, found.size(file))
     if not full and plain(file.path) not in found.touched:
@@ -146,11 +166,16 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
         with file_system_call():
             actual = content_hash(report.folder, file.path)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) or (report.hub is not None and http_status(error) == 404):
+        if isinstance(error, FileNotFoundError) or (
+            report.hub is not None and http_status(error) == 404
+        ):
             return "missing", "is missing"
         return "output", f"cannot be read: {failure_line(error)}"
     if actual != file.xxh128:
-        return "altered", f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}"
+        return (
+            "altered",
+            f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
+        )
     return None
 
 
@@ -162,7 +187,10 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
     if found is None:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
     elif found != chunk.documents:
-        message = f"its output files hold {found} documents instead of the {chunk.documents} that were committed."
+        message = (
+            f"its output files hold {found} documents instead of the {chunk.documents} that "
+            "were committed."
+        )
         report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
 
 
@@ -213,7 +241,8 @@ class _Uncommitted:
                     continue  # it ran with more tasks before
                 place = name_place(*key)
                 advice = (
-                    f"It is named like a file of {place}, which has no checkpoint here: keep it until that is found."
+                    f"It is named like a file of {place}, which has no checkpoint here: keep "
+                    "it until that is found."
                 )
             elif rank.state != "finished" and not self._may_be_published(key[1], path):
                 advice = _OF_ANOTHER_JOB

@@ -1,4 +1,5 @@
-"""WHAT a command reads: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made into a folder.
+"""WHAT a command reads: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made
+into a folder.
 
 A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
 """
@@ -89,7 +90,8 @@ def open_place(
     trusted: bool = False,
     overrides: Sequence[str] = (),
 ) -> Iterator[Place]:
-    """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the end.
+    """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
+    end.
 
     Args:
         config: the content of the YAML file.
@@ -128,7 +130,8 @@ def open_place(
             if config is not None:
                 raise ConfigError(_not_begun(place, f"{place.what}, its mirror"))
             raise ConfigError(
-                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a version in it, and "
+                f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
+                "version in it, and "
                 f"none in {below}. Give the URL that checkpoints_remote_dir names, or a run_folder."
             )
         if mirror != url:  # WHAT is a run folder
@@ -171,15 +174,18 @@ def _looks_like_mirror(folder: Path) -> bool:
         return False
 
 
-# changing a mirror ----------------------------------------------------------------------------------------------------
+# changing a mirror -------------------------------------------------------------------------------
 
-# ``repair`` changes a restored copy of a mirror, which is then uploaded. After a crash in between, the mirror still has
-# the old commits, and the same command finds their files missing, and takes the commits back.
+# ``repair`` changes a restored copy of a mirror, which is then uploaded. After a crash in between,
+# the mirror still has the old commits, and the same command finds their files missing, and takes
+# the commits back.
 
 
 @contextmanager
 def restored(place: Place) -> Iterator[Place]:
-    """The place with all ranks of a mirror restored in a temporary folder, to be changed there; another as it is."""
+    """The place with all ranks of a mirror restored in a temporary folder, to be changed there;
+    another as it is.
+    """
     if place.mirror is None:
         yield place
         return
@@ -191,7 +197,10 @@ def restored(place: Place) -> Iterator[Place]:
 
 
 def upload(place: Place, ranks: list[RankLedger]) -> None:
-    """Uploads the changed ranks, if they were restored from a mirror. The same command continues after a failure."""
+    """Uploads the changed ranks, if they were restored from a mirror.
+
+    The same command continues after a failure.
+    """
     if place.mirror is None:
         return
     from datatrove_ckpt.mirror.changing import upload_rank  # fsspec is slow to import
@@ -200,7 +209,7 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
 
 
-# YAML ----------------------------------------------------------------------------------------------------------------
+# YAML --------------------------------------------------------------------------------------------
 
 
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
@@ -215,17 +224,29 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
         remote = default_mirror(str(logging_dir))
     local = None
     try:
-        local = expand_path(f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"])
+        local = expand_path(
+            f"{path}: pipeline[{index}].checkpoints_local_dir", step["checkpoints_local_dir"]
+        )
     except ConfigError:  # it cannot be known on this node
         if remote is None:
             raise
-    place = Place(str(local), local or Path(), [path], tasks=1, logging_dir=logging_dir, output=output, config=config)
+    place = Place(
+        str(local),
+        local or Path(),
+        [path],
+        tasks=1,
+        logging_dir=logging_dir,
+        output=output,
+        config=config,
+    )
     if isinstance(tasks, int) and is_count(tasks):
         place.tasks = tasks
     if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
-        raise ConfigError(_not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node"))
+        raise ConfigError(
+            _not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node")
+        )
     return place, None
 
 
@@ -238,7 +259,9 @@ def _text(value: object) -> str | None:
 def _runs_as_jobs(config: JsonObject) -> bool:
     """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
     executor = config["executor"]
-    return isinstance(executor, dict) and str(executor.get("class_path")).endswith("JobsPipelineExecutor")
+    return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
+        "JobsPipelineExecutor"
+    )
 
 
 def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
@@ -246,7 +269,8 @@ def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
     if _runs_as_jobs(place.config):
         hint = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return (
-        f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, none has a "
+        f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, "
+        "none has a "
         f"checkpoint in {where}. A submitted job may wait in its queue.{hint}"
     )
 
@@ -270,12 +294,20 @@ def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
     """The step with a checkpoint: its index in the pipeline, and its init_args."""
     pipeline = executor.get("pipeline")
     steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
-    found = {index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)}
+    found = {
+        index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)
+    }
     if not found:
-        raise ConfigError(f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint.")
+        raise ConfigError(
+            f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint."
+        )
     if len(found) > 1:
-        several = ", ".join(f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items())
-        raise ConfigError(f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}.")
+        several = ", ".join(
+            f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items()
+        )
+        raise ConfigError(
+            f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}."
+        )
     return found.popitem()
 
 

@@ -1,7 +1,8 @@
-"""Changes the checkpoint of a rank on its mirror, for ``repair``: restored into a local folder, and uploaded again.
+"""Changes the checkpoint of a rank on its mirror, for ``repair``: restored into a local folder, and
+uploaded again.
 
-The upload is a new version of a new owner. A node that still has the rank's folder restores the version at its next
-start. A process that still works on the rank stops when it sees the new owner.
+The upload is a new version of a new owner. A node that still has the rank's folder restores the
+version at its next start. A process that still works on the rank stops when it sees the new owner.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ def upload_rank(url: str, folder: Path) -> None:
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(
-            f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as it was. Correct "
+            f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as "
+            "it was. Correct "
             "that, and run the same command again."
         ) from error
 
 
 def upload_finished_ranks(url: str, root: Path) -> None:
-    """Uploads the finished ranks that a mirror lacks, retries among them: a mirror may be set later.
+    """Uploads the finished ranks that a mirror lacks, retries among them: a mirror may be set
+    later.
 
     A remote that fails costs a warning; the next start tries again.
 
@@ -84,19 +87,28 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         root: ``checkpoints_local_dir``.
     """
     roots = [root, *layout.retry_folders(root)]
-    folders = [layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)]
-    finished = {f"{url}/{folder.relative_to(root)}": folder for folder in folders if layout.is_finished(folder)}
+    folders = [
+        layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)
+    ]
+    finished = {
+        f"{url}/{folder.relative_to(root)}": folder
+        for folder in folders
+        if layout.is_finished(folder)
+    }
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
             known = threads.map(_is_uploaded, finished)
-            missing = [place for place, is_there in zip(finished, known, strict=True) if not is_there]
+            missing = [
+                place for place, is_there in zip(finished, known, strict=True) if not is_there
+            ]
         if missing:
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
             logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:
         logger.warning(
-            f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried again later."
+            f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried "
+            "again later."
         )
 
 
@@ -119,4 +131,6 @@ def _snapshot(folder: Path) -> Snapshot:
             answers = cache.answers_since(0, unfinished)
             last = cache.last_answer
     run = (folder / layout.RUN).read_bytes()
-    return Snapshot(run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last)
+    return Snapshot(
+        run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
+    )

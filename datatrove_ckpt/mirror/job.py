@@ -1,8 +1,10 @@
-"""``job.json`` of a mirror: the identity that all ranks of a job share, for nodes that see no other rank's folder.
+"""``job.json`` of a mirror: the identity that all ranks of a job share, for nodes that see no other
+rank's folder.
 
-Ranks with disks of their own see each other on the mirror alone. So each rank that starts compares itself with the
-mirror's ``job.json``; if that is missing or another one, with the newest version of every rank that only the mirror
-has. Then its first upload writes ``job.json`` anew, and the next ranks read one object.
+Ranks with disks of their own see each other on the mirror alone. So each rank that starts compares
+itself with the mirror's ``job.json``; if that is missing or another one, with the newest version of
+every rank that only the mirror has. Then its first upload writes ``job.json`` anew, and the next
+ranks read one object.
 """
 
 from __future__ import annotations
@@ -12,9 +14,24 @@ from pathlib import Path
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, parse_run, refusal, stamped, way_back
+from datatrove_ckpt.checkpoint.identity import (
+    RunIdentity,
+    compare,
+    parse_run,
+    refusal,
+    stamped,
+    way_back,
+)
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
-from datatrove_ckpt.checkpoint.layout import COMMITS, JOB, RUN, is_journal, is_rank, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import (
+    COMMITS,
+    JOB,
+    RUN,
+    is_journal,
+    is_rank,
+    rank_folder,
+    refuse_resharded,
+)
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -25,7 +42,9 @@ _MAX_BYTES = 2**26
 _THREADS = 32
 
 
-def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, accept_changes: bool) -> bytes | None:
+def join_mirrored_job(
+    url: str, root: Path, rank: int, identity: RunIdentity, accept_changes: bool
+) -> bytes | None:
     """Compares a rank that starts with the ranks that only the mirror has.
 
     Args:
@@ -33,7 +52,8 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
         root: ``checkpoints_local_dir``. The ranks in it are compared by ``join_job``.
 
     Returns:
-        The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may hang.
+        The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may
+        hang.
 
     Raises:
         CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
@@ -47,16 +67,24 @@ def join_mirrored_job(url: str, root: Path, rank: int, identity: RunIdentity, ac
             return None
         others = _compare(store, root, job, identity, without=rank)
         if others.changes and (not accept_changes or others.is_layout):
-            what = f"The checkpoints of other tasks on the mirror {store.url} ({name_tasks(others.ranks)}) were"
+            what = (
+                f"The checkpoints of other tasks on the mirror {store.url} "
+                f"({name_tasks(others.ranks)}) were"
+            )
             raise refusal(what, others.changes, *way_back(others.changes))
         return job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
-        logger.warning(f"Could not compare this rank with those on the mirror {url} ({failure_line(error)}).")
+        logger.warning(
+            f"Could not compare this rank with those on the mirror {url} ({failure_line(error)})."
+        )
         return None
 
 
-def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks: bool) -> JobChanges:
-    """Compares a job that is about to start with the ranks that only its mirror has. Changes nothing.
+def compare_mirrored_job(
+    url: str, root: Path, identity: RunIdentity, only_tasks: bool
+) -> JobChanges:
+    """Compares a job that is about to start with the ranks that only its mirror has. Changes
+    nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
 
@@ -75,7 +103,10 @@ def compare_mirrored_job(url: str, root: Path, identity: RunIdentity, only_tasks
 
 
 def restore_job(url: str, folder: Path) -> None:
-    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks. Raises OSError."""
+    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks.
+
+    Raises OSError.
+    """
     job = _read_job(ObjectStore(url))
     if job:
         (folder / JOB).write_bytes(sealed_json(stamped(job)))
@@ -102,20 +133,31 @@ def _compare(
     without: int | None = None,
 ) -> JobChanges:
     ranks = [int(name) for name in store.names() if is_rank(name)]
-    ranks = [rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()]
+    ranks = [
+        rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()
+    ]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
-        kept = {rank: _kept(manifest) for rank, manifest in zip(ranks, found, strict=True) if manifest is not None}
+        kept = {
+            rank: _kept(manifest)
+            for rank, manifest in zip(ranks, found, strict=True)
+            if manifest is not None
+        }
     return compare_kept(kept, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:
-    """Returns the newest version of a rank that can be read. A rank that is restored refuses damaged ones."""
+    """Returns the newest version of a rank that can be read.
+
+    A rank that is restored refuses damaged ones.
+    """
     mirrored = Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 
 def _kept(manifest: Manifest) -> KeptRun:
-    holds_work = bool(manifest.answers) or any(name == COMMITS or is_journal(name) for name in manifest.files)
+    holds_work = bool(manifest.answers) or any(
+        name == COMMITS or is_journal(name) for name in manifest.files
+    )
     # Whether a process works on it is not known: a run is stopped before its output is moved.
     return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

@@ -1,16 +1,21 @@
-"""The format of a rank's checkpoint on a remote: objects, and manifests that say which objects make a checkpoint.
+"""The format of a rank's checkpoint on a remote: objects, and manifests that say which objects make
+a checkpoint.
 
-    REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: who writes here; the largest number wins
-    REMOTE/00000/generation-00000012-<nonce>.json   a Version: a manifest, one line with its own checksum, written last
-    REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by versions
+    REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: who writes here; the largest
+                                                    number wins
+    REMOTE/00000/generation-00000012-<nonce>.json   a Version: a manifest, one line with its own
+                                                    checksum, written last
+    REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by
+                                                    versions
     REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
 
-The names of the objects are part of the format, so they keep the older words "claim" and "generation". ``nonce`` is
-that of the owner that wrote the object, so two processes never write one object.
+The names of the objects are part of the format, so they keep the older words "claim" and
+"generation". ``nonce`` is that of the owner that wrote the object, so two processes never write one
+object.
 
-A version is complete if its manifest is intact and so is, of each of its objects, one of the two copies. Versions share
-objects, so with one copy a single bad byte would spoil all the versions that are kept. The object store itself makes
-the second copy, which costs a request and no transfer.
+A version is complete if its manifest is intact and so is, of each of its objects, one of the two
+copies. Versions share objects, so with one copy a single bad byte would spoil all the versions that
+are kept. The object store itself makes the second copy, which costs a request and no transfer.
 """
 
 from __future__ import annotations
@@ -35,7 +40,12 @@ from datatrove_ckpt.checkpoint.layout import (
     is_journal,
 )
 from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, has_right_types
+from datatrove_ckpt.checkpoint.request_cache import (
+    Answer,
+    AnswerKey,
+    CachedRequest,
+    has_right_types,
+)
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
@@ -71,20 +81,29 @@ class _Numbered:
 
 
 class Version(_Numbered):
-    """Names one version of the checkpoint. Numbers grow from version to version, and from owner to owner."""
+    """Names one version of the checkpoint.
+
+    Numbers grow from version to version, and from owner to owner.
+    """
 
     kind = "generation"
 
 
 class Ownership(_Numbered):
-    """Names the object by which a process owns the mirror. The largest number wins, then the largest nonce."""
+    """Names the object by which a process owns the mirror.
+
+    The largest number wins, then the largest nonce.
+    """
 
     kind = "claim"
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a file's bytes, stored as one object. ``size`` is in bytes. ``sha256``: in sealed versions."""
+    """A range of a file's bytes, stored as one object.
+
+    ``size`` is in bytes. ``sha256``: in sealed versions.
+    """
 
     name: str
     size: int
@@ -98,8 +117,14 @@ class Part:
     def from_json(cls, data: Json) -> Part:
         """Raises TypeError or ValueError if a value cannot be one of ours."""
         part = cls(**data)
-        if not _OBJECT.fullmatch(part.name) or not is_count(part.size) or not 0 < part.size <= _MAX_PART_BYTES:
-            raise ValueError(f"it names {part.name!r} of {part.size!r} bytes, which is no object of a mirror")
+        if (
+            not _OBJECT.fullmatch(part.name)
+            or not is_count(part.size)
+            or not 0 < part.size <= _MAX_PART_BYTES
+        ):
+            raise ValueError(
+                f"it names {part.name!r} of {part.size!r} bytes, which is no object of a mirror"
+            )
         if not all(pattern.fullmatch(getattr(part, name)) for name, pattern in _HASHES.items()):
             raise ValueError(f"the hash of {part.name} is none")
         return part
@@ -133,7 +158,13 @@ class Manifest:
     def to_json(self, when: str) -> bytes:
         files = {name: [part.to_json() for part in parts] for name, parts in self.files.items()}
         answers = [part.to_json() for part in self.answers]
-        fields = {"run": self.run, "files": files, "answers": answers, "finished": self.finished, "when": when}
+        fields = {
+            "run": self.run,
+            "files": files,
+            "answers": answers,
+            "finished": self.finished,
+            "when": when,
+        }
         return orjson.dumps({"format": FORMAT, **fields})
 
     @classmethod
@@ -150,14 +181,19 @@ class Manifest:
         try:
             data = orjson.loads(body)
             run = data.get("run")
-            check_format(where, data, FORMAT, run.get(WRITTEN_BY) if isinstance(run, dict) else None)
+            check_format(
+                where, data, FORMAT, run.get(WRITTEN_BY) if isinstance(run, dict) else None
+            )
             check_format(where, run)
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")
             for name in data["files"]:
                 if name not in _FILES and not is_journal(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
-            files = {name: [Part.from_json(part) for part in parts] for name, parts in data.pop("files").items()}
+            files = {
+                name: [Part.from_json(part) for part in parts]
+                for name, parts in data.pop("files").items()
+            }
             answers = [Part.from_json(part) for part in data.pop("answers")]
             manifest = cls(files=files, answers=answers, **data)
             if (
@@ -182,7 +218,9 @@ def contains_version(owner: Json, version: Version) -> bool:
 
 
 def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset[int]]]:
-    """Yields rows of the request cache as contents of objects, each with the ordinals of its documents."""
+    """Yields rows of the request cache as contents of objects, each with the ordinals of its
+    documents.
+    """
     lines: list[bytes] = []
     ordinals: set[int] = set()
     size = 0
@@ -219,7 +257,9 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
             row = orjson.loads(line)
             result = row["result"]
             answer = Answer(None if result is None else result.encode(), row["error_message"])
-            request = CachedRequest(row["chunk_index"], row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
+            request = CachedRequest(
+                row["chunk_index"], row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"an answer is damaged ({error!r})") from error
         if not has_right_types(request):
@@ -240,7 +280,10 @@ class Versions:
         self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
-        """Lists ownerships and versions. The ownership that wins and the newest version come last."""
+        """Lists ownerships and versions.
+
+        The ownership that wins and the newest version come last.
+        """
         ownerships: list[Ownership] = []
         versions: list[Version] = []
         for match in filter(None, map(_NAME.fullmatch, self._store.names())):
@@ -262,7 +305,9 @@ class Versions:
         content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
         return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
-    def newest(self, versions: list[Version], use: Callable[[Version], T], problems: list[str]) -> T | None:
+    def newest(
+        self, versions: list[Version], use: Callable[[Version], T], problems: list[str]
+    ) -> T | None:
         """Returns what ``use`` returns for the newest version that is not damaged; None if all are.
 
         Args:
@@ -282,7 +327,8 @@ class Versions:
         Raises:
             Damaged: it is missing or damaged.
             CheckpointCorrupt, ConfigError: see ``Seal.check``.
-            VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none of them is tried.
+            VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none
+                of them is tried.
         """
         body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
@@ -318,12 +364,17 @@ class Versions:
             if data is not None and _is_part(data, part):
                 return data
             if folder == "objects":
-                logger.warning(f"{self.url}/objects/{part.name} is missing or damaged. Reading its copy instead.")
+                logger.warning(
+                    f"{self.url}/objects/{part.name} is missing or damaged. Reading its copy "
+                    "instead."
+                )
         raise Damaged(f"object {part.name} is missing or damaged, and so is its copy")
 
     def list_objects(self) -> set[tuple[str, str]]:
         """Returns folder and name of every object, of both copies. Foreign names are left out."""
-        names = ((folder, name) for folder in ("objects", "copies") for name in self._store.names(folder))
+        names = (
+            (folder, name) for folder in ("objects", "copies") for name in self._store.names(folder)
+        )
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
 
 

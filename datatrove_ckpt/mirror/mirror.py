@@ -1,15 +1,17 @@
-"""RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the other.
+"""RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the
+other.
 
-A version is the checkpoint at one instant of the storage thread's order of effects, see ``uploads.py``.
+A version is the checkpoint at one instant of the storage thread's order of effects, see
+``uploads.py``.
 
-The thread is its own, so a remote that fails or hangs costs warnings, but no answer and no time. Only a rank's first
-output waits for the mirror: a rank that the mirror does not know has published nothing, so output that it finds is
-another job's.
+The thread is its own, so a remote that fails or hangs costs warnings, but no answer and no time.
+Only a rank's first output waits for the mirror: a rank that the mirror does not know has published
+nothing, so output that it finds is another job's.
 
-Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first takes ownership of the
-mirror, and a process that finds a newer owner stops with ``Fenced``. It looks at each upload, and before it publishes a
-chunk, which costs a listing. If the mirror does not answer, it publishes all the same: no other process can take the
-rank over there meanwhile.
+Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first
+takes ownership of the mirror, and a process that finds a newer owner stops with ``Fenced``. It
+looks at each upload, and before it publishes a chunk, which costs a listing. If the mirror does not
+answer, it publishes all the same: no other process can take the rank over there meanwhile.
 """
 
 from __future__ import annotations
@@ -55,11 +57,13 @@ _POLL_SECONDS = 0.1
 STOP_SECONDS = 15.0
 # The same once the rank was asked to stop: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
-# A snapshot is taken again each time a chunk was committed before its journal was opened, which takes microseconds.
+# A snapshot is taken again each time a chunk was committed before its journal was opened, which
+# takes microseconds.
 _SNAPSHOT_ATTEMPTS = 20
 # Up to this size, new bytes are read at once, so that their journal need not stay open.
 _READ_AT_ONCE_BYTES = 2**20
-# The shortest wait between two uploads: one that finds nothing new still asks the storage thread for a snapshot.
+# The shortest wait between two uploads: one that finds nothing new still asks the storage thread
+# for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 
 
@@ -69,8 +73,8 @@ class RemoteMirror:
 
     Args:
         url: of the rank's folder on the remote.
-        seconds: the shortest time from the end of one upload to the start of the next. "auto" measures the uploads, so
-            that uploading takes up to 5 % of the time.
+        seconds: the shortest time from the end of one upload to the start of the next. "auto"
+            measures the uploads, so that uploading takes up to 5 % of the time.
         job: the ``job.json`` that the mirror lacks. It goes up first.
     """
 
@@ -83,8 +87,8 @@ class RemoteMirror:
     def __post_init__(self) -> None:
         self._interval = Interval(self.seconds, MIRROR_TUNING)
         self._stopping = False
-        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it takes a lock. True:
-        # an upload is due; False: a look.
+        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it
+        # takes a lock. True: an upload is due; False: a look.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
@@ -95,7 +99,9 @@ class RemoteMirror:
         self._completed = False
         self._given_up = False
         work = copy_context().run  # its lines are in the rank's log
-        self._thread = threading.Thread(target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True)
+        self._thread = threading.Thread(
+            target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
+        )
         self._uploads: Uploads | None = None
         self._failures = 0
         self._failure = "no answer"
@@ -116,31 +122,42 @@ class RemoteMirror:
             if not self._wait_for_look(retrying.STORAGE.patience, stopping):
                 raise self._without_version()
             return
-        if time.monotonic() < max(self._seen + _SEEN_SECONDS, self._waived_until) or not self._is_owned:
+        if (
+            time.monotonic() < max(self._seen + _SEEN_SECONDS, self._waived_until)
+            or not self._is_owned
+        ):
             return
         if not self._wait_for_look(_LOOK_SECONDS, stopping):
             if self._answers:
                 logger.warning(
-                    f"The mirror {self.url} does not say whether another process has taken this rank over. Its output "
-                    f"waits {_LOOK_SECONDS:g} s of two minutes for an answer, and is published then all the same."
+                    f"The mirror {self.url} does not say whether another process has taken this "
+                    "rank over. Its output "
+                    f"waits {_LOOK_SECONDS:g} s of two minutes for an answer, and is published "
+                    "then all the same."
                 )
             self._answers = False
             self._waived_until = time.monotonic() + _LOOK_SECONDS
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
-            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's first output waits for "
-            "that: if this node were lost, nothing would tell it from another job's. Every answer is saved on this "
-            "node. Correct that (network, credentials, room), or remove the setting checkpoints_remote_dir, and run "
+            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's "
+            "first output waits for "
+            "that: if this node were lost, nothing would tell it from another job's. Every answer "
+            "is saved on this "
+            "node. Correct that (network, credentials, room), or remove the setting "
+            "checkpoints_remote_dir, and run "
             "the same command again."
         )
 
     def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
-        """Whether the mirror's thread has looked within that time, and this process owns the mirror."""
+        """Whether the mirror's thread has looked within that time, and this process owns the
+        mirror.
+        """
         look = threading.Event()
         self._looks.append(look)
         self._wake.put(False)
-        for _ in range(math.ceil(seconds / _POLL_SECONDS)):  # by no clock, which runs on while the process is stopped
+        # By no clock, which runs on while the process is stopped.
+        for _ in range(math.ceil(seconds / _POLL_SECONDS)):
             if look.wait(_POLL_SECONDS):
                 return True
             if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
@@ -148,40 +165,53 @@ class RemoteMirror:
         return False
 
     def _hurry(self) -> None:
-        """Uploads at once when the rank starts to drain, so that little is left for ``stop``. For signal handlers."""
+        """Uploads at once when the rank starts to drain, so that little is left for ``stop``.
+
+        For signal handlers.
+        """
         if self.shutdown.is_stopping and not self.shutdown.aborted:
             self._wake.put(True)
 
     def stop(self, completed: bool) -> None:
-        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest, and at once after a fast stop."""
+        """Uploads once more. Returns after ``STOP_SECONDS`` at the latest, and at once after a fast
+        stop.
+        """
         self._completed = completed
         self._stopping = True
         self._wake.put(True)
-        if not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS) and not self.shutdown.is_fast:
+        if (
+            not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS)
+            and not self.shutdown.is_fast
+        ):
             if self.shutdown.is_requested:
                 limit = DRAIN_SECONDS
             else:
                 limit = STOP_SECONDS
             logger.warning(
-                f"The last upload to the mirror {self.url} did not end within {limit:g} s. The mirror keeps the "
+                f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
+                "mirror keeps the "
                 "version before it; the local checkpoint is complete."
             )
         self._given_up = True
 
-    # the mirror thread -----------------------------------------------------------------------------------------
+    # the mirror thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._pause(self._try_upload())
             self._try_upload()
-        except BaseException as error:  # must reach the event loop: above all, that another process took over
+        except BaseException as error:
+            # Must reach the event loop: above all, that another process took over.
             self._source.fail(error)
         finally:
             self._ended.put(True)
 
     def _pause(self, intervals: int) -> None:
-        """Until the next upload is due, or hurried. A publication that waits for the first version hurries it, too."""
+        """Until the next upload is due, or hurried.
+
+        A publication that waits for the first version hurries it, too.
+        """
         began = time.monotonic()
         while True:
             self._look()
@@ -230,8 +260,10 @@ class RemoteMirror:
             self._failure = failure_line(error)
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
-                    f"{self.url} refuses this job's token ({retrying.library_line(error)}), and the job's disk goes "
-                    "with it: going on would pay for answers that are lost. Log in (hf auth login) where the run was "
+                    f"{self.url} refuses this job's token ({retrying.library_line(error)}), and "
+                    "the job's disk goes "
+                    "with it: going on would pay for answers that are lost. Log in (hf auth login) "
+                    "where the run was "
                     "started, and run the same command again."
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.passes(error)
@@ -240,7 +272,8 @@ class RemoteMirror:
             if not self._given_up:
                 self._failures += 1
                 warning = (
-                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is newer than the last "
+                    f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is "
+                    "newer than the last "
                     "version is saved on this node only."
                 )
                 if not self._stopping:
@@ -261,7 +294,8 @@ class RemoteMirror:
         with ExitStack() as stack:
             self._raise_if_interrupted(last)
             snapshot, grown = self._take_snapshot(uploads, stack)
-            # Again, because taking ownership after ``stop`` has given up would fence the rank's next process.
+            # Again, because taking ownership after ``stop`` has given up would fence the rank's
+            # next process.
             self._raise_if_interrupted(last)
             self._put_job()
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
@@ -288,11 +322,15 @@ class RemoteMirror:
         if self._given_up or (self._stopping and not last):
             raise _Interrupted
 
-    def _take_snapshot(self, uploads: Uploads, stack: ExitStack) -> tuple[Snapshot, dict[str, IO[bytes]]]:
-        """Returns a snapshot, and the files that have grown since the last one, each opened at its first new byte.
+    def _take_snapshot(
+        self, uploads: Uploads, stack: ExitStack
+    ) -> tuple[Snapshot, dict[str, IO[bytes]]]:
+        """Returns a snapshot, and the files that have grown since the last one, each opened at its
+        first new byte.
 
-        A commit between the snapshot and the opening removes a journal, and the history may be replaced. Then there is
-        a newer state, which is taken. Once a journal is open, it can be read to its end even if it is removed.
+        A commit between the snapshot and the opening removes a journal, and the history may be
+        replaced. Then there is a newer state, which is taken. Once a journal is open, it can be
+        read to its end even if it is removed.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):

@@ -1,12 +1,14 @@
 """Small objects below a URL, through fsspec. Only this module changes what is stored there.
 
-Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` on file systems where a put is not
-atomic (local files; not S3): a kill may leave a part of the object. ``testing`` replaces ``effects`` to crash before or
-in the middle of any effect. Credentials come from the environment; a URL holds none.
+Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` on file systems
+where a put is not atomic (local files; not S3): a kill may leave a part of the object. ``testing``
+replaces ``effects`` to crash before or in the middle of any effect. Credentials come from the
+environment; a URL holds none.
 
-On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a listing, which it keeps,
-and which may lag behind; so no known name is looked up there. In a repository each put would be a commit, of which the
-hub allows 128 an hour: a mirror there can only be read.
+On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a
+listing, which it keeps, and which may lag behind; so no known name is looked up there. In a
+repository each put would be a commit, of which the hub allows 128 an hour: a mirror there can only
+be read.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
-from datatrove_ckpt.common.retrying import file_system_call, http_status, hub_refusal, lacks_bucket, s3_code
+from datatrove_ckpt.common.retrying import (
+    file_system_call,
+    http_status,
+    hub_refusal,
+    lacks_bucket,
+    s3_code,
+)
 from datatrove_ckpt.errors import ConfigError
 
 
@@ -72,7 +80,8 @@ effects = Effects()
 
 @contextmanager
 def needs_bucket(url: str) -> Iterator[None]:
-    """For the first object that is written: a bucket that does not exist is a mistake, and no outage.
+    """For the first object that is written: a bucket that does not exist is a mistake, and no
+    outage.
 
     Raises:
         ConfigError: the bucket or folder does not exist.
@@ -81,7 +90,8 @@ def needs_bucket(url: str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ConfigError(
-            f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the bucket or folder, or correct "
+            f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the bucket or "
+            "folder, or correct "
             "the setting, and run the same command again. Saved answers are kept on this node."
         ) from error
 
@@ -94,12 +104,14 @@ class ObjectStore:
     """The objects below one URL, by their names. A name may contain folders.
 
     Args:
-        apart: share no listing with others of this process. Some file systems cannot list a folder in two threads at
-            one time.
+        apart: share no listing with others of this process. Some file systems cannot list a folder
+            in two threads at one time.
         options: of the file system, such as an endpoint; by default from the environment.
     """
 
-    def __init__(self, url: str, apart: bool = False, options: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, url: str, apart: bool = False, options: Mapping[str, object] | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._is_local = get_protocol(url) in ("file", "local")
         options = dict(options or {})
@@ -120,8 +132,10 @@ class ObjectStore:
                 Path(self._root).mkdir(mode=0o700, exist_ok=True)
             try:
                 effects.put(self._fs, self._path(name), data)
-            except OSError as error:  # other errors may come before anything was written, so the object may be whole
-                if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a part would be taken for damage
+            except OSError as error:
+                # Other errors may come before anything was written, so the object may be whole.
+                # A part would be taken for damage.
+                if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     with suppress(OSError):
                         effects.delete(self._fs, self._path(name))
                 raise
@@ -137,7 +151,8 @@ class ObjectStore:
 
     def copy(self, name: str, to: str, data: bytes) -> None:
         """Copies an object. ``data``: its content."""
-        if _is_hub(self._fs):  # it would list the folder first; content that a bucket has is not sent again
+        # It would list the folder first; content that a bucket has is not sent again.
+        if _is_hub(self._fs):
             self.put(to, data)
             return
         with file_system_call():
@@ -148,10 +163,14 @@ class ObjectStore:
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Returns the object's content, or None if there is no such object, or one of more than ``most`` bytes."""
+        """Returns the object's content, or None if there is no such object, or one of more than
+        ``most`` bytes.
+        """
         try:
             with file_system_call():
-                data = bytes(self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed))
+                data = bytes(
+                    self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed)
+                )
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -178,7 +197,8 @@ class ObjectStore:
         except FileNotFoundError as error:
             if lacks_bucket(error):
                 what = hub_refusal(error) or (
-                    f"the bucket of {self.url} does not exist. Make the bucket, or correct the setting (on S3 also "
+                    f"the bucket of {self.url} does not exist. Make the bucket, or correct the "
+                    "setting (on S3 also "
                     "AWS_ENDPOINT_URL), and run the same command again"
                 )
                 raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
@@ -186,7 +206,9 @@ class ObjectStore:
         return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
 
     def times(self, folder: str = "") -> dict[str, float]:
-        """Returns when each object directly in the folder was written, in Unix seconds of the store; else infinity."""
+        """Returns when each object directly in the folder was written, in Unix seconds of the
+        store; else infinity.
+        """
         path = self._path(folder)
         try:
             with file_system_call():
@@ -226,14 +248,17 @@ def _written_at(entry: Json) -> float:
 
 
 def bucket_for(url: str) -> str | None:
-    """Returns the bucket to use in place of a repository of the hub; None if the URL is in no repository."""
+    """Returns the bucket to use in place of a repository of the hub; None if the URL is in no
+    repository.
+    """
     if get_protocol(url) != "hf" or url.startswith("hf://buckets/"):
         return None
     return _REPOSITORY.sub(r"hf://buckets/\1", url)
 
 
 def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
-    """Refuses a URL to which no mirror can be written, without using the network. ``key`` names the setting.
+    """Refuses a URL to which no mirror can be written, without using the network. ``key`` names the
+    setting.
 
     Raises:
         ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
@@ -242,26 +267,32 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
     bucket = bucket_for(url)
     if bucket is not None:
         raise ConfigError(
-            f"{key}: {url} is in a repository, where each of the mirror's writes would be a commit; "
-            f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes "
+            f"{key}: {url} is in a repository, where each of the mirror's writes would be a "
+            "commit; "
+            f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
+            "OWNER/NAME --private` makes "
             f"one). If an earlier version made a mirror here, copy it first: hf cp {url}/ {bucket}/"
         )
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuses a URL that cannot work, without using the network. ``key`` names the setting in the error.
+    """Refuses a URL that cannot work, without using the network. ``key`` names the setting in the
+    error.
 
     Raises:
-        ConfigError: fsspec has no file system of this name, its package is not installed, or the URL holds a secret
-            or a variable.
+        ConfigError: fsspec has no file system of this name, its package is not installed, or the
+            URL holds a secret or a variable.
     """
     if holds_credentials(url):
         raise ConfigError(
-            f"{key}: the URL holds a user or a password, which would be written to files. Set credentials in the "
+            f"{key}: the URL holds a user or a password, which would be written to files. Set "
+            "credentials in the "
             "environment instead."
         )
     refuse_variables(key, url)
     try:
         fsspec.get_filesystem_class(get_protocol(url))
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{key}: {url!r} cannot be used: {missing_package(str(error)) or error}") from error
+        raise ConfigError(
+            f"{key}: {url!r} cannot be used: {missing_package(str(error)) or error}"
+        ) from error

@@ -1,7 +1,9 @@
-"""Reads a mirror without taking part in the run: nothing is written there, and no ownership is taken.
+"""Reads a mirror without taking part in the run: nothing is written there, and no ownership is
+taken.
 
-``status``, ``report`` and ``verify`` look at local files. So they get some files of the newest complete version of each
-rank, in a folder of their own. A rank that is not finished gets an empty lock file, which marks it as unfinished.
+``status``, ``report`` and ``verify`` look at local files. So they get some files of the newest
+complete version of each rank, in a folder of their own. A rank that is not finished gets an empty
+lock file, which marks it as unfinished.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class CopiedRank:
 
 
 class MirrorReader:
-    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date at each ``refresh``.
+    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date at each
+    ``refresh``.
 
     Args:
         url: ``checkpoints_remote_dir``.
@@ -78,7 +81,11 @@ class MirrorReader:
     def _copy(self, name: str) -> CopiedRank | None:
         mirrored = Versions(f"{self.url}/{name}")
         known = self.ranks.get(name)
-        newer = [version for version in mirrored.all_versions() if known is None or version > known.version]
+        newer = [
+            version
+            for version in mirrored.all_versions()
+            if known is None or version > known.version
+        ]
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
@@ -88,14 +95,18 @@ class MirrorReader:
 
         copied = mirrored.newest(newer, copy, problems)
         if copied is None and problems and known is None:
-            raise CheckpointCorrupt(f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems))
+            raise CheckpointCorrupt(
+                f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems)
+            )
         return copied
 
     def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
         names = [name for name, size in sizes.items() if self._wanted(name, size)]
-        contents = {name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names}
+        contents = {
+            name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names
+        }
         # All of it is here: from now on the folder changes.
         for path in folder.iterdir():
             if path.name not in contents:
@@ -110,7 +121,8 @@ class MirrorReader:
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
     """``advice``: more of the message, with a space before it."""
     return StorageFailed(
-        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, credentials) and run the same "
+        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
+        "credentials) and run the same "
         f"command again.{advice}"
     )
 
@@ -138,7 +150,9 @@ def holds_ranks(url: str) -> set[str]:
 
 
 def is_mirror(folder: Path) -> bool:
-    """Whether a local folder is a mirror: its ranks' folders hold versions, not files of a checkpoint."""
+    """Whether a local folder is a mirror: its ranks' folders hold versions, not files of a
+    checkpoint.
+    """
     for number in layout.rank_numbers(folder):
         rank = layout.rank_folder(folder, number)
         if (rank / layout.RUN).exists():

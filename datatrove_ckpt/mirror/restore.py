@@ -1,24 +1,28 @@
-"""Before a rank with a mirror opens its checkpoint: use the local folder, restore from the mirror, or refuse.
+"""Before a rank with a mirror opens its checkpoint: use the local folder, restore from the mirror,
+or refuse.
 
-    this node has    the mirror has                       what happens
-    nothing          nothing                              the rank starts
-    nothing          versions                             the newest complete one is restored; if none is: refused
-    a folder         nothing, or versions made by         the folder is used: it contains all that its mirror does
-                     owners of this folder
-    a folder         more: another node continued         the newest complete version is restored; the folder is set
-                     this run                             aside as 00000.replaced-1
-    a folder         another run's checkpoint, or one     refused: neither continues the other
-                     of another first start
-    nothing          cannot be reached                    refused: starting from nothing costs money
-    a folder         cannot be reached                    the folder is used, with a warning
-    either           a bucket that does not exist         refused: without a mirror, a lost node costs all its work
+    this node has  the mirror has                     what happens
+    nothing        nothing                            the rank starts
+    nothing        versions                           the newest complete one is restored; if
+                                                      there is none: refused
+    a folder       nothing, or versions made by       the folder is used: it contains all that
+                   owners of this folder              its mirror does
+    a folder       more: another node continued       the newest complete version is restored; the
+                   this run                           folder is set aside as 00000.replaced-1
+    a folder       another run's checkpoint, or one   refused: neither continues the other
+                   of another first start
+    nothing        cannot be reached                  refused: starting from nothing costs money
+    a folder       cannot be reached                  the folder is used, with a warning
+    either         a bucket that does not exist       refused: without a mirror, a lost node costs
+                                                      all its work
 
-``run.json`` and the versions name owners by their nonces. Choosing the checkpoint that is further ahead never mixes
-two of them: what only the other one knew is requested again, and chunks that only the other one had committed are
-written again, over the files that exist.
+``run.json`` and the versions name owners by their nonces. Choosing the checkpoint that is further
+ahead never mixes two of them: what only the other one knew is requested again, and chunks that only
+the other one had committed are written again, over the files that exist.
 
-The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A restored checkpoint
-gets a new owner. Its ``earlier`` owners include those of damaged versions, so these are not tried again.
+The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A
+restored checkpoint gets a new owner. Its ``earlier`` owners include those of damaged versions, so
+these are not tried again.
 """
 
 from __future__ import annotations
@@ -99,7 +103,10 @@ def restore(url: str, folder: Path) -> None:
     except OSError as error:
         if owner is None:
             raise unreadable(url, error, _WITHOUT) from error
-        logger.warning(f"Could not read the mirror {url} ({failure_line(error)}). Continuing with {folder} as it is.")
+        logger.warning(
+            f"Could not read the mirror {url} ({failure_line(error)}). Continuing with {folder} as "
+            "it is."
+        )
         return
     if manifests_lost:
         raise _no_complete_version(url, "There is no version at all, but there are objects.")
@@ -116,20 +123,27 @@ def restore(url: str, folder: Path) -> None:
 
 
 def _look_at_seal(mirrored: Versions, version: Version) -> None:
-    """Compares the key with the newest version's seal, although this node does not need the version.
+    """Compares the key with the newest version's seal, although this node does not need the
+    version.
 
     Raises:
-        ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be restored.
+        ConfigError: the mirror is sealed, and there is no key: what this node uploads could not be
+            restored.
     """
     try:
         mirrored.read_manifest(version, trusted=True)
     except Damaged:
         return
     except CheckpointCorrupt as error:
-        logger.warning(f"{error} This node does not need it; what it uploads from now on is sealed with this key.")
+        logger.warning(
+            f"{error} This node does not need it; what it uploads from now on is sealed with this "
+            "key."
+        )
 
 
-def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, owner: Json | None) -> None:
+def _restore_newest(
+    mirrored: Versions, versions: list[Version], folder: Path, owner: Json | None
+) -> None:
     if owner is not None:
         _refuse_unrelated(mirrored, versions, folder, owner)
     files.disk.make_dirs(folder.parent)
@@ -142,21 +156,28 @@ def _restore_newest(mirrored: Versions, versions: list[Version], folder: Path, o
             return
         version, manifest = built
         aside = _set_aside(folder, stack)
-        last_chunk = last_chunk_of(folder)  # a file for people, which may name chunks that the restored folder lacks
+        # A file for people, which may name chunks that the restored folder lacks.
+        last_chunk = last_chunk_of(folder)
         if last_chunk.exists():
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
         files.disk.rename(staging, folder)
         files.disk.sync_dir(folder.parent)
-    logger.info(f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at {manifest.when}.")
+    logger.info(
+        f"Restored {folder} from version {version.number} at {mirrored.url}, uploaded at "
+        f"{manifest.when}."
+    )
     if owner is not None:
         logger.warning(
-            f"Another node has continued this rank since {folder} was written here (version {version.number} at "
+            f"Another node has continued this rank since {folder} was written here (version "
+            f"{version.number} at "
             f"{mirrored.url}). The old folder is kept as {aside}; remove it when you like."
         )
 
 
-def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path, owner: Json) -> None:
+def _refuse_unrelated(
+    mirrored: Versions, versions: list[Version], folder: Path, owner: Json
+) -> None:
     ours = {owner["nonce"], *owner.get("earlier", ())}
     theirs = {version.nonce for version in versions}
     for version in versions:
@@ -164,12 +185,15 @@ def _refuse_unrelated(mirrored: Versions, versions: list[Version], folder: Path,
             theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
     if not ours & theirs:
         raise CheckpointMismatch(
-            f"{folder} and its mirror {mirrored.url} were started separately: neither continues the other. Remove the "
+            f"{folder} and its mirror {mirrored.url} were started separately: neither continues "
+            "the other. Remove the "
             "folder to continue from the mirror, or remove the mirror to continue from the folder."
         )
 
 
-def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) -> tuple[Version, Manifest] | None:
+def _build_newest(
+    mirrored: Versions, versions: list[Version], staging: Path
+) -> tuple[Version, Manifest] | None:
     """Builds the newest complete version in the staging folder. None: nothing was ever mirrored.
 
     Raises:
@@ -186,13 +210,19 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
     if built is not None:
         if problems:
             logger.warning(
-                f"Using version {built[0].number} of {built[1].when} from the mirror {mirrored.url}, because newer "
-                f"ones are damaged: {'; '.join(problems)}. What is newer than it is requested again."
+                f"Using version {built[0].number} of {built[1].when} from the mirror "
+                f"{mirrored.url}, because newer "
+                f"ones are damaged: {'; '.join(problems)}. What is newer than it is requested "
+                "again."
             )
         return built
     if not mirrored.list_objects():
-        # Only the first version is written before any object, and it is empty. A kill has torn its manifest.
-        logger.warning(f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from nothing.")
+        # Only the first version is written before any object, and it is empty. A kill has torn its
+        # manifest.
+        logger.warning(
+            f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from "
+            "nothing."
+        )
         for version in versions:
             mirrored.remove(version.file)
         return None
@@ -201,13 +231,17 @@ def _build_newest(mirrored: Versions, versions: list[Version], staging: Path) ->
 
 def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
-        f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some buckets keep "
-        "overwritten ones), and run the same command again. To start this rank over, and pay for it again, remove "
+        f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some "
+        "buckets keep "
+        "overwritten ones), and run the same command again. To start this rank over, and pay for "
+        "it again, remove "
         f"{url} and the rank's output files."
     )
 
 
-def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], staging: Path) -> None:
+def _download(
+    mirrored: Versions, manifest: Manifest, versions: list[Version], staging: Path
+) -> None:
     files.disk.remove_tree(staging)
     files.disk.make_dir(staging)
     for file, parts in manifest.files.items():
@@ -219,7 +253,8 @@ def _download(mirrored: Versions, manifest: Manifest, versions: list[Version], s
     except CheckpointCorrupt as error:
         raise Damaged(str(error)) from error
     owner = manifest.run["owner"]
-    earlier = dict(owner["earlier"])  # with those that made any version on the mirror: see the module's docstring
+    # With those that made any version on the mirror: see the module's docstring.
+    earlier = dict(owner["earlier"])
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
@@ -237,7 +272,10 @@ def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    """Renames the existing folder, unless a process works on it. Returns its new path, if there was a folder."""
+    """Renames the existing folder, unless a process works on it.
+
+    Returns its new path, if there was a folder.
+    """
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)

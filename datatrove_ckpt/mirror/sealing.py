@@ -1,11 +1,13 @@
 """Seals of versions, made with a key that is in the environment and nowhere else.
 
-Without the key no version can be made or changed. The seal is an HMAC-SHA256 of the manifest, the name of the version
-and the rank's place on the mirror. So a manifest cannot be changed, renumbered, or moved to another rank. A sealed
-manifest names the SHA-256 of each object, because xxh128 finds damage, but not intent.
+Without the key no version can be made or changed. The seal is an HMAC-SHA256 of the manifest, the
+name of the version and the rank's place on the mirror. So a manifest cannot be changed, renumbered,
+or moved to another rank. A sealed manifest names the SHA-256 of each object, because xxh128 finds
+damage, but not intent.
 
-What a seal cannot show: a writer can remove versions from the mirror, and an older sealed version then is the newest
-one. Only a node that still has its folder notices that. A writer can also stop a run, by claiming the mirror.
+What a seal cannot show: a writer can remove versions from the mirror, and an older sealed version
+then is the newest one. Only a node that still has its folder notices that. A writer can also stop a
+run, by claiming the mirror.
 """
 
 from __future__ import annotations
@@ -50,12 +52,16 @@ class Seal:
         """Whether there is a key."""
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
-                f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters (`openssl rand -hex 32` "
+                f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
+                "(`openssl rand -hex 32` "
                 "makes one). Unset the variable to mirror without a key."
             )
 
     def add(self, name: str, body: bytes) -> bytes:
-        """Returns the manifest's JSON with its seal, if there is a key. ``name``: of the version's object."""
+        """Returns the manifest's JSON with its seal, if there is a key.
+
+        ``name``: of the version's object.
+        """
         if self._key is None:
             return body
         return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
@@ -72,19 +78,26 @@ class Seal:
         if self._key is None:
             if sealed is not None:
                 raise ConfigError(
-                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export the key where the "
-                    "tasks run. To go on without a key, remove the mirror, and continue from the local folder."
+                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
+                    "the key where the "
+                    "tasks run. To go on without a key, remove the mirror, and continue from the "
+                    "local folder."
                 )
         elif sealed is None:
             raise CheckpointCorrupt(
-                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can write to the mirror "
-                "may have made it. If it was made before you had a key, and you trust it, start once without the key, "
-                "and then with it: what is uploaded from then on is sealed. Otherwise remove this version."
+                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
+                "write to the mirror "
+                "may have made it. If it was made before you had a key, and you trust it, start "
+                "once without the key, "
+                "and then with it: what is uploaded from then on is sealed. Otherwise remove this "
+                "version."
             )
         elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
             raise CheckpointCorrupt(
-                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this rank and version: it "
-                "was made with another key, changed, or moved there. Set the key that made it, or remove this version."
+                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
+                "rank and version: it "
+                "was made with another key, changed, or moved there. Set the key that made it, or "
+                "remove this version."
             )
 
     def _digest(self, name: str, body: bytes) -> str:

@@ -1,9 +1,9 @@
 """What of a rank's checkpoint is uploaded, and the versions made of it.
 
-Each version sends only what is new: files only grow, so their new bytes become a new object, and so do new answers of
-unfinished documents. Then the manifest is written, which completes the version, and what the last three versions do not
-need is removed. A kill in between leaves the version before intact, and objects that no version needs, which the next
-process removes.
+Each version sends only what is new: files only grow, so their new bytes become a new object, and so
+do new answers of unfinished documents. Then the manifest is written, which completes the version,
+and what the last three versions do not need is removed. A kill in between leaves the version before
+intact, and objects that no version needs, which the next process removes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from datatrove_ckpt.mirror.manifests import (
 from datatrove_ckpt.mirror.object_store import needs_bucket
 
 KEPT_VERSIONS = 3
-# When a file has this many parts, its small last ones are uploaded again as one: a restore should not take a thousand
-# requests.
+# When a file has this many parts, its small last ones are uploaded again as one: a restore should
+# not take a thousand requests.
 _MAX_PARTS = 64
 _SMALL_PART_BYTES = 8 * 2**20
 
@@ -38,9 +38,10 @@ _SMALL_PART_BYTES = 8 * 2**20
 class Uploads:
     """The parts that are uploaded, and the versions made of them.
 
-    For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then ``publish``. Parts that
-    were added and not published stay for the next version. Objects of earlier owners are not used again: they may be
-    damaged, and a process starts with little to upload.
+    For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then
+    ``publish``. Parts that were added and not published stay for the next version. Objects of
+    earlier owners are not used again: they may be damaged, and a process starts with little to
+    upload.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -52,7 +53,9 @@ class Uploads:
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
         self._generations: dict[str, int] = {}
-        """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process did that."""
+        """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process
+        did that.
+        """
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
@@ -64,20 +67,25 @@ class Uploads:
         self._number_floor: int | None = None
         """The numbers of this owner's versions are larger."""
 
-    # objects ---------------------------------------------------------------------------------------------------
+    # objects -------------------------------------------------------------------------------------
 
     def uploaded_bytes(self, name: str) -> int:
         return sum(part.size for part in self._files.get(name, ()))
 
     def forget_replaced(self, snapshot: Snapshot) -> None:
-        """Forgets the parts of files that were replaced, so that they are uploaded again as a whole."""
+        """Forgets the parts of files that were replaced, so that they are uploaded again as a
+        whole.
+        """
         for name, generation in snapshot.generations.items():
-            if self._generations.get(name) != generation:  # an earlier attempt may have replaced what it had uploaded
+            # An earlier attempt may have replaced what it had uploaded.
+            if self._generations.get(name) != generation:
                 self._files.pop(name, None)
                 self._generations[name] = generation
 
     def compact(self) -> None:
-        """Forgets small parts where there are many of them, so that they are uploaded again as one."""
+        """Forgets small parts where there are many of them, so that they are uploaded again as
+        one.
+        """
         for parts in self._files.values():
             if len(parts) >= _MAX_PARTS:
                 while parts and parts[-1].size < _SMALL_PART_BYTES:
@@ -87,7 +95,8 @@ class Uploads:
             self.last_answer = 0
 
     def start_version(self, run: Json, snapshot: Snapshot) -> None:
-        """Drops the parts that the snapshot no longer needs. The first call takes ownership of the mirror.
+        """Drops the parts that the snapshot no longer needs. The first call takes ownership of the
+        mirror.
 
         Raises:
             ConfigError: the bucket or folder does not exist.
@@ -104,21 +113,30 @@ class Uploads:
         """Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
         if self._ownership is None:
-            self._ownership = Ownership(1 + max((other.number for other in ownerships), default=0), self._nonce)
+            self._ownership = Ownership(
+                1 + max((other.number for other in ownerships), default=0), self._nonce
+            )
         with needs_bucket(self._versions.url):
             self._versions.write_ownership(self._ownership, self._run["owner"])
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
-            # An empty first version, so that objects without any version always mean damage, and never a first upload
-            # that was killed. That of a process that was killed may be torn.
-            self._versions.write_manifest(Version(1, self._nonce), Manifest(self._run, {}, [], False), _now())
+            # An empty first version, so that objects without any version always mean damage, and
+            # never a first upload that was killed. That of a process that was killed may be torn.
+            self._versions.write_manifest(
+                Version(1, self._nonce), Manifest(self._run, {}, [], False), _now()
+            )
 
     def add(self, name: str, data: bytes) -> None:
         self._files.setdefault(name, []).append(self._put_part(data))
 
     def add_answers(self, snapshot: Snapshot) -> None:
-        """Uploads the snapshot's answers. If that fails halfway, all of them are uploaded again next time."""
-        self._answers += [(self._put_part(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)]
+        """Uploads the snapshot's answers.
+
+        If that fails halfway, all of them are uploaded again next time.
+        """
+        self._answers += [
+            (self._put_part(data), ordinals) for data, ordinals in encode_answers(snapshot.answers)
+        ]
         self.last_answer = snapshot.last_answer
 
     def _put_part(self, data: bytes) -> Part:
@@ -131,10 +149,11 @@ class Uploads:
     def _nonce(self) -> str:
         return str(self._run["owner"]["nonce"])
 
-    # versions --------------------------------------------------------------------------------------------------
+    # versions ------------------------------------------------------------------------------------
 
     def publish(self, finished: bool) -> bool:
-        """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no longer needed.
+        """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no
+        longer needed.
 
         Returns whether there is a new version.
 
@@ -143,7 +162,8 @@ class Uploads:
         """
         files = {name: list(parts) for name, parts in self._files.items()}
         manifest = Manifest(self._run, files, [part for part, _ in self._answers], finished)
-        ownerships, versions = self.list_as_owner()  # also if nothing has changed: a fenced process must stop
+        # Also if nothing has changed: a fenced process must stop.
+        ownerships, versions = self.list_as_owner()
         if manifest == self._published:
             return False
         if self._published is None:
@@ -157,13 +177,15 @@ class Uploads:
         self._published = manifest
         self._kept[new] = manifest.object_names()
         try:
-            # Only what was listed before is removed. If nobody else has taken ownership until now, all of it is older
-            # than the next owner, even if this process pauses for long between here and the removals.
+            # Only what was listed before is removed. If nobody else has taken ownership until now,
+            # all of it is older than the next owner, even if this process pauses for long between
+            # here and the removals.
             self.list_as_owner()
             self._collect_garbage([version for version in versions if version < new], ownerships)
         except OSError as error:
             logger.warning(
-                f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. They use storage and "
+                f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. "
+                "They use storage and "
                 "do no harm. The next upload tries again."
             )
         return True
@@ -171,14 +193,18 @@ class Uploads:
     def _next_version(self, versions: list[Version]) -> Version:
         """Skips, at this owner's first number, as many numbers as there were owners.
 
-        An earlier owner that listed the mirror before we took ownership may still write one version. Ours must be
-        newer. It is: if that version is the earlier owner's first one, it skips fewer numbers.
+        An earlier owner that listed the mirror before we took ownership may still write one
+        version. Ours must be newer. It is: if that version is the earlier owner's first one, it
+        skips fewer numbers.
         """
         if self._number_floor is None:
             assert self._ownership is not None
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
-        own = [version.number for version in {*versions, *self._kept} if version.nonce == self._nonce]  # lists lag
+        # Lists lag.
+        own = [
+            version.number for version in {*versions, *self._kept} if version.nonce == self._nonce
+        ]
         return Version(1 + max([self._number_floor, *own]), self._nonce)
 
     def list_as_owner(self) -> tuple[list[Ownership], list[Version]]:
@@ -189,7 +215,8 @@ class Uploads:
         if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
             other = self._versions.owner_text(ownerships[-1])
             raise Fenced(
-                f"Another process has taken this rank over: {other} owns the mirror {self._versions.url} now. This one "
+                f"Another process has taken this rank over: {other} owns the mirror "
+                f"{self._versions.url} now. This one "
                 "writes nothing more; what it saved is kept."
             )
         return ownerships, versions
@@ -197,7 +224,8 @@ class Uploads:
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
         """Removes old versions first, then the objects that no kept version needs.
 
-        In this order a kill in between leaves superfluous objects, and never a version without its objects.
+        In this order a kill in between leaves superfluous objects, and never a version without its
+        objects.
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):

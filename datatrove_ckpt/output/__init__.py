@@ -1,4 +1,5 @@
-"""Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then published in one step.
+"""Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then
+published in one step.
 
     chunk_output.py    ChunkOutput: documents -> staged files -> published files; start reading here
     output_folder.py   OutputFolder: how a rank looks at its output folder
@@ -28,5 +29,6 @@
     column_types.py    the column types of a chunk, and whether chunks load as one dataset
     given_schema.py    whether rows fit the schema that a writer was given
 
-The bytes of a file depend on the documents only, so writing a chunk again after a crash is harmless.
+The bytes of a file depend on the documents only, so writing a chunk again after a crash is
+harmless.
 """

@@ -1,9 +1,11 @@
-"""The Arrow type of Python values, and the one type that holds the values of two, without changing any value.
+"""The Arrow type of Python values, and the one type that holds the values of two, without changing
+any value.
 
-Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time beside a
-date loses the time of day, a time zone beside none is dropped, text beside bytes becomes bytes. So only these are
-united: no value with anything, integers of any widths, integers with floats (Arrow refuses those that a float cannot
-hold), decimals, times of any unit, times of any two zones (as UTC), dicts and lists of those.
+Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0,
+a time beside a date loses the time of day, a time zone beside none is dropped, text beside bytes
+becomes bytes. So only these are united: no value with anything, integers of any widths, integers
+with floats (Arrow refuses those that a float cannot hold), decimals, times of any unit, times of
+any two zones (as UTC), dicts and lists of those.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def type_of(values: list[object], column: str) -> DataType:
         of_kind = values
         if len(kinds) > 1 and plain not in by_type_alone:
             of_kind = [value for value in values if type(value) is kind]
-        found = unite(found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column), column)
+        found = unite(
+            found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column), column
+        )
     return found
 
 
@@ -95,7 +99,12 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
 
 def is_vector(value: object) -> bool:
     """Whether it becomes a fixed-size list among others of its length, such as an embedding."""
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype == np.float32 and value.size > 0
+    return (
+        isinstance(value, np.ndarray)
+        and value.ndim == 1
+        and value.dtype == np.float32
+        and value.size > 0
+    )
 
 
 def is_any_list(kind: DataType) -> bool:
@@ -176,7 +185,8 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
             old = pa.timestamp(old.unit, "UTC")
             new = pa.timestamp(new.unit, "UTC")
     elif all(types.is_integer(kind) or types.is_floating(kind) for kind in both):
-        # A column of uint64 and int64 has no type. With floats it has none either, or the order would count.
+        # A column of uint64 and int64 has no type. With floats it has none either, or the order
+        # would count.
         if pa.uint64() in both and not all(map(types.is_unsigned_integer, both)):
             return None
         if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):

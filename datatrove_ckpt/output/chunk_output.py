@@ -1,7 +1,9 @@
-"""ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in one step.
+"""ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in
+one step.
 
-Files are staged in the checkpoint's folder, and then get their names, or are uploaded (see ``targets.py``). Each chunk
-gets a fresh copy of the writer, with our file manager (see ``file_managers.py``).
+Files are staged in the checkpoint's folder, and then get their names, or are uploaded (see
+``targets.py``). Each chunk gets a fresh copy of the writer, with our file manager (see
+``file_managers.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ class ChunkOutput:
         """Puts the files of written chunks in place."""
 
     def check_complete(self) -> None:
-        """Call it when all chunks are committed. Raises OutputMismatch if the folder is not as the commits say."""
+        """Call it when all chunks are committed.
+
+        Raises OutputMismatch if the folder is not as the commits say.
+        """
         self._check.refuse_unknown(*self._look())
 
     def _commits(self) -> RankCommits:
@@ -65,13 +70,15 @@ class ChunkOutput:
 
         Raises:
             OutputMismatch: the folder is not as the commits say, or belongs to another run.
-            StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first request.
+            StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first
+                request.
         """
         is_first = self._folder.is_first
         if not is_first:
             self._folder.check_access()
         self._intents = Intents(self._folder.scratch)
-        # On the hub, others' files are only looked for where all ranks are compared, in one listing.
+        # On the hub, others' files are only looked for where all ranks are compared, in one
+        # listing.
         is_elsewhere = self._folder.hub is None
         others = not is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
@@ -102,7 +109,11 @@ class ChunkOutput:
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
         intended = names & self._intents.names
-        others = [name for name in intended if self._target.hash_of(name) not in self._intents.hashes(name)]
+        others = [
+            name
+            for name in intended
+            if self._target.hash_of(name) not in self._intents.hashes(name)
+        ]
         if others:
             raise other_content(self._check.where, sorted(others))
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
@@ -118,10 +129,12 @@ class ChunkOutput:
         self._target.finish()
 
     def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
-        """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns its files; see ``placement``.
+        """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns its files; see
+        ``placement``.
 
         Raises:
-            OutputFailed: a document cannot be written, or the output folder refuses it. The journal is kept.
+            OutputFailed: a document cannot be written, or the output folder refuses it. The journal
+                is kept.
             OutputMismatch: another job has written a file of the same name, or owns the folder.
             StorageFailed: the disk refused a write.
         """
@@ -149,8 +162,10 @@ class ChunkOutput:
             owner = self._taken.setdefault(plain(name), mine)
             if owner != mine:
                 raise OutputFailed(
-                    f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write {name}: fields of "
-                    f"documents run into the chunk index in output_filename {self.names.template!r}. Put a / or _ "
+                    f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write "
+                    f"{name}: fields of "
+                    "documents run into the chunk index in output_filename "
+                    f"{self.names.template!r}. Put a / or _ "
                     "between them, and start again with ",
                     StartOver(),
                     ".",

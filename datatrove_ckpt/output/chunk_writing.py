@@ -1,4 +1,6 @@
-"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all of them."""
+"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class ChunkWriting:
         self._names = names
 
     def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Learns the types of the first file that earlier attempts committed, if it is on a disk."""
+        """Learns the types of the first file that earlier attempts committed, if it is on a
+        disk.
+        """
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -60,10 +64,12 @@ class ChunkWriting:
             self.columns.start(first.chunk_index, schema)
 
     def write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
-        """Writes and closes the files. ``documents`` is read several times if their schema is not known.
+        """Writes and closes the files. ``documents`` is read several times if their schema is not
+        known.
 
         Raises:
-            OutputFailed: a document cannot be written, or its types cannot be united with those of others.
+            OutputFailed: a document cannot be written, or its types cannot be united with those of
+                others.
             StorageFailed: the disk refused a write.
         """
         before = self.columns.known
@@ -75,7 +81,9 @@ class ChunkWriting:
         except _NotWritten as error:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
 
-    def _write_united(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> None:
+    def _write_united(
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+    ) -> None:
         schema = self.columns.guess
         if schema is None or not self._fits(schema, staged, chunk_index, documents):
             schema = self._find_schema(staged, documents)
@@ -84,7 +92,9 @@ class ChunkWriting:
         else:
             self._add(schema, chunk_index)
 
-    def _fits(self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]) -> bool:
+    def _fits(
+        self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+    ) -> bool:
         """Writes the chunk with the schema of the chunk before, unless its own is another one."""
         types = ColumnTypes(schema)
         writer = self._copy(staged, schema, types.add)
@@ -118,7 +128,13 @@ class ChunkWriting:
         if found:
             logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
 
-    def _write(self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished], writer: DiskWriter) -> None:
+    def _write(
+        self,
+        staged: StagedFiles,
+        chunk_index: int,
+        documents: Iterable[Finished],
+        writer: DiskWriter,
+    ) -> None:
         write = write_for(writer, self._decode, self._names, chunk_index)
         finished = None
         try:
@@ -133,12 +149,18 @@ class ChunkWriting:
             raise _NotWritten(finished) from error
 
     def _failure(
-        self, chunk_index: int, documents: Iterable[Finished], error: _NotWritten, known: dict[str, DataType]
+        self,
+        chunk_index: int,
+        documents: Iterable[Finished],
+        error: _NotWritten,
+        known: dict[str, DataType],
     ) -> OutputFailed:
         cause = error.__cause__
         what = f"Chunk {chunk_index}"
         why = f"{type(cause).__name__}: {cause}"
-        advice = "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
+        advice = (
+            "Fix the writer (its adapter, its schema; new code of it needs accept_changes=True)"
+        )
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
@@ -152,18 +174,23 @@ class ChunkWriting:
                 name = repr(decode(error.finished.document).id)
             what = f"Document {name} (number {error.finished.ordinal} of this rank)"
         return OutputFailed(
-            f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The chunk's journal is "
+            f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The "
+            "chunk's journal is "
             "kept: run the same command again, and no request is sent twice."
         )
 
-    def _copy(self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len) -> DiskWriter:
-        """A writer with the user's settings and no state of earlier chunks, which writes to the staging folder.
+    def _copy(
+        self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len
+    ) -> DiskWriter:
+        """A writer with the user's settings and no state of earlier chunks, which writes to the
+        staging folder.
 
         Args:
             schema: that of the chunk, if the writer has none.
             inspect: gets each batch of rows before it is written. ``len`` changes nothing.
         """
-        # A deep copy: writers keep counters, batches and open files. The user's writer has nothing open.
+        # A deep copy: writers keep counters, batches and open files. The user's writer has nothing
+        # open.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)

@@ -1,21 +1,27 @@
-"""The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the files load as one?
+"""The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the
+files load as one?
 
-datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the first document of
-each batch: a column that is None at first fails later, and a new column is left out silently. Here a chunk's schema is
-the union over all its documents: null with any type is that type, integers with floats are float64, dicts have the keys
-of all. It depends on nothing else: chunks finish in any order and are written again after a kill. So what lets files
-load as one must hold for each chunk alone. Loaders (``pyarrow.dataset``, ``datasets``) take the columns of the first
+datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the
+first document of each batch: a column that is None at first fails later, and a new column is left
+out silently. Here a chunk's schema is the union over all its documents: null with any type is that
+type, integers with floats are float64, dicts have the keys of all. It depends on nothing else:
+chunks finish in any order and are written again after a kill. So what lets files load as one must
+hold for each chunk alone. Loaders (``pyarrow.dataset``, ``datasets``) take the columns of the first
 file, and convert the others (measured, Arrow 26 and datasets 5.2):
 
-- A column without any value is written as text, also inside lists and dicts: only null could follow Arrow's null type.
-  Text without a value converts to numbers, dates, booleans and bytes. In a first file it makes texts of the numbers,
-  dates and booleans of later files, and does not load with bytes. The field's metadata marks it.
+- A column without any value is written as text, also inside lists and dicts: only null could follow
+  Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
+  file it makes texts of the numbers, dates and booleans of later files, and does not load with
+  bytes. The field's metadata marks it.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
-- The other way round cannot be known when the first file is written. Only a ``schema`` given to the writer helps. Such
-  a chunk is warned about when it is written, and ``verify --full`` names both files.
-- Types that cannot be united, such as text and integers, stop the rank before the second of them is published.
+- The other way round cannot be known when the first file is written. Only a ``schema`` given to the
+  writer helps. Such a chunk is warned about when it is written, and ``verify --full`` names both
+  files.
+- Types that cannot be united, such as text and integers, stop the rank before the second of them is
+  published.
 
-A chunk is first written with the schema of the chunk before, while its own is found out, and once more if they differ.
+A chunk is first written with the schema of the chunk before, while its own is found out, and once
+more if they differ.
 """
 
 from __future__ import annotations
@@ -29,7 +35,15 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
-from datatrove_ckpt.output.arrow_types import DataType, Field, NotUnited, Row, Schema, type_of, unite
+from datatrove_ckpt.output.arrow_types import (
+    DataType,
+    Field,
+    NotUnited,
+    Row,
+    Schema,
+    type_of,
+    unite,
+)
 from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.given_schema import check_rows
 
@@ -72,14 +86,19 @@ class ColumnTypes:
 
 
 def _writable(field: Field) -> Field:
-    """The field with text where there is no value, and a key in a dict that has none: Parquet has no such dicts."""
+    """The field with text where there is no value, and a key in a dict that has none:
+
+    Parquet has no such dicts.
+    """
     import pyarrow as pa
 
     kind = field.type
     if pa.types.is_null(kind):
         return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
     if pa.types.is_struct(kind):
-        fields = [_writable(inner) for inner in kind] or [pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)]
+        fields = [_writable(inner) for inner in kind] or [
+            pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)
+        ]
         return pa.field(field.name, pa.struct(fields))
     if pa.types.is_list(kind):
         return pa.field(field.name, pa.list_(_writable(kind.value_field)))
@@ -108,7 +127,10 @@ def raw_types(schema: Schema) -> dict[str, DataType]:
 
 
 def name_culprit(
-    writer: DiskWriter, documents: Iterable[Finished], decode: Callable[[bytes], Document], known: dict[str, DataType]
+    writer: DiskWriter,
+    documents: Iterable[Finished],
+    decode: Callable[[bytes], Document],
+    known: dict[str, DataType],
 ) -> str | None:
     """Which document cannot be written, and why, found row by row. None: every row alone can.
 
@@ -125,7 +147,10 @@ def name_culprit(
             try:
                 check(row)
             except NotUnited as error:
-                return f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
+                return (
+                    f"{name}: column {error.column!r} is {error.new} there, and {error.old} in "
+                    f"{where}"
+                )
             except Exception as error:
                 return f"{name}: {safe_text(error)}"
         return None
@@ -153,7 +178,8 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
 
 
 SCHEMA_ADVICE = (
-    "Give ParquetWriter a schema that fits, or an adapter that sets one type (a new adapter needs accept_changes=True)"
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type (a new "
+    "adapter needs accept_changes=True)"
 )
 """What to do about column types."""
 
@@ -174,10 +200,12 @@ class Misfit:
 
 def warning(found: list[Misfit], chunk_index: int) -> str:
     columns = "; ".join(
-        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one" for one in found
+        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
+        for one in found
     )
     return (
-        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so the dataset may not "
+        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so "
+        "the dataset may not "
         f"load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
     )
 
@@ -255,14 +283,17 @@ class RankColumns:
         self.known = raw_types(schema)
 
     def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
-        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each column.
+        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each
+        column.
 
         Raises:
             NotUnited: it can never be one dataset with the chunks before.
         """
         # A new dict: ``name_culprit`` needs the types of the chunks before.
         raw = raw_types(schema).items()
-        self.known = self.known | {name: unite(self.known.get(name), kind, name) for name, kind in raw}
+        self.known = self.known | {
+            name: unite(self.known.get(name), kind, name) for name, kind in raw
+        }
         self.guess = schema
         if self._first is None:
             self._first = (chunk_index, schema)

@@ -1,7 +1,9 @@
-"""Compares an output folder with what the checkpoints say: every committed file is there, and no unknown one.
+"""Compares an output folder with what the checkpoints say: every committed file is there, and no
+unknown one.
 
-Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes that its listings
-hold. Only a file with another stamp than its commit names is read: a million files that nobody touched cost nothing.
+Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
+that its listings hold. Only a file with another stamp than its commit names is read: a million
+files that nobody touched cost nothing.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -10,8 +12,8 @@ hold. Only a file with another stamp than its commit names is read: a million fi
     a rank resumes, or is complete      committed files that are missing, or have another content
     a rank is complete                  files that its template may have named, and no commit does
 
-The last check only warns of a file whose name does not tell its rank, or that has a chunk index which the rank does not
-have: fields of documents may have made such a name in another run.
+The last check only warns of a file whose name does not tell its rank, or that has a chunk index
+which the rank does not have: fields of documents may have made such a name in another run.
 """
 
 from __future__ import annotations
@@ -63,16 +65,22 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """The refusal to replace files that this rank has not published."""
     return OutputMismatch(
-        f"{where} has other content, which this rank has not published, under these names: {some(names)}. Nothing "
-        "was overwritten. Probably another job writes to the same folder with the same output_filename. Stop one of "
-        f"the jobs, and start it anew with {written.own_folders}. The other one goes on with the same command, once "
-        "files that are not its own are deleted from the folder. If there is no other job (a file was copied there, or "
-        "the checkpoint is older than the output), move that content out of the folder, and run the same command again."
+        f"{where} has other content, which this rank has not published, under these names: "
+        f"{some(names)}. Nothing "
+        "was overwritten. Probably another job writes to the same folder with the same "
+        "output_filename. Stop one of "
+        f"the jobs, and start it anew with {written.own_folders}. The other one goes on with the "
+        "same command, once "
+        "files that are not its own are deleted from the folder. If there is no other job (a file "
+        "was copied there, or "
+        "the checkpoint is older than the output), move that content out of the folder, and run "
+        "the same command again."
     )
 
 
 STRAY_ADVICE = (
-    "Documents may be in the output twice. Move such files out of the output folder, or delete them if nothing else "
+    "Documents may be in the output twice. Move such files out of the output folder, or delete "
+    "them if nothing else "
     "needs them"
 )
 """What to do about files of a template that no commit names."""
@@ -80,7 +88,8 @@ STRAY_ADVICE = (
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file that a commit names, with its plain path, and without its hash: a job may have millions of files.
+    """A file that a commit names, with its plain path, and without its hash: a job may have
+    millions of files.
 
     ``root``: the folder of the retry that wrote it, or "".
     """
@@ -96,7 +105,8 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """What the checkpoint of a rank, and those of its retries, say about output files. Raises CheckpointError.
+    """What the checkpoint of a rank, and those of its retries, say about output files. Raises
+    CheckpointError.
 
     Args:
         retries: ``retry_folders(root)``; None: look.
@@ -104,7 +114,8 @@ class RankCommits:
         want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
-        unfinished: root and index of the chunks with a journal: output may be there, and is made again.
+        unfinished: root and index of the chunks with a journal: output may be there, and is made
+            again.
     """
 
     def __init__(
@@ -155,12 +166,16 @@ class RankCommits:
 
     @cached_property
     def chunks(self) -> set[int]:
-        """What the rank itself, not a retry of it, has committed. Read again if it is asked for: a job has millions."""
+        """What the rank itself, not a retry of it, has committed.
+
+        Read again if it is asked for: a job has millions.
+        """
         return set(read_commits(self.folder / COMMITS))
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
-    """The names of all files that a rank and its retries may have published; None: a part of them is not known.
+    """The names of all files that a rank and its retries may have published; None: a part of them
+    is not known.
 
     The commits are read after the intents, so the rank may be at work meanwhile.
     """
@@ -173,7 +188,10 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
-    """How many files in the writer's output folder the commits of all ranks name. Raises CheckpointError."""
+    """How many files in the writer's output folder the commits of all ranks name.
+
+    Raises CheckpointError.
+    """
     if not root.is_dir():
         return 0
     commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
@@ -205,7 +223,9 @@ class OutputCheck:
     ) -> None:
         self.writer = writer
         self.root = root
-        self.owner = Ownership(writer.output_folder, writer.output_filename.template, Homes(root, mirror, run))
+        self.owner = Ownership(
+            writer.output_folder, writer.output_filename.template, Homes(root, mirror, run)
+        )
         self.where = str(writer.output_folder.resolve_paths(""))
         self._logging_dir = logging_dir
         self._template = writer.output_filename.template
@@ -221,9 +241,12 @@ class OutputCheck:
             other = committed.setdefault(one.path, one)
             if other is not one:
                 raise OutputMismatch(
-                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. One overwrote the "
-                    f"other's documents: output_filename {self._template!r} gives both the same name. Choose one that "
-                    f"begins with ${{rank}}/${{chunk_index}}/, and another {written.folders}, and start again."
+                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. "
+                    "One overwrote the "
+                    f"other's documents: output_filename {self._template!r} gives both the same "
+                    "name. Choose one that "
+                    f"begins with ${{rank}}/${{chunk_index}}/, and another {written.folders}, and "
+                    "start again."
                 )
         return committed
 
@@ -234,7 +257,8 @@ class OutputCheck:
         others: bool = True,
         contents: bool = True,
     ) -> FoundFiles:
-        """Lists the output folder, see ``list_output``. Refuses a folder of another run. Raises OSError.
+        """Lists the output folder, see ``list_output``. Refuses a folder of another run. Raises
+        OSError.
 
         Args:
             contents: read the files that were touched.
@@ -244,7 +268,9 @@ class OutputCheck:
         if contents:
             for name in found.touched:
                 one = committed[name]
-                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[one.chunk_index]
+                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[
+                    one.chunk_index
+                ]
                 kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
                 if kept != self._hash(name):
                     found.altered.add(name)
@@ -261,7 +287,9 @@ class OutputCheck:
         return found
 
     def is_unused(self) -> bool:
-        return not any(self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes)
+        return not any(
+            self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
+        )
 
     def _hash(self, name: str) -> str:
         try:
@@ -270,7 +298,7 @@ class OutputCheck:
         except FileNotFoundError:
             return ""
 
-    # what is refused -------------------------------------------------------------------------------------------------
+    # what is refused -----------------------------------------------------------------------------
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
         """Refuses an output folder in which committed files are missing or changed."""
@@ -281,9 +309,12 @@ class OutputCheck:
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
         moved = ""
         if not found.sizes:
-            moved = f"The folder is empty: was it moved? Set {written.output_folder} to its new place. "
+            moved = (
+                f"The folder is empty: was it moved? Set {written.output_folder} to its new place. "
+            )
         raise OutputMismatch(
-            f"{self.where}: output files differ from what was committed ({len(wrong)} of {len(committed)}): "
+            f"{self.where}: output files differ from what was committed ({len(wrong)} of "
+            f"{len(committed)}): "
             f"{some(shown)}. {moved}Put them back, or have them made again: ",
             self._repair(found, wrong),
             ". Files that nobody touched were not read: "
@@ -291,13 +322,17 @@ class OutputCheck:
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
-        """Refuses if the output was in another folder before, which exists: nothing is lost then."""
+        """Refuses if the output was in another folder before, which exists: nothing is lost
+        then.
+        """
         recorded = _recorded_folder(self.root, [RankCommits(self.root, one.rank)])
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
-                f"{self.where} lacks output files that were committed, such as {one.path} ({one.place}). They were "
+                f"{self.where} lacks output files that were committed, such as {one.path} "
+                f"({one.place}). They were "
                 f"written to {recorded}, and that folder still exists. Nothing was changed. Set "
-                f"{written.output_folder} back to it; or copy all its files to the new folder, and run the same "
+                f"{written.output_folder} back to it; or copy all its files to the new folder, and "
+                "run the same "
                 "command again."
             )
 
@@ -310,20 +345,28 @@ class OutputCheck:
         names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
         if names:
             raise OutputMismatch(
-                f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have "
+                f"{self.where} holds {plural(len(names), 'file')} that output_filename "
+                f"{self._template!r} may have "
                 f"named for rank {commits.rank} ({some(names)}), but "
-                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows none of them. Another "
-                "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was deleted), and they would "
-                f"be overwritten, or stand beside the new ones. Choose another {written.output_folder}, bring the "
-                "checkpoint back, or delete these files to have everything made again. To continue a run of "
+                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows "
+                "none of them. Another "
+                "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was "
+                "deleted), and they would "
+                "be overwritten, or stand beside the new ones. Choose another "
+                f"{written.output_folder}, bring the "
+                "checkpoint back, or delete these files to have everything made again. To continue "
+                "a run of "
                 "datatrove's own, choose other folders, and set finished_from to the old ones."
             )
 
-    def refuse_strangers(self, commits: RankCommits, found: FoundFiles, intended: Container[str] | None = None) -> None:
+    def refuse_strangers(
+        self, commits: RankCommits, found: FoundFiles, intended: Container[str] | None = None
+    ) -> None:
         """Refuses to resume a rank while files are there that another run wrote.
 
         Args:
-            intended: the names that the rank was about to publish; None: every name that this run gives.
+            intended: the names that the rank was about to publish; None: every name that this run
+                gives.
         """
         is_own: Callable[[str], object] = self._ours.fullmatch
         if intended is not None:
@@ -332,23 +375,32 @@ class OutputCheck:
         self._refuse(names, f"no commit of rank {commits.rank} names", self._is_certain)
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Refuses to call a rank complete while files of its template are there that no commit names."""
+        """Refuses to call a rank complete while files of its template are there that no commit
+        names.
+        """
         files = found.by_rank[commits.rank]
-        unknown = [(root, name) for root, name in files if not self._may_be_committed(commits, name)]
+        unknown = [
+            (root, name) for root, name in files if not self._may_be_committed(commits, name)
+        ]
         which = f"no commit of rank {commits.rank} names"
-        certain = {name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)}
+        certain = {
+            name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)
+        }
         self._refuse(sorted(certain), which)
         self._refuse(sorted({name for _, name in unknown}), which, certain=False)
 
     def _is_superseded(self, commits: RankCommits, name: str) -> bool:
-        """Whether an attempt of this rank wrote the file, and the documents went to other files later."""
+        """Whether an attempt of this rank wrote the file, and the documents went to other files
+        later.
+        """
         match = self._ours.fullmatch(name)
         if match is None:
             return False
         (root, rank), chunk_index = rank_and_chunk(match)
         if not root and chunk_index not in commits.chunks:
             return False
-        # Fields of documents may hold numbers, too: is there another rank that may have given this name?
+        # Fields of documents may hold numbers, too: is there another rank that may have given this
+        # name?
         others: set[str] = set()
         if "rank" in match.groupdict():
             for digits in re.findall(r"(?=(\d{5,}))", name):
@@ -357,7 +409,9 @@ class OutputCheck:
         return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
 
     def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
-        """Refuses files of ranks that the job does not have: it ran with another number of tasks before."""
+        """Refuses files of ranks that the job does not have: it ran with another number of tasks
+        before.
+        """
         others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
         names = sorted(name for files in others.values() for _, name in files)
         which = f"are of ranks that a job with tasks={tasks} does not have"
@@ -368,14 +422,17 @@ class OutputCheck:
         if not names:
             return
         text = (
-            f"{self.where} holds {plural(len(names), 'file')} that output_filename {self._template!r} may have named, "
+            f"{self.where} holds {plural(len(names), 'file')} that output_filename "
+            f"{self._template!r} may have named, "
             f"and that {which}: {some(names, _TO_DELETE)}. {STRAY_ADVICE}"
         )
         if not certain:
             logger.warning(f"{text}.")
             return
         verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
-        raise OutputMismatch(f"{text} ({verify} names all of them), and run the same command again.")
+        raise OutputMismatch(
+            f"{text} ({verify} names all of them), and run the same command again."
+        )
 
     def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
         match = self._ours.fullmatch(name)

@@ -1,9 +1,11 @@
-"""Converts a document to bytes and back, types included: the journal can keep what datatrove's writers can write.
+"""Converts a document to bytes and back, types included: the journal can keep what datatrove's
+writers can write.
 
-Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets, decimals, numpy values,
-NaN and infinity (JSON would turn them into null), ``InferenceResult``. A user's dict with a "$py" key is wrapped, too.
-Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run code that somebody put into the
-folder. A usual finished document needs no wrapper: see ``encode_finished``.
+Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
+decimals, numpy values, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A
+user's dict with a "$py" key is wrapped, too. Tuples come back as lists, as with any JSON. Pickle
+was rejected: loading it could run code that somebody put into the folder. A usual finished document
+needs no wrapper: see ``encode_finished``.
 """
 
 from __future__ import annotations
@@ -47,15 +49,24 @@ _RESULTS_BYTES = b',"$results":"'
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
-# Types that orjson would write without a trace of what they were go through ``_Encoder.wrap`` instead.
-_OPTIONS = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_SUBCLASS
+# Types that orjson would write without a trace of what they were go through ``_Encoder.wrap``
+# instead.
+_OPTIONS = (
+    orjson.OPT_PASSTHROUGH_DATETIME
+    | orjson.OPT_PASSTHROUGH_DATACLASS
+    | orjson.OPT_PASSTHROUGH_SUBCLASS
+)
 
 
 class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's result, with what an answer has beside it. That is not written: the id differs in each run."""
+    """datatrove's result, with what an answer has beside it.
+
+    That is not written: the id differs in each run.
+    """
 
     __slots__ = ("model", "response_id")
-    __dataclass_fields__ = InferenceResult.__dataclass_fields__  # orjson looks for it in the class itself
+    # Orjson looks for it in the class itself.
+    __dataclass_fields__ = InferenceResult.__dataclass_fields__
     tool_calls: Sequence[JsonObject] = ()
     logprobs: JsonObject | None = None
     choices: Sequence[JsonObject] = ()
@@ -88,7 +99,9 @@ for _kind in RESULTS:
     _kind.__name__ = "InferenceResult"
 
 
-def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult) -> InferenceResult:
+def result_of(
+    fields: JsonObject, plain: type[InferenceResult] = InferenceResult
+) -> InferenceResult:
     """The result that has these fields; ``plain``: its class if the fields are datatrove's alone.
 
     Raises:
@@ -102,7 +115,10 @@ def result_of(fields: JsonObject, plain: type[InferenceResult] = InferenceResult
 
 
 Other: TypeAlias = Callable[[object], object]
-"""What to write for a value that has no form of its own: plain JSON. It may raise, and then the document is refused."""
+"""What to write for a value that has no form of its own: plain JSON.
+
+It may raise, and then the document is refused.
+"""
 
 
 class NoForm(TypeError):
@@ -117,24 +133,28 @@ def encode(document: Document) -> bytes:
     """The document as one line of JSON without a line break.
 
     Raises:
-        DocumentNotSerializable: a value has no JSON form; the error names the document and the value.
+        DocumentNotSerializable: a value has no JSON form; the error names the document and the
+            value.
     """
     try:
         return dump(document_fields(document), _refuse)
     except Exception as error:  # of a user's ``__repr__``, too
         name = safe_repr(getattr(document, "id", None))
         raise DocumentNotSerializable(
-            f"Document {name} holds a value that cannot be kept: {safe_text(error)}{forgotten_await(error)}. The "
-            "rollout, and the steps before it, may use JSON values, dates, bytes and numpy values. What else it held "
+            f"Document {name} holds a value that cannot be kept: "
+            f"{safe_text(error)}{forgotten_await(error)}. The "
+            "rollout, and the steps before it, may use JSON values, dates, bytes and numpy values. "
+            "What else it held "
             "as it was read, such as an image, the rollout must remove before it returns."
         ) from error
 
 
 def encode_finished(document: Document, key: str) -> bytes:
-    """Like ``encode``, but a usual document becomes what ``JsonlWriter`` writes of it, byte for byte: see ``line_of``.
+    """Like ``encode``, but a usual document becomes what ``JsonlWriter`` writes of it, byte for
+    byte: see ``line_of``.
 
-    Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its metadata. They become
-    plain objects, and a last field, "$results", names the key.
+    Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its
+    metadata. They become plain objects, and a last field, "$results", names the key.
     """
     text = document.text
     results = document.metadata[key]
@@ -146,7 +166,9 @@ def encode_finished(document: Document, key: str) -> bytes:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    if data.find(_TAG_BYTES, len(text)) < 0 and (data.find(b"null", len(text)) < 0 or not has_nan(metadata)):
+    if data.find(_TAG_BYTES, len(text)) < 0 and (
+        data.find(b"null", len(text)) < 0 or not has_nan(metadata)
+    ):
         return trim(data)
     return encode(document)
 
@@ -156,18 +178,25 @@ def _is_usual(document: Document) -> bool:
         return False
     if not document.text or not document.id:  # JsonlWriter leaves out what is empty
         return False
-    return isinstance(document.metadata, dict) and isinstance(document.media, list) and not document.media
+    return (
+        isinstance(document.metadata, dict)
+        and isinstance(document.media, list)
+        and not document.media
+    )
 
 
 def line_of(data: bytes) -> bytes | None:
-    """The line that ``JsonlWriter`` writes of an encoded document, if that is known without parsing it."""
+    """The line that ``JsonlWriter`` writes of an encoded document, if that is known without parsing
+    it.
+    """
     if not data.endswith(_RESULTS_END):
         return None
     return data[: data.rindex(_RESULTS_BYTES)] + b"}\n"
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:
-    """A document's fields as ``encode`` writes them. ``other`` replaces the values that have no form of their own.
+    """A document's fields as ``encode`` writes them. ``other`` replaces the values that have no
+    form of their own.
 
     Raises:
         Exception: what ``other`` or a user's class raises, or why the fields cannot be written.
@@ -175,9 +204,12 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
     encoder = _Encoder(other)
     try:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
-        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py" key. The bytes show it.
+        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py"
+        # key. The bytes show it.
         at = _after_text(fields["text"])
-        if data.count(_TAG_BYTES, at) == encoder.wrapped and (data.find(b"null", at) < 0 or not has_nan(fields)):
+        if data.count(_TAG_BYTES, at) == encoder.wrapped and (
+            data.find(b"null", at) < 0 or not has_nan(fields)
+        ):
             return trim(data)
     except orjson.JSONEncodeError as error:
         # An integer beyond 64 bits, or a key that is no string: too rare for a check in advance.
@@ -193,7 +225,9 @@ def document_fields(document: Document) -> dict[str, object]:
     if not isinstance(document.metadata, dict):
         raise TypeError(f"its metadata is of type {type(document.metadata).__name__}, not dict")
     media = document.media
-    if media is not None and not (isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)):
+    if media is not None and not (
+        isinstance(media, list) and all(isinstance(part, Media | dict) for part in media)
+    ):
         raise TypeError("its media is no list of Media")
     return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
 
@@ -206,7 +240,8 @@ def _after_text(text: object) -> int:
 
 
 def is_plain(data: bytes, with_vectors: bool = False) -> bool:
-    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer can write it.
+    """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer
+    can write it.
 
     Args:
         with_vectors: arrays of float32 count as JSON, too.
@@ -268,7 +303,9 @@ def decode(data: bytes) -> Document:
 
 
 def decode_plain(data: bytes) -> Document:
-    """Like ``decode``, with dicts in place of results and media, as ``dataclasses.asdict`` makes them."""
+    """Like ``decode``, with dicts in place of results and media, as ``dataclasses.asdict`` makes
+    them.
+    """
     return _plain(data, _PLAIN_READERS)
 
 
@@ -278,7 +315,9 @@ def decode_json(data: bytes) -> Document:
 
 
 def decode_rows(data: bytes) -> Document:
-    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, for Arrow."""
+    """Like ``decode_plain``, with lists of rows in place of arrays of several dimensions, for
+    Arrow.
+    """
     return _plain(data, _ROW_READERS)
 
 
@@ -305,7 +344,9 @@ def _decoded(data: bytes, readers: dict[str, _Convert]) -> Document:
     elif data.find(_TAG_BYTES, _after_text(fields.get("text"))) >= 0:
         fields = _unwrap(fields, readers)
     if fields.get("media"):
-        fields["media"] = [media if isinstance(media, Media) else Media(**media) for media in fields["media"]]
+        fields["media"] = [
+            media if isinstance(media, Media) else Media(**media) for media in fields["media"]
+        ]
     return Document(**fields)
 
 
@@ -316,7 +357,11 @@ def fingerprint(data: bytes) -> str:
 def _array(value: _Array) -> list[object]:
     if value.dtype.hasobject:
         raise NoForm
-    return [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]
+    return [
+        value.dtype.str,
+        list(value.shape),
+        base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(),
+    ]
 
 
 def _scalar(value: np.generic) -> list[object]:
@@ -362,7 +407,8 @@ def field_names(kind: type[_Dataclass]) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-# (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before their bases.
+# (name, type, to JSON, from JSON). The first type that fits is used, so subclasses come before
+# their bases.
 _TYPES: list[tuple[str, type, _Convert, _Convert]] = [
     ("result", InferenceResult, _fields, result_of),
     ("media", Media, _fields, lambda value: Media(**value)),
@@ -447,7 +493,8 @@ def as_plain(value: object) -> object:
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:
     """None: the value has no form here."""
-    if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):  # only pandas knows them
+    # Only pandas knows them.
+    if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):
         return {TAG: ["timestamp", value.isoformat()]}
     for name, kind, write, _ in _TYPES:
         if isinstance(value, kind):
@@ -459,7 +506,10 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
 
 
 def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
-    """The same structure, from plain JSON values only. Raises ``NoForm`` also for a container that holds itself."""
+    """The same structure, from plain JSON values only.
+
+    Raises ``NoForm`` also for a container that holds itself.
+    """
     value = as_plain(value)
     if value is None or isinstance(value, str | bool):
         return value
@@ -474,7 +524,9 @@ def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> o
             return value
         return {TAG: ["int", str(value)]}
     if not depth:
-        raise NoForm(f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others")
+        raise NoForm(
+            f"a {type(value).__qualname__} that holds itself, or is in more than {_DEEPEST} others"
+        )
     wrap = functools.partial(wrap_deep, other=other, depth=depth - 1)
     if isinstance(value, dict):
         if TAG in value or not all(type(key) is str for key in value):

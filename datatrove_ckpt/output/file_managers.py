@@ -1,7 +1,8 @@
-"""File managers that replace datatrove's in a writer: they decide where the writer's files are, and when they appear.
+"""File managers that replace datatrove's in a writer: they decide where the writer's files are, and
+when they appear.
 
-Both can abandon files that are not complete; datatrove's manager can only close, which would publish them. Bytes depend
-on the documents only: the gzip header gets no time.
+Both can abandon files that are not complete; datatrove's manager can only close, which would
+publish them. Bytes depend on the documents only: the gzip header gets no time.
 """
 
 from __future__ import annotations
@@ -65,13 +66,17 @@ class StagedFiles(_Files):
 
     def _create(self, filename: str) -> _StagedStream:
         if filename in self.finished:
-            raise OutputFailed(f"{filename} was closed and is written to again, which would lose its content.")
+            raise OutputFailed(
+                f"{filename} was closed and is written to again, which would lose its content."
+            )
         path = self.folder / filename
         files.disk.make_dirs(path.parent)
         if path.exists():
             raise OutputFailed(
-                f"{filename} and another name of this chunk are one file on this file system, which ignores upper and "
-                "lower case or how Unicode is composed. Give the documents names that differ in more than that, or "
+                f"{filename} and another name of this chunk are one file on this file system, "
+                "which ignores upper and "
+                "lower case or how Unicode is composed. Give the documents names that differ in "
+                "more than that, or "
                 "choose another output_filename or file system."
             )
         return _StagedStream(path, filename, self)
@@ -173,7 +178,9 @@ class _RemoteStream(OutputStream):
             Path(copy.name).unlink(missing_ok=True)
 
 
-def _compressed(file: io.BufferedIOBase, filename: str, compression: str | None) -> io.BufferedIOBase:
+def _compressed(
+    file: io.BufferedIOBase, filename: str, compression: str | None
+) -> io.BufferedIOBase:
     if compression == "infer":
         compression = fsspec.utils.infer_compression(filename)
     if compression is None:

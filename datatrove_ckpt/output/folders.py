@@ -1,4 +1,6 @@
-"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other steps write."""
+"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other
+steps write.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +35,31 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
     below = _below(get_datafolder(checkpoints), writer.output_folder)
     if below is not None and (below == "" or _OURS.fullmatch(below)):
         raise ConfigError(
-            f"output_writer: output_folder {_path(writer.output_folder)!r} is in checkpoints_local_dir "
-            f"{checkpoints!r}, among the files of the checkpoint. Choose another folder for one of them."
+            f"output_writer: output_folder {_path(writer.output_folder)!r} is in "
+            "checkpoints_local_dir "
+            f"{checkpoints!r}, among the files of the checkpoint. Choose another folder for one of "
+            "them."
         )
 
 
 def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output, or in which two steps write the same files. Raises ConfigError."""
+    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
+
+    Raises ConfigError.
+    """
     writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
             _refuse_own(step, index, writer, place)
     for (place, writer), (other_place, other) in combinations(writers, 2):
-        if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(other):
+        if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(
+            other
+        ):
             raise ConfigError(
-                f"{other_place} writes the same files as {place}: {_path(writer.output_folder)}/{_sample(writer)}, for "
-                f"example. Choose another {written.output_folder} or output_filename for one of them."
+                f"{other_place} writes the same files as {place}: "
+                f"{_path(writer.output_folder)}/{_sample(writer)}, for "
+                f"example. Choose another {written.output_folder} or output_filename for one of "
+                "them."
             )
     seen: dict[Path, int] = {}
     for index, step in enumerate(pipeline):
@@ -64,17 +75,25 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses output that a step before the runner would read at the next start. Raises ConfigError."""
+    """Refuses output that a step before the runner would read at the next start.
+
+    Raises ConfigError.
+    """
     for step in steps:
         _refuse_own(step, None, writer, "output_writer")
 
 
 def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str) -> None:
-    if isinstance(step, BaseDiskReader) and not getattr(step, "paths_file", None) and _reads(step, writer):
+    if (
+        isinstance(step, BaseDiskReader)
+        and not getattr(step, "paths_file", None)
+        and _reads(step, writer)
+    ):
         reader = type(step).__name__ if index is None else step_name(index, step)
         raise ConfigError(
             f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
-            f"{_path(step.data_folder)!r}, so the next start would take this output for input. Choose another "
+            f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
+            "Choose another "
             f"{written.output_folder}, or a glob_pattern that leaves out {_sample(writer)}."
         )
 
@@ -110,7 +129,10 @@ def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
 def _sample(writer: DiskWriter) -> str:
     """The name of a file that the writer may make."""
     template = writer.output_filename
-    fields = dict.fromkeys(template.get_identifiers(), "x") | {"rank": "00000", "chunk_index": "00000"}
+    fields = dict.fromkeys(template.get_identifiers(), "x") | {
+        "rank": "00000",
+        "chunk_index": "00000",
+    }
     return plain(template.safe_substitute(fields))
 
 
@@ -144,7 +166,8 @@ def stands_elsewhere(recorded: str, folder: DataFolder) -> bool:
         with file_system_call():
             if _path(other) == _path(folder):
                 return False
-            other.info("")  # not ``exists``: on the hub it takes any error for a folder that is gone
+            # Not ``exists``: on the hub it takes any error for a folder that is gone.
+            other.info("")
             return True
     except FileNotFoundError:
         return False

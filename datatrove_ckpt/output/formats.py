@@ -1,4 +1,5 @@
-"""The formats of output files that can be read again: ``verify --full`` counts rows, ``finished_from`` copies them.
+"""The formats of output files that can be read again: ``verify --full`` counts rows,
+``finished_from`` copies them.
 
 Other files are written, published and compared by their hashes all the same.
 """
@@ -40,14 +41,18 @@ class Format:
         if not isinstance(writer, self.writer):
             return False
         kind = type(writer)
-        return all(getattr(kind, one, None) is getattr(self.writer, one, None) for one in ("_write", "_write_batch"))
+        return all(
+            getattr(kind, one, None) is getattr(self.writer, one, None)
+            for one in ("_write", "_write_batch")
+        )
 
     def count(self, file: IO[bytes]) -> int:
         """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
         raise NotImplementedError
 
     def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
-        """Yields each row with its line; None for a torn line. The line is empty if the format has no lines.
+        """Yields each row with its line; None for a torn line. The line is empty if the format has
+        no lines.
 
         Args:
             columns: no others are needed; None: all but media are.
@@ -93,7 +98,8 @@ class Parquet(Format):
             if columns is None:
                 wanted = [name for name in names if name != "media"]
             else:
-                wanted = [name for name in names if name in columns] or names[:1]  # without any, there are no rows
+                # Without any, there are no rows.
+                wanted = [name for name in names if name in columns] or names[:1]
             has_float32 = columns is None and "float" in str(parquet.schema_arrow)
             for batch in parquet.iter_batches(1000, columns=wanted):
                 kind = pyarrow.struct(list(batch.schema))
@@ -126,7 +132,10 @@ FORMATS: tuple[Format, ...] = (JSONL, PARQUET)
 
 
 def is_known(writer: str) -> bool:
-    """Whether the writer that ``run.json`` names has a format. Early versions left the package out."""
+    """Whether the writer that ``run.json`` names has a format.
+
+    Early versions left the package out.
+    """
     return any(writer in (writer_name(one.writer), one.writer.__name__) for one in FORMATS)
 
 

@@ -1,8 +1,8 @@
 """Refuses rows that do not fit, unchanged, the schema that a writer has been given.
 
-Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out what a dict has more than its
-struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an integer, and midnight a date. Only a float
-may lose digits in a shorter float.
+Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out what a dict
+has more than its struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an
+integer, and midnight a date. Only a float may lose digits in a shorter float.
 """
 
 from __future__ import annotations
@@ -13,14 +13,25 @@ from collections.abc import Collection
 from typing import Any
 
 from datatrove_ckpt.common.formatting import safe_text
-from datatrove_ckpt.output.arrow_types import DataType, Field, NotUnited, Row, Schema, is_vector, type_of
+from datatrove_ckpt.output.arrow_types import (
+    DataType,
+    Field,
+    NotUnited,
+    Row,
+    Schema,
+    is_vector,
+    type_of,
+)
 
 _SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
 """Values of these types need no look at each."""
 
 
 def check_rows(rows: list[Row], schema: Schema) -> None:
-    """Raises NotUnited for rows that do not fit. Columns that the schema does not name are left out."""
+    """Raises NotUnited for rows that do not fit.
+
+    Columns that the schema does not name are left out.
+    """
     for field in schema:
         values = [row.get(field.name) for row in rows]
         if not _are_safe(values, field.type):
@@ -41,7 +52,9 @@ def _kept(values: list[object], field: Field) -> list[Any]:
         if len(values) > 1:
             for value in values:
                 _kept([value], field)
-        raise NotUnited(field.name, field.type, f"{_name(values[0], field.name)} ({safe_text(error)})") from error
+        raise NotUnited(
+            field.name, field.type, f"{_name(values[0], field.name)} ({safe_text(error)})"
+        ) from error
     return kept
 
 

@@ -1,7 +1,8 @@
 """A folder on the Hugging Face hub: which repository it is in, and what lies there now.
 
-Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub itself may also
-answer with a listing that is one commit behind. The client reads the token, HF_TOKEN or the saved login, for each call.
+Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub
+itself may also answer with a listing that is one commit behind. The client reads the token,
+HF_TOKEN or the saved login, for each call.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ class HubFile:
 
     Attributes:
         size: in bytes.
-        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a bucket.
+        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a
+            bucket.
         blob: git's own hash of the file's entry; None in a bucket.
-        stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else 0.
+        stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else
+            0.
     """
 
     size: int
@@ -62,7 +65,10 @@ class HubFile:
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:
-        """Whether this is the file with that size and hash, as far as the hub tells. ``digest``: see ``OutputFile``."""
+        """Whether this is the file with that size and hash, as far as the hub tells.
+
+        ``digest``: see ``OutputFile``.
+        """
         listed = None
         if len(digest) == _SHA256_DIGITS:
             listed = self.oid
@@ -114,14 +120,18 @@ class HubFolder:
             name, _, path = rest.partition("/")
         if not owner or not name or (at and revision is None and "@" in name):
             raise ConfigError(
-                f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if it is not main, then "
+                f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if "
+                "it is not main, then "
                 "the folder: hf://datasets/OWNER/NAME@REVISION/FOLDER."
             )
         return cls(kind, f"{owner}/{name}", revision, path.strip("/"), endpoint)
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere. Raises ConfigError."""
+        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
+
+        Raises ConfigError.
+        """
         if folder.is_local():
             return None
         url = str(folder.resolve_paths(""))
@@ -160,14 +170,21 @@ class HubFolder:
     def advice(self, error: BaseException) -> str:
         status = http_status(error)
         if status == 401:
-            return "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: hf auth login."
+            return (
+                "The token is wrong, or has expired. Export HF_TOKEN with a valid one, or run: "
+                "hf auth login."
+            )
         if status == 403:
             return (
-                f"The token may not write to {self.repo}. Take one of role write, or a fine-grained one with write "
+                f"The token may not write to {self.repo}. Take one of role write, or a "
+                "fine-grained one with write "
                 f"access to {self.repo}, of somebody who may write there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return f"Restore or make the repository and the branch, or correct {written.output_folder}."
+            return (
+                "Restore or make the repository and the branch, or correct "
+                f"{written.output_folder}."
+            )
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."
@@ -181,19 +198,32 @@ class HubFolder:
         return replace(self, path=self.full_name(name))
 
     def files(self) -> dict[str, HubFile]:
-        """Lists all files below the folder, by their names in it; none if it does not exist. Raises OSError."""
+        """Lists all files below the folder, by their names in it; none if it does not exist.
+
+        Raises OSError.
+        """
         from huggingface_hub.errors import EntryNotFoundError
 
         start = f"{self.path}/" if self.path else ""
         entries: Iterable[Any]  # RepoFile, RepoFolder, BucketFile, BucketFolder
         try:
             if self.is_bucket:
-                entries = self.api().list_bucket_tree(self.repo, prefix=self.path or None, recursive=True)
+                entries = self.api().list_bucket_tree(
+                    self.repo, prefix=self.path or None, recursive=True
+                )
             else:
                 entries = self.api().list_repo_tree(
-                    self.repo, self.path or None, recursive=True, revision=self.revision, repo_type=self.kind
+                    self.repo,
+                    self.path or None,
+                    recursive=True,
+                    revision=self.revision,
+                    repo_type=self.kind,
                 )
-            files = [entry for entry in entries if hasattr(entry, "size") and entry.path.startswith(start)]
+            files = [
+                entry
+                for entry in entries
+                if hasattr(entry, "size") and entry.path.startswith(start)
+            ]
         except EntryNotFoundError as error:  # a folder appears with its first file
             if http_status(error) not in (404, None):
                 raise
@@ -201,20 +231,36 @@ class HubFolder:
         return {file.path.removeprefix(start): _hub_file(file) for file in files}
 
     def commit(
-        self, operations: Sequence[CommitOperationAdd | CommitOperationDelete], message: str, head: str | None = None
+        self,
+        operations: Sequence[CommitOperationAdd | CommitOperationDelete],
+        message: str,
+        head: str | None = None,
     ) -> None:
-        """Commits to the branch; with ``head``, only if that is its newest commit. Raises OSError."""
+        """Commits to the branch; with ``head``, only if that is its newest commit.
+
+        Raises OSError.
+        """
         self.api().create_commit(
-            self.repo, operations, commit_message=message, repo_type=self.kind, revision=self.branch, parent_commit=head
+            self.repo,
+            operations,
+            commit_message=message,
+            repo_type=self.kind,
+            revision=self.branch,
+            parent_commit=head,
         )
 
     def head(self) -> str | None:
         """The branch's newest commit. Raises OSError."""
-        head: str | None = self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
+        head: str | None = (
+            self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
+        )
         return head
 
     def remove(self, paths: Sequence[str], message: str, head: str | None = None) -> None:
-        """Removes files, by their paths in the repository, which must exist. ``head``: see ``commit``."""
+        """Removes files, by their paths in the repository, which must exist.
+
+        ``head``: see ``commit``.
+        """
         from huggingface_hub import CommitOperationDelete
 
         if self.is_bucket:
@@ -228,7 +274,11 @@ class HubFolder:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         url = hf_hub_url(
-            self.repo, self.full_name(name), repo_type=self.kind, revision=self.revision, endpoint=self.endpoint
+            self.repo,
+            self.full_name(name),
+            repo_type=self.kind,
+            revision=self.revision,
+            endpoint=self.endpoint,
         )
         # The hub sends files as they are: a ".gz" must not be unpacked on the way.
         headers = build_hf_headers(library_name="datatrove-ckpt") | {"Accept-Encoding": "identity"}
@@ -254,7 +304,11 @@ class HubFolder:
             for item in response.json():
                 if item["id"] in places:
                     return History(now, (*made, *known.made[places[item["id"]] :]))
-                made.append(MadeCommit(item["id"], datetime.fromisoformat(item["date"]).timestamp(), item["title"]))
+                made.append(
+                    MadeCommit(
+                        item["id"], datetime.fromisoformat(item["date"]).timestamp(), item["title"]
+                    )
+                )
                 if now - made[-1].at > HOUR:
                     return History(now, tuple(made))
             url = response.links.get("next", {}).get("url")
@@ -270,7 +324,9 @@ class HubFolder:
                 entries = self.api().get_bucket_paths_info(self.repo, list(wanted))
             else:
                 revision = revision or self.revision
-                entries = self.api().get_paths_info(self.repo, list(wanted), revision=revision, repo_type=self.kind)
+                entries = self.api().get_paths_info(
+                    self.repo, list(wanted), revision=revision, repo_type=self.kind
+                )
             for entry in entries:
                 if hasattr(entry, "size") and entry.path in wanted:  # a file
                     found[wanted[entry.path]] = _hub_file(entry)

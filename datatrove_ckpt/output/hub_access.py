@@ -1,11 +1,15 @@
-"""May a job write to its folder on the hub? Asked before anything is paid for, without leaving a trace.
+"""May a job write to its folder on the hub? Asked before anything is paid for, without leaving a
+trace.
 
     question                                    asked by
     is there a token?                           no request
-    is the repository there, may it be written  GET auth-check/write: the hub's own answer for token and repository
-    is a bucket there?                          GET of the bucket; there is no question for the right to write to it
+    is the repository there, may it be written  GET auth-check/write: the hub's own answer for token
+                                                and repository
+    is a bucket there?                          GET of the bucket; there is no question for the
+                                                right to write to it
 
-``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is limited.
+``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is
+limited.
 """
 
 from __future__ import annotations
@@ -36,12 +40,14 @@ def check_access(
     only_look: bool = False,
     committed: Callable[[], int] = lambda: 0,
 ) -> str:
-    """Returns what was found, for people, when the folder can be written to. Waits for a hub that refuses for now.
+    """Returns what was found, for people, when the folder can be written to. Waits for a hub that
+    refuses for now.
 
     Args:
         private: how to make a repository that is missing; None: do not make it.
         only_look: make nothing, and wait for seconds only.
-        committed: counts the files that the job has committed there: a new repository would lack them.
+        committed: counts the files that the job has committed there: a new repository would lack
+            them.
 
     Raises:
         OutputFailed: the folder cannot be written to.
@@ -64,10 +70,13 @@ def private_if_made(writer: DiskWriter) -> bool | None:
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
     """The message about a missing repository in which the job has committed files."""
     return (
-        f"{folder.url}: {_no_repository(folder)}, but this job has committed {plural(committed, 'file')} there. It was "
+        f"{folder.url}: {_no_repository(folder)}, but this job has committed "
+        f"{plural(committed, 'file')} there. It was "
         "deleted or renamed, or the token is another one. Restore it or rename it back, or set "
-        f"{written.output_folder} to its new name and accept_changes to true, or set HF_TOKEN to a token that may see "
-        f"it, and run again. If the files are lost, start anew with another {written.folders}: everything is generated "
+        f"{written.output_folder} to its new name and accept_changes to true, or set HF_TOKEN to a "
+        "token that may see "
+        f"it, and run again. If the files are lost, start anew with another {written.folders}: "
+        "everything is generated "
         "again."
     )
 
@@ -97,10 +106,13 @@ class _Access:
 
         folder = self._folder
         if constants.HF_HUB_OFFLINE:
-            raise OutputFailed(f"{folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it.")
+            raise OutputFailed(
+                f"{folder.url}: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it."
+            )
         if get_token() is None:
             raise OutputFailed(
-                f"{folder.url}: there is no token for the hub. Export HF_TOKEN with one that may write to "
+                f"{folder.url}: there is no token for the hub. Export HF_TOKEN with one that may "
+                "write to "
                 f"{folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
             )
         if folder.is_bucket:
@@ -108,7 +120,10 @@ class _Access:
                 folder.api().bucket_info(folder.repo)
             except BucketNotFoundError:
                 return self._missing()
-            return f"{folder.url} exists. Whether the token may write to a bucket shows with the first file."
+            return (
+                f"{folder.url} exists. Whether the token may write to a bucket shows with the "
+                "first file."
+            )
         return self._check_repository()
 
     def _check_repository(self) -> str:
@@ -119,24 +134,29 @@ class _Access:
         if response.headers.get("X-Error-Code") == "RepoNotFound":
             return self._missing()
         if response.status_code == 404:
-            return f"{folder.url}: whether the token may write to this hub shows with the first file."
+            return (
+                f"{folder.url}: whether the token may write to this hub shows with the first file."
+            )
         hf_raise_for_status(response)
         return f"{folder.url} exists, and the token may write to it."
 
-    # a missing repository --------------------------------------------------------------------------------------------
+    # a missing repository ------------------------------------------------------------------------
 
     def _missing(self) -> str:
         folder = self._folder
         try:
             committed = self._count_committed()
         except CkptError as error:
-            raise OutputFailed(f"{folder.url} has vanished, or this token may not see it. {error}") from None
+            raise OutputFailed(
+                f"{folder.url} has vanished, or this token may not see it. {error}"
+            ) from None
         if committed:
             raise OutputFailed(repository_is_gone(folder, committed))
         kind = _kind(folder)
         if self._private is None or folder.revision is not None:  # a run makes no branches
             raise OutputFailed(
-                f"{folder.url}: {_no_repository(folder)}. Correct the name or the token, or make it: {self._command()}"
+                f"{folder.url}: {_no_repository(folder)}. Correct the name or the token, or make "
+                f"it: {self._command()}"
             )
         how = "public"
         if self._private:
@@ -146,7 +166,9 @@ class _Access:
         if folder.is_bucket:
             folder.api().create_bucket(folder.repo, private=self._private, exist_ok=True)
         else:
-            folder.api().create_repo(folder.repo, private=self._private, repo_type=folder.kind, exist_ok=True)
+            folder.api().create_repo(
+                folder.repo, private=self._private, repo_type=folder.kind, exist_ok=True
+            )
         logger.info(f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there.")
         return f"{folder.url}: made the {how} {kind}."
 

@@ -1,13 +1,16 @@
 """Commits a rank's uploaded files to the hub: few commits for many files, in a thread of its own.
 
-Uploaded files wait until the first of them has waited ``hub_commit_seconds`` or a part of it, or there are 100 of them,
-or the rank has no more; then for the rank's turn (``hub_pace``), while more may come.
+Uploaded files wait until the first of them has waited ``hub_commit_seconds`` or a part of it, or
+there are 100 of them, or the rank has no more; then for the rank's turn (``hub_pace``), while more
+may come.
 
-    a kill before the commit       the next attempt writes the chunk again, and does not send content that the hub has
+    a kill before the commit       the next attempt writes the chunk again, and does not send
+                                   content that the hub has
     a kill after the commit        the next attempt finds the same files there, and makes no commit
     the commit's answer gets lost  the files are looked up before they are sent again
 
-The hub may show a state before its newest commit, so the same commit may be made twice. That is harmless.
+The hub may show a state before its newest commit, so the same commit may be made twice. That is
+harmless.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class HubCommits(Placement):
 
     def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
-        """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has returned."""
+        """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has
+        returned.
+        """
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()
@@ -67,9 +72,11 @@ class HubCommits(Placement):
         self._hurried = False
         self._thread: threading.Thread | None = None
 
-    # publisher's thread ----------------------------------------------------------------------------------------------
+    # publisher's thread --------------------------------------------------------------------------
 
-    def uploaded(self, chunk_index: int, files: list[UploadedFile], forget: Callable[[], None]) -> None:
+    def uploaded(
+        self, chunk_index: int, files: list[UploadedFile], forget: Callable[[], None]
+    ) -> None:
         """Takes the files of a chunk, before ``wait`` is called for it."""
         self._uploaded[chunk_index] = files, forget
 
@@ -85,11 +92,13 @@ class HubCommits(Placement):
                 self._waiting_since = time.monotonic()
             self._queue += [(file, chunk) for file in files]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="datatrove-ckpt hub", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="datatrove-ckpt hub", daemon=True
+                )
                 self._thread.start()
             self._change.notify_all()
 
-    # any thread ------------------------------------------------------------------------------------------------------
+    # any thread ----------------------------------------------------------------------------------
 
     def hurry(self) -> None:
         with self._change:
@@ -101,7 +110,7 @@ class HubCommits(Placement):
         with self._change:
             self._change.notify_all()
 
-    # own thread ------------------------------------------------------------------------------------------------------
+    # own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
@@ -120,7 +129,10 @@ class HubCommits(Placement):
                 due = None
                 if self._queue:
                     due = self._waiting_since + self._seconds - time.monotonic()
-                is_full = len(self._queue) >= MOST_FILES or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                is_full = (
+                    len(self._queue) >= MOST_FILES
+                    or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                )
                 if due is not None and (due <= 0 or self._hurried or is_full):
                     return self._first_files()
                 self._change.wait(due)
@@ -174,7 +186,8 @@ class HubCommits(Placement):
         if ends:
             meanwhile = "the rank has nothing else left to do"
         logger.info(
-            f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: {made} were made "
+            f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: "
+            f"{made} were made "
             f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
             f"Next look in {duration(seconds)}; {meanwhile}."
         )

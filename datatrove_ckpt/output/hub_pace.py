@@ -1,11 +1,12 @@
 """How often the ranks of a job commit to one repository of the hub, all together.
 
-The hub allows 128 commits per hour and repository to a free account, and then refuses everybody's for up to an hour. So
-each rank counts the commits of the last hour in the repository's history, and waits for its turn once there are
-``per_hour``. A commit is made only if there was no other since it counted, so ranks stay within that number together.
+The hub allows 128 commits per hour and repository to a free account, and then refuses everybody's
+for up to an hour. So each rank counts the commits of the last hour in the repository's history, and
+waits for its turn once there are ``per_hour``. A commit is made only if there was no other since it
+counted, so ranks stay within that number together.
 
-A rank with more documents loses nothing while it waits, and waits at half of the number. One that has come to its end
-keeps a GPU for nothing: the rest is for such ranks.
+A rank with more documents loses nothing while it waits, and waits at half of the number. One that
+has come to its end keeps a GPU for nothing: the rest is for such ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +92,10 @@ class CommitPace:
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
     def most(self, ends: bool) -> int:
-        """Commits in an hour beyond which a rank waits. ``ends``: it has nothing else left to do."""
+        """Commits in an hour beyond which a rank waits.
+
+        ``ends``: it has nothing else left to do.
+        """
         if ends:
             return self.per_hour
         return math.ceil(self.per_hour * _SHARE_BEFORE_END)
@@ -99,8 +103,8 @@ class CommitPace:
     def seconds_until_turn(self, history: History, ends: bool = False) -> float:
         """Seconds until the rank should look again; 0: it may commit now.
 
-        Each commit that becomes older than an hour makes room for one. As many ranks as have committed compete for
-        them, so each waits for one of the next so many, drawn by chance.
+        Each commit that becomes older than an hour makes room for one. As many ranks as have
+        committed compete for them, so each waits for one of the next so many, drawn by chance.
         """
         made = history.of_last_hour[::-1]
         over = len(made) - self.most(ends)

@@ -1,7 +1,8 @@
-"""Reads from a folder on the hub, and uploads the content of files ahead of the commit that names them.
+"""Reads from a folder on the hub, and uploads the content of files ahead of the commit that names
+them.
 
-``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that the hub has
-already. Small text files are no LFS objects: they travel inside the commit.
+``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that
+the hub has already. Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ SLOWEST_BYTES_PER_SECOND = 50_000
 """An upload that is slower than this is given up and made again."""
 
 LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds before each further look at files that the hub does not show yet: it may list a folder as it was before its
-newest commits."""
+"""Seconds before each further look at files that the hub does not show yet: it may list a folder as
+it was before its newest commits.
+"""
 
 GENERATION_GOES_ON = "; generation goes on"
 
@@ -60,7 +62,9 @@ class UploadedFile:
         self.earlier: Collection[str] = ()
         """The hashes of content that the rank may have published under this name before."""
         self.is_ignored = bool(getattr(operation, "_should_ignore", False))
-        """Whether the repository's .gitignore leaves the file out of every commit, without an error."""
+        """Whether the repository's .gitignore leaves the file out of every commit, without an
+        error.
+        """
 
     def operation(self) -> CommitOperationAdd:
         """A new one for each attempt: the client refuses operations that were committed."""
@@ -80,7 +84,9 @@ class UploadedFile:
             return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
             content = file.read()
-        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        return hashlib.sha1(
+            b"blob %d\0" % len(content) + content, usedforsecurity=False
+        ).hexdigest()
 
 
 class HubReads:
@@ -116,12 +122,19 @@ class HubReads:
         at_most_seconds = at_most_seconds or policy.patience
         folder = self.folder
         what = f"{folder.url}: {what}"
-        return self.calls.retry(what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile)
+        return self.calls.retry(
+            what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile
+        )
 
     def listed(
-        self, call: Callable[[], FoundFiles], files: Iterable[OutputFile], policy: RetryPolicy | None = None
+        self,
+        call: Callable[[], FoundFiles],
+        files: Iterable[OutputFile],
+        policy: RetryPolicy | None = None,
     ) -> FoundFiles:
-        """Lists the folder by a call, and looks again at those of the files that it seems to lack."""
+        """Lists the folder by a call, and looks again at those of the files that it seems to
+        lack.
+        """
         found = self.looked("cannot be listed", call, policy)
         for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
@@ -151,20 +164,28 @@ class HubUploads(HubReads):
         """The commits of the branch, in the order in which this process has seen them."""
 
     def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files, by their names in the folder. The files must stay until they are committed."""
+        """Uploads the content of files, by their names in the folder.
+
+        The files must stay until they are committed.
+        """
         if not files:
             return []
         send = self._preupload
         if self.folder.is_bucket:
             send = self._put_in_bucket
-        seconds = ANSWER_SECONDS + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
+        seconds = (
+            ANSWER_SECONDS
+            + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
+        )
         what = f"{some(list(files))} could not be uploaded"
         uploaded = self.looked(what, partial(send, files), retrying.HUB, seconds)
         ignored = [file.name for file in uploaded if file.is_ignored]
         if ignored:
             raise OutputFailed(
-                f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of every commit. Change "
-                "it, or choose another output_filename, and run the same command again. Nothing that was saved is lost."
+                f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of "
+                "every commit. Change "
+                "it, or choose another output_filename, and run the same command again. Nothing "
+                "that was saved is lost."
             )
         return uploaded
 
@@ -172,9 +193,16 @@ class HubUploads(HubReads):
         from huggingface_hub import CommitOperationAdd
 
         folder = self.folder
-        added = {name: CommitOperationAdd(folder.full_name(name), str(path)) for name, path in files.items()}
+        added = {
+            name: CommitOperationAdd(folder.full_name(name), str(path))
+            for name, path in files.items()
+        }
         folder.api().preupload_lfs_files(
-            folder.repo, added.values(), repo_type=folder.kind, revision=folder.branch, free_memory=False
+            folder.repo,
+            added.values(),
+            repo_type=folder.kind,
+            revision=folder.branch,
+            free_memory=False,
         )
         return [UploadedFile(name, operation) for name, operation in added.items()]
 
@@ -199,20 +227,29 @@ class HubUploads(HubReads):
         return self._history
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
-        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have happened.
+        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have
+        happened.
 
-        Another job's files may have appeared: only content that this rank may have published is replaced.
+        Another job's files may have appeared: only content that this rank may have published is
+        replaced.
 
         Returns:
             How many commits had been seen before.
 
         Raises:
             OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer came.
+            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer
+                came.
         """
         folder = self.folder
-        found = self.calls.run(lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS)
-        others = [file.name for file in files if file.name in found and not file.may_replace(found[file.name])]
+        found = self.calls.run(
+            lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS
+        )
+        others = [
+            file.name
+            for file in files
+            if file.name in found and not file.may_replace(found[file.name])
+        ]
         if others:
             raise other_content(folder.url, others)
         operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]

@@ -1,8 +1,9 @@
 """datatrove's writers for the hub, without their own uploads.
 
-``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit by themselves when they are closed, so a
-chunk could not be published in one step. Their settings are taken over by Parquet writers with a folder on the hub.
-These have the same class names, because the run's identity holds them.
+``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit by themselves when
+they are closed, so a chunk could not be published in one step. Their settings are taken over by
+Parquet writers with a folder on the hub. These have the same class names, because the run's
+identity holds them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
         return writer
     if type(writer).__module__ != _DATATROVE:
         raise ConfigError(
-            f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself when it is closed, so "
-            "a chunk could not be published in one step. Derive it from ParquetWriter, with an output_folder on the "
+            f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself "
+            "when it is closed, so "
+            "a chunk could not be published in one step. Derive it from ParquetWriter, with an "
+            "output_folder on the "
             "hub: hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
@@ -49,10 +52,15 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
         return _take_over(writer, HuggingFaceDatasetWriter, repository)
     if writer.overwrite:
         raise ConfigError(
-            "output_writer: overwrite=True would delete what earlier attempts of this run have written. Delete the "
+            "output_writer: overwrite=True would delete what earlier attempts of this run have "
+            "written. Delete the "
             "bucket's files yourself before the first start, and leave overwrite out."
         )
-    return _take_over(writer, HuggingFaceBucketWriter, HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix))
+    return _take_over(
+        writer,
+        HuggingFaceBucketWriter,
+        HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix),
+    )
 
 
 def _owned(name: str) -> str:

@@ -1,7 +1,9 @@
-"""Which files of a template lie in an output folder, and how large they are: one listing, however many there are.
+"""Which files of a template lie in an output folder, and how large they are: one listing, however
+many there are.
 
-Locally only the folders are read in which a file of the template may be. Object stores that can list by prefix list the
-names of one rank. The hub is asked for the folder that all names of the template have in common.
+Locally only the folders are read in which a file of the template may be. Object stores that can
+list by prefix list the names of one rank. The hub is asked for the folder that all names of the
+template have in common.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class FoundFiles:
         sizes: in bytes, by path; None: the store tells no size.
         touched: committed files with another stamp than their commit names.
         altered: committed files with another content than their commit names.
-        by_rank: files that the template may have named, and no commit names, each with the folder of its retry or "".
+        by_rank: files that the template may have named, and no commit names, each with the folder
+            of its retry or "".
         hub_files: what the hub tells of the files; empty elsewhere.
     """
 
@@ -80,9 +83,13 @@ class FoundFiles:
 
 
 def list_output(
-    writer: DiskWriter, committed: Mapping[str, OutputFile], rank: int | None = None, others: bool = True
+    writer: DiskWriter,
+    committed: Mapping[str, OutputFile],
+    rank: int | None = None,
+    others: bool = True,
 ) -> FoundFiles:
-    """Lists the files that exist among ``committed``, by their plain paths, and those that the template may have named.
+    """Lists the files that exist among ``committed``, by their plain paths, and those that the
+    template may have named.
 
     Args:
         rank: only look for other files of this rank.
@@ -91,7 +98,9 @@ def list_output(
     head, everywhere = _head(writer.output_filename, rank)
     numbered = writer.max_file_size > 0
     try:
-        return list_files(writer.output_folder, committed, head, everywhere, numbered, others, STAGING)
+        return list_files(
+            writer.output_folder, committed, head, everywhere, numbered, others, STAGING
+        )
     except OSError as error:
         if committed or private_if_made(writer) is None or not is_missing_repository(error):
             raise
@@ -107,7 +116,8 @@ def list_files(
     others: bool = True,
     without: str = "",
 ) -> FoundFiles:
-    """Lists a folder: the committed files, and at least the others whose names start with ``head``. Raises OSError.
+    """Lists a folder: the committed files, and at least the others whose names start with ``head``.
+    Raises OSError.
 
     Args:
         everywhere: also those in the folders below that.
@@ -120,7 +130,8 @@ def list_files(
         root = Path(folder.resolve_paths(""))
         for name, status in _scan(root, head, everywhere, without):
             found.note(name, status.st_size, local_stamp(status), committed.get(name))
-        for name in [name for name in committed if name not in found.sizes]:  # behind a link, or of an earlier template
+        # Behind a link, or of an earlier template.
+        for name in [name for name in committed if name not in found.sizes]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = (root / name).stat()
                 found.note(name, status.st_size, local_stamp(status), committed[name])
@@ -134,16 +145,22 @@ def list_files(
     return found
 
 
-def _hub_files(hub: HubFolder, base: str, committed: Collection[str], others: bool) -> dict[str, HubFile]:
+def _hub_files(
+    hub: HubFolder, base: str, committed: Collection[str], others: bool
+) -> dict[str, HubFile]:
     """The part of the folder where files of the template may be, and committed files elsewhere."""
     files: dict[str, HubFile] = {}
     with file_system_call():
         if others:
-            files = {posixpath.join(base, name): file for name, file in hub.below(base).files().items()}
+            files = {
+                posixpath.join(base, name): file for name, file in hub.below(base).files().items()
+            }
         return files | hub.look_up([name for name in committed if name not in files])
 
 
-def _remote_files(folder: DataFolder, head: str, numbered: bool, committed: Collection[str]) -> dict[str, Info]:
+def _remote_files(
+    folder: DataFolder, head: str, numbered: bool, committed: Collection[str]
+) -> dict[str, Info]:
     with file_system_call():
         folder.invalidate_cache()
         remote = _find(folder, head, numbered)
@@ -154,7 +171,17 @@ def _remote_files(folder: DataFolder, head: str, numbered: bool, committed: Coll
 
 
 # What a file system calls a value that changes with a file, the surest first.
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
+_TAGS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
 
 
 def remote_stamp(info: Info) -> int:
@@ -191,10 +218,14 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
     return head, "/" in rest or bool(fields_of_documents(template))
 
 
-def _scan(root: Path, head: str, everywhere: bool, without: str) -> Iterator[tuple[str, os.stat_result]]:
-    """The files whose names start with ``head``, perhaps after a number, as writers with max_file_size give it.
+def _scan(
+    root: Path, head: str, everywhere: bool, without: str
+) -> Iterator[tuple[str, os.stat_result]]:
+    """The files whose names start with ``head``, perhaps after a number, as writers with
+    max_file_size give it.
 
-    Only these are looked at: a shared folder may hold a million files, and each look may be a request to a file server.
+    Only these are looked at: a shared folder may hold a million files, and each look may be a
+    request to a file server.
     """
     base, start = posixpath.split(head)
     may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match

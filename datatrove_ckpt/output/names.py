@@ -1,8 +1,8 @@
 """The names of output files: filled in from documents, checked, and recognised in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Every other field comes from a document's
-metadata, which is not trusted: the name must stay inside the output folder, must not be one of our own folders, and
-must fit a file system; a value with "/" is a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Every other field comes from a
+document's metadata, which is not trusted: the name must stay inside the output folder, must not be
+one of our own folders, and must fit a file system; a value with "/" is a subfolder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class FileNames:
     No document may name a file in ``checkpoints``, which is ``checkpoints_local_dir``.
     """
 
-    def __init__(self, writer: DiskWriter, rank: int, prefix: str = "", checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, writer: DiskWriter, rank: int, prefix: str = "", checkpoints: Path | None = None
+    ) -> None:
         template = writer.output_filename
         self.template: str = template.template
         self.fields = fields_of_documents(template)
@@ -65,7 +67,13 @@ class FileNames:
     def check(self, document: Document, chunk_index: int) -> None:
         """Raises InvalidFileName if the document's file cannot be an output file."""
         if self.fields:
-            self.fill({**document.metadata, "id": document.id, "chunk_index": self.chunk_field(chunk_index)})
+            self.fill(
+                {
+                    **document.metadata,
+                    "id": document.id,
+                    "chunk_index": self.chunk_field(chunk_index),
+                }
+            )
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
         """What ``DiskWriter.write`` gets beside the document."""
@@ -75,22 +83,30 @@ class FileNames:
         return found
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """The name that the template gives with these values and this rank. Raises InvalidFileName."""
+        """The name that the template gives with these values and this rank.
+
+        Raises InvalidFileName.
+        """
         try:
             name = Template(self.template).substitute(values, rank=f"{self.rank:05d}")
         except KeyError as error:
             raise InvalidFileName(
-                f"Document {values['id']!r} has no metadata {error.args[0]!r}, which output_filename "
-                f"{self.template!r} needs. Set it in a step before this one or in the rollout, or choose another "
+                f"Document {values['id']!r} has no metadata {error.args[0]!r}, which "
+                "output_filename "
+                f"{self.template!r} needs. Set it in a step before this one or in the rollout, or "
+                "choose another "
                 "output_filename."
             ) from error
         problem = self._problem(values, name) if self.fields else None
         if problem:
             shown = ", ".join(f"{field} = {safe_repr(values[field])}" for field in self.fields)
             raise InvalidFileName(
-                f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} gives the file name "
-                f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this one can), or choose "
-                'another output_filename. on_document_error="dead_letter" sets such documents aside.'
+                f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} "
+                "gives the file name "
+                f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this "
+                "one can), or choose "
+                'another output_filename. on_document_error="dead_letter" sets such documents '
+                "aside."
             )
         return name
 
@@ -105,7 +121,10 @@ class FileNames:
             return 'leaves the output folder, or has an empty part, "." or ".."'
         longest = max(map(len, parts)) + self._number
         if longest > _MOST_BYTES_OF_A_PART:
-            return f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file systems"
+            return (
+                f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file "
+                "systems"
+            )
         if len(name.encode()) > _MOST_BYTES:
             return f"is longer than {_MOST_BYTES} bytes"
         folded = tuple(part.casefold() for part in name.split("/") if part != ".")
@@ -125,7 +144,9 @@ class OurTemplate(Template):
 
     def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
         """datatrove calls it twice for each document; the second name is for its statistics."""
-        given = [str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values]
+        given = [
+            str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values
+        ]
         if given != self._given:
             self._name = self._names.fill(values)
             self._given = given
@@ -153,14 +174,16 @@ def plain(name: str) -> str:
     return found
 
 
-# recognising names ---------------------------------------------------------------------------------------------------
+# recognising names -------------------------------------------------------------------------------
 
 
 def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -> re.Pattern[str]:
-    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are named retry1_00000.
+    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are
+    named retry1_00000.
 
     Args:
-        any_writer: also names that datatrove's own InferenceRunner gives, and those with other endings.
+        any_writer: also names that datatrove's own InferenceRunner gives, and those with other
+            endings.
         rank: digits of the only rank to recognise.
     """
     numbers = {"rank": rank, "chunk_index": _RETRY + _CHUNK}
@@ -190,7 +213,9 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
 
 def stem(template: str) -> str:
-    """The template without the endings of formats and compressions, which writers may add or leave out."""
+    """The template without the endings of formats and compressions, which writers may add or leave
+    out.
+    """
     return _ENDINGS.sub("", plain(template))
 
 

@@ -1,4 +1,5 @@
-"""OutputFolder: a rank's output folder as it is looked at: who may use it, whose it is, and which files are there.
+"""OutputFolder: a rank's output folder as it is looked at: who may use it, whose it is, and which
+files are there.
 
 Nothing here writes output or needs the rank's lease: most refusals come before the rank is taken.
 """
@@ -45,10 +46,16 @@ class OutputFolder:
         self.is_first = False
         """Whether ``refuse_existing`` was called, and refused nothing."""
         self.calls = StoppableCalls()
-        """All calls and pauses for the folder, also those of the target. ``ChunkOutput.stop`` ends them."""
+        """All calls and pauses for the folder, also those of the target.
+
+        ``ChunkOutput.stop`` ends them.
+        """
 
     def refuse_existing(self) -> None:
-        """Call it before the first start of a rank. Raises OutputMismatch for files that this rank would write."""
+        """Call it before the first start of a rank.
+
+        Raises OutputMismatch for files that this rank would write.
+        """
         self.check_access()
         commits = RankCommits(self.check.root, self.rank)
         self.check.refuse_existing(commits, self.look(commits), self.retry)
@@ -56,7 +63,8 @@ class OutputFolder:
         self.is_first = True
 
     def check_moved(self) -> None:
-        """Call it before the first start of a job with another output folder. Compares names and sizes.
+        """Call it before the first start of a job with another output folder. Compares names and
+        sizes.
 
         Raises:
             OutputMismatch: committed files are not in this folder, or it belongs to another run.
@@ -75,14 +83,21 @@ class OutputFolder:
             check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)
 
     def claim(self) -> None:
-        self._call("cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused))
+        self._call(
+            "cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused)
+        )
 
     def look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
-        """Compares the folder with what the rank has committed. ``others``: also looks for uncommitted files."""
+        """Compares the folder with what the rank has committed.
+
+        ``others``: also looks for uncommitted files.
+        """
         committed = self.check.by_name([commits])
         return self._list(committed, partial(self.check.look, committed, self.rank, others))
 
-    def _list(self, committed: Mapping[str, CommittedFile], look: Callable[[], FoundFiles]) -> FoundFiles:
+    def _list(
+        self, committed: Mapping[str, CommittedFile], look: Callable[[], FoundFiles]
+    ) -> FoundFiles:
         if self.hub is not None:  # it may not show yet what it has committed
             return HubReads(self.hub, self.calls).listed(look, committed.values())
         return self._call("cannot be listed", look)

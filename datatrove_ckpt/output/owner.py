@@ -1,18 +1,22 @@
-"""The owner of an output folder: one run for each ``output_filename``, named by a small file beside the folder.
+"""The owner of an output folder: one run for each ``output_filename``, named by a small file beside
+the folder.
 
-The file is made before the first request, so that only one of several runs succeeds: by a link on a disk, a conditional
-PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. Elsewhere, and in buckets of the hub, the file
-is written, and read again a second later. Two runs that start in that second may both go on, until the first one
-publishes and reads the file once more.
+The file is made before the first request, so that only one of several runs succeeds: by a link on a
+disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub.
+Elsewhere, and in buckets of the hub, the file is written, and read again a second later. Two runs
+that start in that second may both go on, until the first one publishes and reads the file once
+more.
 
-The file is not in the folder: datatrove's readers take every file there for data. Where it cannot be written, only
-``Target.publish`` keeps two runs apart.
+The file is not in the folder: datatrove's readers take every file there for data. Where it cannot
+be written, only ``Target.publish`` keeps two runs apart.
 
-A file that names another run refuses this one, also if the other run is no more: a person must remove the file. Only a
-run that had its checkpoints in the same place, and has none there any more, gives way.
+A file that names another run refuses this one, also if the other run is no more: a person must
+remove the file. Only a run that had its checkpoints in the same place, and has none there any more,
+gives way.
 
-A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as they were at its first start. The
-file ``home`` in that folder keeps them, in case the folder is moved or copied, or the settings change.
+A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as they were at
+its first start. The file ``home`` in that folder keeps them, in case the folder is moved or copied,
+or the settings change.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class Owner(NamedTuple):
         run: the hash of its identity at that time.
         key: random, so that a later run in the same place is another one; "": not known.
         host: where the record was written.
-        replaces: the key of the removed run that had the same place, if its record was there when this run began.
+        replaces: the key of the removed run that had the same place, if its record was there when
+            this run began.
     """
 
     home: str
@@ -116,7 +121,9 @@ class Homes(NamedTuple):
         return is_same and own.host != owner.host
 
     def is_gone(self, owner: Owner, is_unused: Callable[[], bool]) -> bool:
-        """Whether a record names an earlier run, whose checkpoints were here, and were removed or moved."""
+        """Whether a record names an earlier run, whose checkpoints were here, and were removed or
+        moved.
+        """
         kept = self.kept
         if kept is not None:  # by another rank, or before a kill, and the record comes next
             return bool(owner.key) and kept.replaces == owner.key
@@ -146,21 +153,25 @@ class Ownership:
     """A run's claim on an output folder.
 
     Args:
-        template: the writer's ``output_filename``. Templates that differ in the ending alone have one owner.
+        template: the writer's ``output_filename``. Templates that differ in the ending alone have
+            one owner.
     """
 
     def __init__(self, folder: DataFolder, template: str, homes: Homes) -> None:
         self._folder = folder
         self._template = template
         self._homes = homes
-        self._record = _record(folder, f"{OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}")
+        self._record = _record(
+            folder, f"{OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
+        )
 
     def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
-        """Returns whether this run owns the folder; False: it may become the owner. Changes nothing.
+        """Returns whether this run owns the folder; False: it may become the owner. Changes
+        nothing.
 
         Args:
-            is_unused: returns whether the folder holds no file of the template. Then a removed run that had its
-                checkpoints in the same place is no owner any more.
+            is_unused: returns whether the folder holds no file of the template. Then a removed run
+                that had its checkpoints in the same place is no owner any more.
 
         Raises:
             OutputMismatch: another run owns the folder.
@@ -189,7 +200,8 @@ class Ownership:
                 self._homes.keep(owner)
                 return
             if owner is not None and not is_unused():
-                # All files are its own, unless a rank of this run has replaced it, here or before a mirror restored it.
+                # All files are its own, unless a rank of this run has replaced it, here or before a
+                # mirror restored it.
                 homes = self._homes
                 if homes.mirror is None and homes.kept is None and self._record.read() == owner:
                     raise self._refusal(owner)
@@ -201,21 +213,26 @@ class Ownership:
             self.check()
         except PermissionError as error:
             logger.warning(
-                f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows other runs that "
+                f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows "
+                "other runs that "
                 f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
             )
 
     def _refusal(self, owner: Owner) -> OutputMismatch:
         where = self._folder.resolve_paths("")
         return OutputMismatch(
-            f"{where} belongs to another run, with checkpoints in {owner.home} (host {owner.host}): both runs would "
-            f"write files that output_filename {self._template!r} names. Nothing was written. Choose another "
-            f"{written.output_folder} for this run. If the other run is no more, or its output was moved away, remove "
-            f"its files there, and the file that names it, {shlex.quote(self._record.place)}; then run again."
+            f"{where} belongs to another run, with checkpoints in {owner.home} (host "
+            f"{owner.host}): both runs would "
+            f"write files that output_filename {self._template!r} names. Nothing was written. "
+            "Choose another "
+            f"{written.output_folder} for this run. If the other run is no more, or its output was "
+            "moved away, remove "
+            f"its files there, and the file that names it, {shlex.quote(self._record.place)}; then "
+            "run again."
         )
 
 
-# where the record is --------------------------------------------------------------------------------------------------
+# where the record is -----------------------------------------------------------------------------
 
 
 def _record(folder: DataFolder, name: str) -> _Record:
@@ -367,7 +384,9 @@ class _HubRecord(_Record):
         self._change(False, partial(self._hub.commit, add, "Note the run that writes here"))
 
     def remove(self) -> None:
-        self._change(True, partial(self._hub.remove, [self._path], "Remove the note of a run that is gone"))
+        self._change(
+            True, partial(self._hub.remove, [self._path], "Remove the note of a run that is gone")
+        )
 
     def _change(self, is_there: bool, commit: Callable[..., None]) -> None:
         head = self._hub.head()

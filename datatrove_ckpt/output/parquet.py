@@ -1,8 +1,8 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
-datatrove opens a file with the schema of its first document, and with a dictionary for each column. Here pyarrow writes
-the rows directly. For the same schema the bytes are those that datatrove writes, but for vectors: a dictionary would be
-larger than they are.
+datatrove opens a file with the schema of its first document, and with a dictionary for each column.
+Here pyarrow writes the rows directly. For the same schema the bytes are those that datatrove
+writes, but for vectors: a dictionary would be larger than they are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _Table:
         import pyarrow as pa
 
         self._writer.inspect(self._rows)
-        self._parquet.write_batch(pa.RecordBatch.from_pylist(self._rows, schema=self._writer.schema))
+        self._parquet.write_batch(
+            pa.RecordBatch.from_pylist(self._rows, schema=self._writer.schema)
+        )
         self._rows = []
 
 
@@ -74,7 +76,8 @@ class _BatchWriter(ParquetWriter):  # type: ignore[misc]
 
 
 def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) -> None:
-    """Makes a copied ParquetWriter, which has a schema and a file manager of ours, write its rows here.
+    """Makes a copied ParquetWriter, which has a schema and a file manager of ours, write its rows
+    here.
 
     Args:
         inspect: gets the rows of each batch before they are written.
@@ -115,16 +118,20 @@ def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
 
 
 def prepare_arrow(writer: DiskWriter) -> None:
-    """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before the loop runs.
+    """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before
+    the loop runs.
 
-    Arrow converts a batch under the interpreter's lock, and the default allocator, mimalloc, soon returns memory to the
-    system. With the system's allocator 1000 documents of 2 kB block the event loop for 1 to 4 ms instead of sometimes
-    20 to 50 ms (measured, Arrow 26).
+    Arrow converts a batch under the interpreter's lock, and the default allocator, mimalloc, soon
+    returns memory to the system. With the system's allocator 1000 documents of 2 kB block the event
+    loop for 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
     """
     if not isinstance(writer, ParquetWriter):
         return
     import pyarrow as pa
 
-    if pa.default_memory_pool().backend_name == "mimalloc" and "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
+    if (
+        pa.default_memory_pool().backend_name == "mimalloc"
+        and "ARROW_DEFAULT_MEMORY_POOL" not in os.environ
+    ):
         pa.set_memory_pool(pa.system_memory_pool())
     pa.array([""])  # imports pandas, if it is installed

@@ -1,4 +1,6 @@
-"""Removes output files; from a repository on the hub many in one commit, because commits are few."""
+"""Removes output files; from a repository on the hub many in one commit, because commits are
+few.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
         for start in range(0, len(names), _MOST_REMOVED):
             part = names[start : start + _MOST_REMOVED]
             # Looked up at each attempt: the hub refuses to remove what is not there.
-            reads.looked(f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part))
+            reads.looked(
+                f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
+            )
         return
     for name in names:
         remove_file(folder, name)

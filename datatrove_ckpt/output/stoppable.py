@@ -1,4 +1,6 @@
-"""Calls into libraries that cannot be stopped: made in threads that a rank which stops leaves behind."""
+"""Calls into libraries that cannot be stopped: made in threads that a rank which stops leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def storage_advice(error: BaseException) -> str:
         return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
     if isinstance(error, PermissionError) or http_status(error) in (401, 403):
         return (
-            "Check the credentials, and what they allow. On S3 they need s3:PutObject, s3:GetObject, s3:ListBucket, "
+            "Check the credentials, and what they allow. On S3 they need s3:PutObject, "
+            "s3:GetObject, s3:ListBucket, "
             "s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
@@ -107,7 +110,8 @@ class StoppableCalls:
 
         Args:
             policy: None: ``STORAGE``.
-            explain, advice: what messages, which start with ``what``, say about an error, and what the user can do.
+            explain, advice: what messages, which start with ``what``, say about an error, and what
+                the user can do.
             at_most_seconds: for one call.
             lease: checked before each further attempt.
 
@@ -123,13 +127,18 @@ class StoppableCalls:
 
         policy = policy or retrying.STORAGE
         try:
-            return policy.run(partial(self.run, call, at_most_seconds), what, explain, meanwhile, pause)
+            return policy.run(
+                partial(self.run, call, at_most_seconds), what, explain, meanwhile, pause
+            )
         except OSError as error:
             raise given_up(what, error, explain, advice) from error
 
 
 def given_up(
-    what: str, error: OSError, explain: Callable[[BaseException], str], advice: Callable[[BaseException], str]
+    what: str,
+    error: OSError,
+    explain: Callable[[BaseException], str],
+    advice: Callable[[BaseException], str],
 ) -> OutputFailed:
     kept = "Nothing that was saved is lost: run the same command again."
     return OutputFailed(f"{what}: {explain(error)}. {advice(error)} {kept}")

@@ -1,18 +1,23 @@
 """Where a rank's staged files are published: a local folder, a remote one, or the hub.
 
-A file appears complete or not at all. All files of a chunk are complete on the local disk before the first byte is sent
-to a remote folder. There, a single PUT appears once all of it has arrived, a multipart upload once it is completed:
-only the attempt that sent all the parts completes it.
+A file appears complete or not at all. All files of a chunk are complete on the local disk before
+the first byte is sent to a remote folder. There, a single PUT appears once all of it has arrived, a
+multipart upload once it is completed: only the attempt that sent all the parts completes it.
 
     failure                                      reaction
-    reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for seconds; then the whole
-                                                 file is sent again, after growing waits, for minutes
-    401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by then
-    killed in the middle                         S3 keeps the parts, and bills them, until the upload is aborted; the
-                                                 rank's next process aborts it, for the names that are still staged
+    reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for
+                                                 seconds; then the whole
+                                                 file is sent again, after growing waits, for
+                                                 minutes
+    401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by
+                                                 then
+    killed in the middle                         S3 keeps the parts, and bills them, until the
+                                                 upload is aborted; the
+                                                 rank's next process aborts it, for the names that
+                                                 are still staged
 
-Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written to. On other file
-systems of fsspec, only ``put_file`` and ``info`` are used.
+Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written
+to. On other file systems of fsspec, only ``put_file`` and ``info`` are used.
 """
 
 from __future__ import annotations
@@ -54,15 +59,17 @@ from datatrove_ckpt.output.removal import remove_file, sync_parents
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
 PART_BYTES = 8 << 20
-"""Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's own 50 MiB would
-send that much again after each reset, and hold ten parts of that size in memory."""
+"""Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
+own 50 MiB would send that much again after each reset, and hold ten parts of that size in memory.
+"""
 
 _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
 
 
 class Target:
-    """Where a rank's files are published. ``staging`` is the folder in which they are written first.
+    """Where a rank's files are published. ``staging`` is the folder in which they are written
+    first.
 
     A file that is there is replaced only if the rank's intents name its content.
     """
@@ -75,7 +82,8 @@ class Target:
         """Puts what was published in place."""
 
     def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
-        """Publishes a chunk's files, all or none: they appear, or will when ``placement`` puts them in place.
+        """Publishes a chunk's files, all or none: they appear, or will when ``placement`` puts them
+        in place.
 
         Raises:
             OutputMismatch: a file is there with content that this rank has not published.
@@ -131,14 +139,17 @@ class Target:
         """Called when everything is published."""
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Adds to a listing the files that this process has published and the folder does not show yet."""
+        """Adds to a listing the files that this process has published and the folder does not show
+        yet.
+        """
 
 
 class LocalTarget(Target):
-    """A folder on a disk. A published file is a second name of the staged one: two jobs cannot both give it.
+    """A folder on a disk. A published file is a second name of the staged one: two jobs cannot both
+    give it.
 
-    Files are staged in the checkpoint's folder, where no reader of the output looks. If that is on another file system,
-    a copy beside the published files takes the staged file's part.
+    Files are staged in the checkpoint's folder, where no reader of the output looks. If that is on
+    another file system, a copy beside the published files takes the staged file's part.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
@@ -205,7 +216,9 @@ def _is_elsewhere(error: StorageFailed) -> bool:
 class RemoteTarget(Target):
     """A remote folder, on any file system of fsspec."""
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls) -> None:
+    def __init__(
+        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
+    ) -> None:
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
@@ -236,7 +249,8 @@ class RemoteTarget(Target):
         remote_size = int(self._look_up(name).get("size", -1))
         if remote_size != size:
             raise OutputFailed(
-                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's journal is kept: "
+                f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
+                "journal is kept: "
                 "find out who else writes there, and run the same command again."
             )
         return True
@@ -280,18 +294,23 @@ class RemoteTarget(Target):
 
 
 class S3Target(RemoteTarget):
-    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket of a misspelt name.
+    """A folder on S3, through s3fs. It makes no folders: s3fs would make a bucket of a misspelt
+    name.
 
     Args:
         probe: a name that only this rank of this run uses, for an upload that is never completed.
     """
 
-    def __init__(self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str) -> None:
+    def __init__(
+        self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls, probe: str
+    ) -> None:
         super().__init__(folder, scratch, lease, calls)
         self._probe = probe
 
     def prepare(self) -> None:
-        """Checks that files can be written, and aborts the uploads that earlier processes left open."""
+        """Checks that files can be written, and aborts the uploads that earlier processes left
+        open.
+        """
         create = partial(self._call, "create_multipart_upload", self._probe)
         upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
@@ -317,7 +336,10 @@ class S3Target(RemoteTarget):
         for name, upload in found:
             self._abort(name, upload)
         if found:
-            logger.info(f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left open.")
+            logger.info(
+                f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left "
+                "open."
+            )
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
         """Name and id of every upload of these names that is neither completed nor aborted."""
@@ -327,12 +349,17 @@ class S3Target(RemoteTarget):
         found: list[tuple[str, str]] = []
         markers: dict[str, str] = {}
         while True:
-            page = self._folder.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers)
+            page = self._folder.fs.call_s3(
+                "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers
+            )
             listed = page.get("Uploads", [])
             found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
             if not page.get("IsTruncated"):
                 return found
-            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            markers = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
 
     def _abort(self, name: str, upload: str) -> None:
         def abort() -> None:
@@ -342,7 +369,9 @@ class S3Target(RemoteTarget):
                 if s3_code(error) != "NoSuchUpload":
                     raise
 
-        self._calls.retry(f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort)
+        self._calls.retry(
+            f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort
+        )
 
     def _call(self, method: str, name: str, **arguments: str) -> Info:
         bucket, key = self._bucket_and_key(name)
@@ -357,14 +386,18 @@ class S3Target(RemoteTarget):
 class HubTarget(Target):
     """A folder on the Hugging Face hub. Commits carry the files of many chunks."""
 
-    def __init__(self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace) -> None:
+    def __init__(
+        self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace
+    ) -> None:
         super().__init__(folder.writer.output_folder, folder.scratch)
         no_bars_in_logs()
         self._uploads = HubUploads(hub, folder.calls, lease)
         self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
     def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
-        """See ``Target``. A repository has no file before a commit, which refuses other content itself."""
+        """See ``Target``. A repository has no file before a commit, which refuses other content
+        itself.
+        """
         paths = {name: file.path for name, file in staged.finished.items()}
         if self._uploads.folder.is_bucket:
             return self._publish_in_bucket(chunk_index, staged, intents, paths)
@@ -373,8 +406,13 @@ class HubTarget(Target):
         intents.add(hashes)
         for file in uploaded:
             file.earlier = intents.hashes(file.name)
-        self._commits.uploaded(chunk_index, uploaded, partial(files.disk.remove_tree, staged.folder))
-        return [OutputFile(name, f.size, f.hexdigest(), hashes.get(name, "")) for name, f in staged.finished.items()]
+        self._commits.uploaded(
+            chunk_index, uploaded, partial(files.disk.remove_tree, staged.folder)
+        )
+        return [
+            OutputFile(name, f.size, f.hexdigest(), hashes.get(name, ""))
+            for name, f in staged.finished.items()
+        ]
 
     def _publish_in_bucket(
         self, chunk_index: int, staged: StagedFiles, intents: Intents, paths: Mapping[str, Path]
@@ -393,7 +431,9 @@ class HubTarget(Target):
         ]
 
     def _hash(self, name: str) -> str:
-        return self._uploads.looked(f"{name} cannot be read", partial(content_hash, self._folder, name))
+        return self._uploads.looked(
+            f"{name} cannot be read", partial(content_hash, self._folder, name)
+        )
 
     def hash_of(self, name: str) -> str:
         if self._uploads.folder.is_bucket:
@@ -408,27 +448,35 @@ class HubTarget(Target):
         trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
         if trusted:
             logger.info(
-                f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet whose commit it has "
+                f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet "
+                "whose commit it has "
                 "confirmed. Check them later with datatrove-ckpt verify."
             )
             found.sizes |= {name: lost[name].size for name in trusted}
 
     def _not_shown_yet(self, lost: set[str]) -> set[str]:
-        """Those of the files that this process has committed to a state that the hub does not show yet.
+        """Those of the files that this process has committed to a state that the hub does not show
+        yet.
 
-        If it shows that state, or one that came later, they are gone: deleted, or the repository was made anew.
+        If it shows that state, or one that came later, they are gone: deleted, or the repository
+        was made anew.
         """
-        committed = {name: self._commits.confirmed[name] for name in lost & self._commits.confirmed.keys()}
+        committed = {
+            name: self._commits.confirmed[name] for name in lost & self._commits.confirmed.keys()
+        }
         if not committed:  # a bucket has no commits
             return set()
         history = self._uploads.looked("cannot be listed", self._uploads.history)
-        return {name for name, seen in committed.items() if history.head in self._uploads.seen[:seen]}
+        return {
+            name for name, seen in committed.items() if history.head in self._uploads.seen[:seen]
+        }
 
 
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
     output = folder.writer.output_folder
     scratch = folder.scratch
-    # Another run may write other files into the same folder. It must not remove what this one stages.
+    # Another run may write other files into the same folder. It must not remove what this one
+    # stages.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
         return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")

@@ -13,14 +13,18 @@ from datatrove_ckpt.output.file_managers import missing_codec
 
 
 def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
-    """Refuses, when a runner is constructed, a writer that would later lose data or reveal a secret.
+    """Refuses, when a runner is constructed, a writer that would later lose data or reveal a
+    secret.
 
     Raises:
         ConfigError: see the messages.
     """
     template = getattr(getattr(writer, "output_filename", None), "template", None)
     if template is None:
-        raise ConfigError(f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no output_filename).")
+        raise ConfigError(
+            f"output_writer: {type(writer).__name__} is not a DiskWriter (it has no "
+            "output_filename)."
+        )
     check_no_secrets(writer.output_folder, "output_writer")
     refuse_variables(f"output_writer: {written.output_folder}", writer.output_folder.path)
     compression = writer.output_mg.compression
@@ -30,16 +34,21 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     ending = re.search(r"\.(gz|zst|bz2|xz|zip)$", template)
     if compression is None and ending:
         raise ConfigError(
-            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is null: readers would "
+            f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is "
+            "null: readers would "
             "take the files for damaged ones. Set compression to infer, or remove the ending."
         )
     if not writer.output_filename.is_valid():
-        raise ConfigError(f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write $$.")
+        raise ConfigError(
+            f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write "
+            "$$."
+        )
     if template.startswith("/") or ".." in template.split("/"):
         raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
-            f"output_writer: with checkpoints each chunk is one file, so output_filename {template!r} needs "
+            "output_writer: with checkpoints each chunk is one file, so output_filename "
+            f"{template!r} needs "
             f"${{chunk_index}}. Example: '{_example(template)}'."
         )
 
@@ -49,7 +58,8 @@ def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
     if world_size > 1 and not _template_uses(writer, "rank"):
         template = writer.output_filename.template
         raise ConfigError(
-            f"output_writer: {world_size} tasks would write the same files, so output_filename {template!r} needs "
+            f"output_writer: {world_size} tasks would write the same files, so output_filename "
+            f"{template!r} needs "
             f"${{rank}}. Example: '{_example(template)}'."
         )
 

@@ -1,7 +1,8 @@
 """Can the user's writer write this document?
 
-The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no strings. So a
-document with anything but plain JSON is first written to memory, while it can still become a dead letter.
+The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no
+strings. So a document with anything but plain JSON is first written to memory, while it can still
+become a dead letter.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class _InMemory:
 
 
 def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> bool:
-    """Writes a document to memory with a copy of the user's writer, which must never have been opened.
+    """Writes a document to memory with a copy of the user's writer, which must never have been
+    opened.
 
     Args:
         data: an encoded document.
@@ -62,10 +64,14 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
         copied.write(document, rank=rank, chunk_index="00000")
         if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
             copied.close()
-        return JSONL.is_written_by(writer) or (type(writer) is ParquetWriter and writer.schema is None)
+        return JSONL.is_written_by(writer) or (
+            type(writer) is ParquetWriter and writer.schema is None
+        )
     except Exception as error:
         raise DocumentNotSerializable(
-            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot write: "
-            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON values, or give the "
+            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
+            "write: "
+            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON "
+            "values, or give the "
             "writer an adapter."
         ) from error

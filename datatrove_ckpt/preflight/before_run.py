@@ -35,7 +35,13 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
 from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, OutputFailed, OutputMismatch, ServerStartFailed
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    OutputFailed,
+    OutputMismatch,
+    ServerStartFailed,
+)
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
@@ -43,7 +49,13 @@ from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.object_store import bucket_for
 from datatrove_ckpt.mirror.restore import restore_rank
-from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files, published_names
+from datatrove_ckpt.output.committed import (
+    CommittedFile,
+    OutputCheck,
+    RankCommits,
+    committed_files,
+    published_names,
+)
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
@@ -57,15 +69,15 @@ from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.runner import InferenceRunner
 
-# What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a completion marker in
-# ``logging_dir``, so a finished task never looks at its own checkpoint again.
+# What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
+# completion marker in ``logging_dir``, so a finished task never looks at its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
 #     any      of another run              refused, see ``checkpoint/job.py``
 #     yes      none, but in the mirror     it is restored, and then compared
-#     yes      none                        refused: nothing shows that the rank's documents are in the output
+#     yes      none                        refused: its documents may not be in the output
 #     yes      not finished                the marker is removed, so that the rank runs
-#     yes      of another run, but empty   the marker is removed, so that the rank runs with the new settings
+#     yes      of another run, but empty   the marker is removed: it runs with the new settings
 #     yes      finished                    the rank is skipped
 #     no       of this run, or none        the rank runs
 
@@ -75,7 +87,8 @@ _MIRROR_THREADS = 16
 
 
 def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
-    """Compares a job, and those that it depends on, with what its folders hold from earlier runs. Starts nothing.
+    """Compares a job, and those that it depends on, with what its folders hold from earlier runs.
+    Starts nothing.
 
     Args:
         dry_run: remove no marker and restore nothing from a mirror.
@@ -114,46 +127,68 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
         name = setting_of("data_folder", f"pipeline[{index}]")
         folders.append((name, getattr(step, "data_folder", None)))
     folders += [
-        (setting_of("output_folder", place), writer.output_folder) for place, writer in writers_of(plan.pipeline)
+        (setting_of("output_folder", place), writer.output_folder)
+        for place, writer in writers_of(plan.pipeline)
     ]
-    local = [(name, folder) for name, folder in folders if isinstance(folder, DataFolder) and folder.is_local()]
+    local = [
+        (name, folder)
+        for name, folder in folders
+        if isinstance(folder, DataFolder) and folder.is_local()
+    ]
     lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
     for runner in plan.runners:
         step = runner.step
         mirror = runner.step.checkpoints_remote_dir
         if step.checkpoints_local_dir is None:
-            lost.append("checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)")
+            lost.append(
+                "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
+            )
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
             lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
     return list(dict.fromkeys(lost))
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:
-    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that needs documents.
+    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that
+    needs documents.
 
-    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no default.
+    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
+    default.
 
     Raises:
         ConfigError: naming the steps.
     """
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
-            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it reads any. Put a "
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
+            "reads any. Put a "
             "reader before it."
         )
     for index, (before, step) in enumerate(pairwise(pipeline)):
-        if isinstance(before, InferenceRunner) and isinstance(step, PipelineStep) and _needs_documents(step):
+        if (
+            isinstance(before, InferenceRunner)
+            and isinstance(step, PipelineStep)
+            and _needs_documents(step)
+        ):
             raise ConfigError(
-                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: pipeline[{index}] "
-                f"{type(before).__name__} passes none on, it writes them with its output_writer. Put this step into a "
-                "second executor, whose first step reads that output, and which has the first executor as its "
-                "`depends`. (If it is a step of yours that needs no documents, give `data` in its run() a default.)"
+                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
+                f"pipeline[{index}] "
+                f"{type(before).__name__} passes none on, it writes them with its output_writer. "
+                "Put this step into a "
+                "second executor, whose first step reads that output, and which has the first "
+                "executor as its "
+                "`depends`. (If it is a step of yours that needs no documents, give `data` in its "
+                "run() a default.)"
             )
 
 
 def _needs_documents(step: PipelineStep) -> bool:
     first = next(iter(signature(step.run).parameters.values()), None)
-    return first is not None and first.default is Parameter.empty and first.kind is not Parameter.VAR_POSITIONAL
+    return (
+        first is not None
+        and first.default is Parameter.empty
+        and first.kind is not Parameter.VAR_POSITIONAL
+    )
 
 
 def _skipped(plan: RunPlan) -> list[int]:
@@ -162,16 +197,20 @@ def _skipped(plan: RunPlan) -> list[int]:
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Without a checkpoint, the file that datatrove writes at each start has the number of tasks."""
+    """Without a checkpoint, the file that datatrove writes at each start has the number of
+    tasks.
+    """
     if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
         return
     with plan.logging_dir.open("executor.json") as file:
         tasks = json.load(file).get("world_size")
     if tasks != plan.tasks:
         raise CheckpointMismatch(
-            f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as complete:\n"
+            f"{plan.logging_dir.resolve_paths('completions')} marks tasks of another run as "
+            "complete:\n"
             f"  tasks: {tasks} -> {plan.tasks}\n"
-            "Go on with the old number of tasks, or choose another logging_dir (and output) for the new one."
+            "Go on with the old number of tasks, or choose another logging_dir (and output) for "
+            "the new one."
         )
 
 
@@ -219,9 +258,12 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
     def explained(rank: int, why: str) -> str:
         checkpoint = rank_folder(root, rank)
         marker = plan.marker(rank)
-        return f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
+        return (
+            f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
+        )
 
-    is_retry = step.retry_dead_letters  # it takes dead letters with any settings, but each rank takes its own
+    # It takes dead letters with any settings, but each rank takes its own.
+    is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
         found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
@@ -242,13 +284,19 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
         else:
             holds = f"{root} holds no"
         raise CheckpointMismatch(
-            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, so nothing "
-            "shows that the documents are in the output. If the checkpoints were moved or deleted, bring them "
-            "back; if they are on another machine, run this command there. If the markers are of another job, "
-            f"choose another {written.logging_dir}. To process these tasks from the start, delete their markers "
+            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
+            "so nothing "
+            "shows that the documents are in the output. If the checkpoints were moved or deleted, "
+            "bring them "
+            "back; if they are on another machine, run this command there. If the markers are of "
+            "another job, "
+            f"choose another {written.logging_dir}. To process these tasks from the start, delete "
+            "their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
-    wrong = {rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty}
+    wrong = {
+        rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty
+    }
     unfinished = [rank for rank in kept if not is_finished(rank_folder(folder, rank))]
     return wrong | {rank: explained(rank, "is not finished") for rank in unfinished}
 
@@ -259,7 +307,9 @@ def _refuse_changes(
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
     if kept:
-        finished = f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
+        finished = (
+            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
+        )
     else:
         finished = ""
     may_mix = not found.is_layout and len(skipped) < tasks
@@ -267,25 +317,38 @@ def _refuse_changes(
         if finished:
             logger.warning(finished)
         return
-    old = [change.old for change in found.changes if change.field == "tasks" and isinstance(change.old, int)]
+    old = [
+        change.old
+        for change in found.changes
+        if change.field == "tasks" and isinstance(change.old, int)
+    ]
     tasks = min([tasks, *old])
     way_out = way_back(found.changes, may_mix)
     if len(skipped) >= tasks:
-        way_out = ["All tasks are finished, so the new settings would change no output any more. ", *way_out]
+        way_out = [
+            "All tasks are finished, so the new settings would change no output any more. ",
+            *way_out,
+        ]
         letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
-            way_out.append(f" For the dead letters alone, {written.retry_dead_letters} takes the new settings.")
+            way_out.append(
+                f" For the dead letters alone, {written.retry_dead_letters} takes the new settings."
+            )
     elif finished:
         way_out = [f"{finished} ", *way_out]
-    raise refusal(f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, *way_out)
+    raise refusal(
+        f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, *way_out
+    )
 
 
 def check_before_run(executor: PipelineExecutor) -> None:
-    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner the steps before it.
+    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner
+    the steps before it.
 
     Raises:
         ConfigError: a setting cannot work on this machine, or with the others.
-        CheckpointMismatch: markers, checkpoints or the input of finished ranks are those of another run.
+        CheckpointMismatch: markers, checkpoints or the input of finished ranks are those of another
+            run.
         OutputFailed: the output's repository on the hub cannot be written to.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
@@ -315,9 +378,11 @@ def check_before_run(executor: PipelineExecutor) -> None:
 
 
 def check_before_worker(executor: PipelineExecutor) -> None:
-    """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes those of the job.
+    """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes
+    those of the job.
 
-    Each task compares its settings with ``job.json`` when it starts. A worker for which none is left compares here.
+    Each task compares its settings with ``job.json`` when it starts. A worker for which none is
+    left compares here.
 
     Raises:
         CheckpointMismatch: the run is finished, and another one.
@@ -342,14 +407,17 @@ def refuse_without_claims(plan: RunPlan) -> None:
     bucket = bucket_for(plan.logging_dir.resolve_paths(""))
     if bucket is not None:
         raise ConfigError(
-            f"{written.logging_dir}: {plan.logging_dir.resolve_paths('')} is in a repository, where each claim of a "
-            f"worker would be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
+            f"{written.logging_dir}: {plan.logging_dir.resolve_paths('')} is in a repository, "
+            "where each claim of a "
+            f"worker would be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} "
+            "(`hf buckets create "
             "OWNER/NAME --private` makes one)."
         )
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(
-                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs one, because only "
+                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
+                "one, because only "
                 "the checkpoint keeps two workers apart."
             )
 
@@ -367,7 +435,8 @@ class Checked(NamedTuple):
 
 
 def check_after_run(executor: PipelineExecutor) -> Checked:
-    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks meanwhile.
+    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
+    meanwhile.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
@@ -380,7 +449,8 @@ def check_after_run(executor: PipelineExecutor) -> Checked:
 
 def check_steps(plan: RunPlan) -> None:
     """Raises:
-    ConfigError: steps or tasks would write the same files, a step would read its own output, or get no documents.
+    ConfigError: steps or tasks would write the same files, a step would read its own output, or get
+    no documents.
     """
     for runner in plan.runners:
         check_rank_in_template(runner.step.output_writer, plan.tasks)
@@ -389,37 +459,54 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_folders(plan: RunPlan) -> None:
-    """Refuses local folders of the settings where there is a file, and a new run folder inside another one.
+    """Refuses local folders of the settings where there is a file, and a new run folder inside
+    another one.
 
     Raises:
         ConfigError: names the setting and the file, or the other run.
     """
-    outputs = [("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners]
+    outputs = [
+        ("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners
+    ]
     places = [("logging_dir", plan.logging_dir), *outputs]
-    folders = [(setting, folder.resolve_paths("")) for setting, folder in places if folder.is_local()]
+    folders = [
+        (setting, folder.resolve_paths("")) for setting, folder in places if folder.is_local()
+    ]
     for setting, folder in [*folders, *(("checkpoints_local_dir", root) for _, root in plan.kept)]:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
-                f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a file. Choose "
+                f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
+                "file. Choose "
                 "another folder."
             )
     for _, root in plan.kept:
-        inside = (place for place in root.parents if place.name in ("output", "checkpoints", "logs"))
-        other = next((place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None)
-        if other and not root.exists() and ("output_folder", str(root.with_name("output"))) in folders:
+        inside = (
+            place for place in root.parents if place.name in ("output", "checkpoints", "logs")
+        )
+        other = next(
+            (place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None
+        )
+        if (
+            other
+            and not root.exists()
+            and ("output_folder", str(root.with_name("output"))) in folders
+        ):
             raise ConfigError(
-                f"run_folder: {root.parent} is inside the run in {other.parent}, in its {other.name}. Choose another."
+                f"run_folder: {root.parent} is inside the run in {other.parent}, in its "
+                f"{other.name}. Choose another."
             )
 
 
 def _check_inputs(plan: RunPlan) -> None:
-    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks complete.
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
+    complete.
 
     Lists local folders, others only before jobs that are paid for. A retry does not need its input.
 
     Raises:
-        ConfigError: the folder is missing, no file matches, or the package for a compression is missing.
+        ConfigError: the folder is missing, no file matches, or the package for a compression is
+            missing.
         InputError, OSError: the tasks run here, and what they read cannot be reached.
     """
     if plan.waits or plan.retries:
@@ -431,7 +518,11 @@ def _check_inputs(plan: RunPlan) -> None:
         if not folder.is_local():
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
-            elif plan.name == "JobsPipelineExecutor" and hasattr(step, "glob_pattern") and plan.incomplete():
+            elif (
+                plan.name == "JobsPipelineExecutor"
+                and hasattr(step, "glob_pattern")
+                and plan.incomplete()
+            ):
                 check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
             continue
         place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'
@@ -460,11 +551,14 @@ def check_listed(place: str, reader: BaseDiskReader) -> None:
             f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
         ) from error
     if not names:
-        raise ConfigError(f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}.")
+        raise ConfigError(
+            f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}."
+        )
 
 
 def _check_launch(plan: RunPlan) -> None:
-    """Refuses a local run whose servers cannot start. Jobs of a cluster run elsewhere, and may have what is missing.
+    """Refuses a local run whose servers cannot start. Jobs of a cluster run elsewhere, and may have
+    what is missing.
 
     Raises:
         ConfigError: names the step and the setting.
@@ -481,7 +575,8 @@ def _check_launch(plan: RunPlan) -> None:
 
 
 def _check_hub(plan: RunPlan) -> None:
-    """Checks that tasks that will run may write to their output folders on the hub, and has missing repositories made.
+    """Checks that tasks that will run may write to their output folders on the hub, and has missing
+    repositories made.
 
     Raises:
         OutputFailed: see ``check_access``.
@@ -512,7 +607,8 @@ def check_output(
     Returns the sums of each checkpoint that can be seen here, by its folder.
 
     Args:
-        before: ranks that have no checkpoint will start. Else the sums have the work of all attempts, too.
+        before: ranks that have no checkpoint will start. Else the sums have the work of all
+            attempts, too.
         without: indices of steps in the pipeline whose output is not looked at.
         policy: see ``HubReads.looked``.
 
@@ -522,7 +618,8 @@ def check_output(
     found = {}
     for runner, root in plan.kept:
         if runner.index not in without:
-            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen here; of jobs all can.
+            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen
+            # here; of jobs all can.
             here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
             ranks: Iterable[int] = ()
             want = Want.COMMITS
@@ -534,7 +631,7 @@ def check_output(
     return found
 
 
-# output of all ranks --------------------------------------------------------------------------------------------------
+# output of all ranks -----------------------------------------------------------------------------
 
 
 def check_output_of_run(
@@ -544,7 +641,8 @@ def check_output_of_run(
     policy: RetryPolicy | None = None,
     want: Want = Want.COMMITS,
 ) -> JobSums:
-    """Lists the output folder once. Returns the sums over the ranks of the job; all committed files are there.
+    """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
+    are there.
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
@@ -552,8 +650,8 @@ def check_output_of_run(
         want: what to read of each rank, for the sums.
 
     Raises:
-        OutputMismatch: committed files are missing or changed, files are there that no checkpoint knows, or the
-            repository on the hub is gone.
+        OutputMismatch: committed files are missing or changed, files are there that no checkpoint
+            knows, or the repository on the hub is gone.
         OutputFailed: the folder cannot be listed.
         CommitsDamaged: commits of a rank are lost or damaged, see ``checkpoint/ledger.py``.
     """
@@ -573,7 +671,9 @@ def check_output_of_run(
             job.add(rank)
 
     try:  # all, before any file is called unknown
-        commits = {rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers}
+        commits = {
+            rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers
+        }
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
@@ -582,7 +682,9 @@ def check_output_of_run(
     for rank in first_starts:
         # Looked at again: what has started since may have written the files that were listed.
         if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
-            check.refuse_existing(commits.get(rank) or RankCommits(checkpoints, rank, retries), found)
+            check.refuse_existing(
+                commits.get(rank) or RankCommits(checkpoints, rank, retries), found
+            )
     for rank_commits in commits.values():
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
@@ -604,7 +706,9 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
     return bool(Versions(f"{mirror}/{folder.name}").all_versions())
 
 
-def _look(check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None) -> FoundFiles:
+def _look(
+    check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None
+) -> FoundFiles:
     """
     Raises:
         OutputMismatch: the repository is gone, with files that were committed.
@@ -616,10 +720,13 @@ def _look(check: OutputCheck, committed: dict[str, CommittedFile], policy: Retry
             return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
         except OSError as error:
             raise OutputFailed(
-                f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the same command again."
+                f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the "
+                "same command again."
             ) from error
     try:
-        return HubReads(hub, StoppableCalls()).listed(lambda: check.look(committed), committed.values(), policy)
+        return HubReads(hub, StoppableCalls()).listed(
+            lambda: check.look(committed), committed.values(), policy
+        )
     except OutputFailed as error:
         if not is_missing_repository(error.__cause__):
             raise

@@ -35,19 +35,22 @@ REMOTE_SECONDS = 60.0
 """Seconds that a remote folder may take to answer."""
 
 
-# The local disk ------------------------------------------------------------------------------------------------------
+# The local disk ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def probe_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder inside ``folder``, or inside its nearest parent that exists. Removed at the end.
+    """A hidden folder inside ``folder``, or inside its nearest parent that exists. Removed at the
+    end.
 
     Raises:
         StorageFailed: it cannot be created or removed.
     """
     blocking = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
     if blocking:
-        raise StorageFailed(f"{blocking[0]} is a file where a folder is needed. Move it, or choose another folder.")
+        raise StorageFailed(
+            f"{blocking[0]} is a file where a folder is needed. Move it, or choose another folder."
+        )
     probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
         files.disk.make_dir(probe)
@@ -64,7 +67,7 @@ def _remove(probe: Path) -> None:
     files.disk.remove_tree(probe)
 
 
-# A remote folder -----------------------------------------------------------------------------------------------------
+# A remote folder ---------------------------------------------------------------------------------
 
 
 class RemoteFailed(CkptError):
@@ -77,9 +80,11 @@ class NotDeleted(RemoteFailed):
 
 @contextmanager
 def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
-    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it took.
+    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it
+    took.
 
-    Each upload replaces the one before. The function also compares the object's size, as a run does.
+    Each upload replaces the one before. The function also compares the object's size, as a run
+    does.
 
     Raises:
         RemoteFailed: an operation failed, or the object has a wrong size.
@@ -97,7 +102,9 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
             arrived = folder.info(name)["size"]
             seconds = time.monotonic() - start
         if arrived != len(content):
-            raise RemoteFailed(f"{remote} has {arrived} bytes after its upload instead of {len(content)}.")
+            raise RemoteFailed(
+                f"{remote} has {arrived} bytes after its upload instead of {len(content)}."
+            )
         return seconds
 
     try:
@@ -107,7 +114,9 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
             with suppress(Exception):
                 folder.rm_file(name)
             raise
-        with _explained(f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted):
+        with _explained(
+            f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
+        ):
             folder.rm_file(name)
     finally:
         for path in made:
@@ -118,7 +127,8 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
 def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
     try:
         folder.pipe_file(name, content)
-    except FileNotFoundError:  # this file system has real folders, and this one is missing; a run creates it
+    except FileNotFoundError:
+        # This file system has real folders, and this one is missing; a run creates it.
         missing = _missing(folder.fs, folder.path)
         if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
             raise  # a missing bucket is a user's mistake; it must not be created here
@@ -149,7 +159,9 @@ State = Literal["ok", "warning", "problem"]
 T = TypeVar("T")
 
 _LEAST_FREE = 1 << 26  # bytes, for one chunk
-_ON_ONE_NODE = "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
+_ON_ONE_NODE = (
+    "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
+)
 _GRACE_SECONDS = 5.0
 
 
@@ -199,11 +211,16 @@ def file_system(folder: Path) -> FilesystemTraits:
     return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
 
 
-# Local folders -------------------------------------------------------------------------------------------------------
+# Local folders -----------------------------------------------------------------------------------
 
 
-def check_checkpoints(folder: Path, files: int, mirrored: bool = False, moves: bool = False) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``. ``files``: how many it gets. ``moves``: tasks may restart on other nodes."""
+def check_checkpoints(
+    folder: Path, files: int, mirrored: bool = False, moves: bool = False
+) -> Iterator[Finding]:
+    """Checks ``checkpoints_local_dir``.
+
+    ``files``: how many it gets. ``moves``: tasks may restart on other nodes.
+    """
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
     yield check_room(folder, files)
@@ -222,11 +239,15 @@ def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterato
 
 
 def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
-    """Runs a check with a time limit: on a network file system without its server every call blocks."""
+    """Runs a check with a time limit: on a network file system without its server every call
+    blocks.
+    """
     try:
         return within(REMOTE_SECONDS, lambda: list(check), str(folder))
     except RemoteFailed as error:
-        return [Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")]
+        return [
+            Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
+        ]
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
@@ -253,16 +274,23 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
     if kind.unsupported:
         return Finding("problem", "file system", text)
     if not kind.lasts and mirrored:
-        return Finding("ok", "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it.")
+        return Finding(
+            "ok", "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it."
+        )
     if not kind.lasts:
         text += " Or keep a mirror: set checkpoints_remote_dir."
     elif moves and not mirrored and not kind.shared:
-        return Finding("warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir.")
+        return Finding(
+            "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
+        )
     return Finding("warning" if kind.concerns else "ok", "file system", text)
 
 
 def check_room(folder: Path, files: int) -> Finding:
-    """Compares free bytes and inodes with the least that a run needs. The probe notices a quota that is used up."""
+    """Compares free bytes and inodes with the least that a run needs.
+
+    The probe notices a quota that is used up.
+    """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
     state: State = "ok" if free >= _LEAST_FREE else "problem"
@@ -290,7 +318,10 @@ def _check_ranks(folder: Path) -> Iterator[Finding]:
             more = f" and {len(refused) - 1} more"
         else:
             more = ""
-        text = f"{refused[0]}{more}: from an earlier run, and this user cannot write there. Make them writable, or "
+        text = (
+            f"{refused[0]}{more}: from an earlier run, and this user cannot write there. Make "
+            "them writable, or "
+        )
         yield Finding("problem", "earlier run", f"{text}continue as the user who created them.")
 
 
@@ -300,7 +331,8 @@ def _check_lock(probe: Path) -> Finding:
     if lock.works:
         return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
     text = (
-        "the file system has no locks. Of two processes for one rank, the first notices the second only after that "
+        "the file system has no locks. Of two processes for one rank, the first notices the second "
+        "only after that "
         "has started: start no rank twice, or choose a folder with locks."
     )
     return Finding("warning", "locks", text)
@@ -315,7 +347,7 @@ def _check_sqlite(probe: Path) -> Finding:
     return Finding("ok", "SQLite", "WAL without shared memory works.")
 
 
-# Remote folders ------------------------------------------------------------------------------------------------------
+# Remote folders ----------------------------------------------------------------------------------
 
 
 def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Finding]:
@@ -327,8 +359,13 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
     if commits_each_write(folder):
-        text = "each write is a commit (a task makes several), of which the hub allows 128 an hour. Use hf://buckets/"
-        yield Finding("warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead.")
+        text = (
+            "each write is a commit (a task makes several), of which the hub allows 128 an "
+            "hour. Use hf://buckets/"
+        )
+        yield Finding(
+            "warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead."
+        )
         return
 
     def attempt() -> float:
@@ -337,12 +374,22 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
 
     try:
         seconds = within(REMOTE_SECONDS, attempt, url)
-        yield Finding("ok", "reachable", f"{url}: a small object was written in {duration(seconds)} and deleted.")
+        yield Finding(
+            "ok",
+            "reachable",
+            f"{url}: a small object was written in {duration(seconds)} and deleted.",
+        )
     except NotDeleted as error:
         if deletes:
-            yield Finding("problem", "reachable", f"{error} The mirror deletes old versions: allow it.")
+            yield Finding(
+                "problem", "reachable", f"{error} The mirror deletes old versions: allow it."
+            )
         else:
-            yield Finding("warning", "reachable", f"{error} A run deletes nothing there, so this is no problem.")
+            yield Finding(
+                "warning",
+                "reachable",
+                f"{error} A run deletes nothing there, so this is no problem.",
+            )
     except RemoteFailed as error:
         if hub_refusal(error):
             advice = ""
@@ -361,7 +408,8 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     """Calls a function with a time limit.
 
     Raises:
-        RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no process alive.
+        RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no
+            process alive.
     """
     result = in_thread(function, "datatrove-ckpt check")
     try:
@@ -374,12 +422,12 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     return result.result()
 
 
-# Which file system a folder is on -------------------------------------------------------------------------------------
+# Which file system a folder is on ----------------------------------------------------------------
 #
-# Read from /proc/mounts, with what it means for checkpoints. SQLite in its usual WAL mode shares memory between
-# processes, which no network file system offers. The request cache takes its lock once and keeps it
-# (``locking_mode=EXCLUSIVE``), so it needs no shared memory. A file system must offer four things: locks, appends,
-# renames, and syncs that reach permanent storage.
+# Read from /proc/mounts, with what it means for checkpoints. SQLite in its usual WAL mode shares
+# memory between processes, which no network file system offers. The request cache takes its lock
+# once and keeps it (``locking_mode=EXCLUSIVE``), so it needs no shared memory. A file system must
+# offer four things: locks, appends, renames, and syncs that reach permanent storage.
 
 MOUNTS = Path("/proc/mounts")
 
@@ -400,7 +448,16 @@ _NETWORK = {
     "9p": "9p",
     "virtiofs": "virtiofs",
 }
-_OBJECT_STORES = {"s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "hf-mount"}
+_OBJECT_STORES = {
+    "s3fs",
+    "mountpoint-s3",
+    "goofys",
+    "gcsfuse",
+    "blobfuse",
+    "blobfuse2",
+    "rclone",
+    "hf-mount",
+}
 # Mount options that make locks visible to this machine only.
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
@@ -433,10 +490,15 @@ class FilesystemTraits:
 
 
 def find_mount(path: Path, mounts: str) -> Mount | None:
-    """Returns the mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts, lacks it."""
+    """Returns the mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts,
+    lacks it.
+    """
     found = None
     for line in mounts.splitlines():
-        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")]
+        fields = [
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+            for field in line.split(" ")
+        ]
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
@@ -451,18 +513,32 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         return FilesystemTraits("a file system of unknown kind")
     if mount.kind in _IN_MEMORY:
         return FilesystemTraits(
-            f"{mount.kind} (memory)", lasts=False, concerns=("It is lost when the machine or container stops.",)
+            f"{mount.kind} (memory)",
+            lasts=False,
+            concerns=("It is lost when the machine or container stops.",),
         )
     if mount.kind == "overlay":
         concerns = ["It is lost when the container is removed: mount a volume."]
         if "volatile" in mount.options:
             concerns.append("It is mounted as volatile: syncs do nothing.")
-        return FilesystemTraits("overlay (a container's own layer)", lasts=False, concerns=tuple(concerns))
+        return FilesystemTraits(
+            "overlay (a container's own layer)", lasts=False, concerns=tuple(concerns)
+        )
     if mount.kind in _NETWORK:
-        return FilesystemTraits(f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount))
-    if mount.kind.startswith("fuse") and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES:
-        text = "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the store by its URL."
-        return FilesystemTraits(f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True)
+        return FilesystemTraits(
+            f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount)
+        )
+    if (
+        mount.kind.startswith("fuse")
+        and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES
+    ):
+        text = (
+            "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the "
+            "store by its URL."
+        )
+        return FilesystemTraits(
+            f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True
+        )
     return FilesystemTraits(f"{mount.kind} (local)")
 
 
@@ -470,14 +546,19 @@ def _network_concerns(mount: Mount) -> tuple[str, ...]:
     local = sorted(mount.options & _LOCAL_LOCKS)
     if local:
         return (
-            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the other process is "
+            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
+            "other process is "
             "noticed only after it has started. Mount it with locks that all nodes see "
             "(Lustre: flock; NFS: without nolock and local_lock).",
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
         return (
-            "It is mounted without flock: mount it with -o flock, or two processes for a rank notice each other late.",
+            "It is mounted without flock: mount it with -o flock, or two processes for a rank "
+            "notice each other late.",
         )
     if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
-        return ("Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 has its own.",)
+        return (
+            "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 "
+            "has its own.",
+        )
     return ()

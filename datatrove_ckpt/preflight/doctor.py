@@ -1,4 +1,6 @@
-"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it runs."""
+"""``datatrove-ckpt doctor``: checks folders, input, servers and limits of an executor before it
+runs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
 def doctor(executor: PipelineExecutor) -> list[Finding]:
-    """Checks folders, input, servers and limits before a run. What would fail has the state "problem"."""
+    """Checks folders, input, servers and limits before a run.
+
+    What would fail has the state "problem".
+    """
     with log_disabled("datatrove", "datatrove_ckpt"):
         return [*_examine(executor)]
 
@@ -81,7 +86,10 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
         runner = runners.get(index)
         if runner is not None:
             found = list(check_runner(runner, place, sample))
-            if any((one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output") for one in found):
+            if any(
+                (one.state, one.what, one.subject) == ("problem", "reachable", f"{place}output")
+                for one in found
+            ):
                 unreachable.append(index)
             yield from found
     yield from about("job", _check_earlier(executor, unreachable))
@@ -93,7 +101,11 @@ def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> It
         earlier: list[tuple[str, str, Callable[[], object]]] = [
             ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
             ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-            ("output", "of earlier runs", partial(check_output, plan, True, unreachable, retrying.HUB_PROBE)),
+            (
+                "output",
+                "of earlier runs",
+                partial(check_output, plan, True, unreachable, retrying.HUB_PROBE),
+            ),
         ]
         for each in earlier:
             found = _compared(*each)
@@ -114,7 +126,9 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
     remote = runner.step.checkpoints_remote_dir
     yield from about(f"{place}input", _check_prompt(runner, sample))
     for config in step.models.values():
-        yield from about(f"{place}{config.server_name('server')}", _check_server(plan, step, config))
+        yield from about(
+            f"{place}{config.server_name('server')}", _check_server(plan, step, config)
+        )
     yield from about(f"{place}checkpoints", _check_checkpoints(plan, step))
     yield from about(f"{place}output", _check_output(runner))
     yield from about(f"{place}output", _check_writer(runner, sample))
@@ -133,10 +147,17 @@ def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     yield from ()
 
 
-def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig) -> Iterator[Finding]:
-    """Whether what the server needs is installed, and its key set. Starts nothing; asks endpoints for their models."""
+def _check_server(
+    plan: RunPlan, step: InferenceRunner, config: InferenceConfig
+) -> Iterator[Finding]:
+    """Whether what the server needs is installed, and its key set.
+
+    Starts nothing; asks endpoints for their models.
+    """
     if plan.as_jobs and config.server_type != "endpoint":
-        yield Finding("ok", "ready", f"the jobs install {config.server_type}, unless their image has it.")
+        yield Finding(
+            "ok", "ready", f"the jobs install {config.server_type}, unless their image has it."
+        )
         return
     ready = tried("ready", partial(_server_is_ready, config))
     yield ready
@@ -148,7 +169,9 @@ def _check_server(plan: RunPlan, step: InferenceRunner, config: InferenceConfig)
         yield from check_endpoints(config)
     here = [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]
     if plan.as_jobs and here:
-        yield Finding("warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach.")
+        yield Finding(
+            "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."
+        )
 
 
 def _server_is_ready(config: InferenceConfig) -> str:
@@ -162,7 +185,9 @@ def _check_checkpoints(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
     if plan.as_jobs:
         return  # each job has a disk of its own
     if step.checkpoints_local_dir is None:
-        yield Finding("warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir.")
+        yield Finding(
+            "warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir."
+        )
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
@@ -195,9 +220,13 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     try:
         check_writable(writer, 0, encode(document), document.id)
     except DocumentNotSerializable as error:
-        text = f"{name} cannot write a document with an answer that is made up: {error_text(error.__cause__ or error)}."
+        text = (
+            f"{name} cannot write a document with an answer that is made up: "
+            f"{error_text(error.__cause__ or error)}."
+        )
         text += " Correct it, unless real answers are different."
-        # Those of datatrove write any document. But an adapter or a schema may want another answer than this one.
+        # Those of datatrove write any document. But an adapter or a schema may want another answer
+        # than this one.
         yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
     else:
         yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
@@ -221,14 +250,16 @@ def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
-# job checks -----------------------------------------------------------------------------------------------------------
+# job checks --------------------------------------------------------------------------------------
 
 _SHOWN_MODELS = 5
 
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     try:
-        answers = within(REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
+        answers = within(
+            REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url
+        )
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -237,20 +268,25 @@ def check_endpoints(config: InferenceConfig) -> list[Finding]:
 
 def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     if answer.refused:
-        text = f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
+        text = (
+            f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
+        )
         return Finding("problem", "endpoint", text)
     if answer.cause:
         text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
-            f"{answer.url} answers, and does not list its models. Some gateways have no such list: then all is well. "
+            f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
+            "then all is well. "
             f"Otherwise correct {written.endpoint_url}."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
-    listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (", ..." if len(answer.models) > _SHOWN_MODELS else "")
+    listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (
+        ", ..." if len(answer.models) > _SHOWN_MODELS else ""
+    )
     text = (
         f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
         f"{written.model_name_or_path}."
@@ -263,7 +299,9 @@ def _check_open_files(requests: int, servers: int) -> Finding:
     allowed = limits()[1]
     if allowed < needed:
         return Finding("problem", "open files", too_low(requests, needed, allowed))
-    text = f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
+    text = (
+        f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
+    )
     return Finding("ok", "open files", text)
 
 
@@ -279,20 +317,28 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
         more = f" There are {len(found)} such tasks."
     else:
         more = ""
-    return Finding("warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject)
+    return Finding(
+        "warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject
+    )
 
 
-# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals and staged files.
+# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals
+# and staged files.
 _FILES_PER_RANK = 20
 _STAGED_PER_RANK = 4
 _HOURS_OF_COMMITS = 24
 
 
 def check_commits(tasks: int, pace: CommitPace) -> Finding:
-    """Compares the commits of a job, one of each task at least, with what the hub allows to a free account."""
+    """Compares the commits of a job, one of each task at least, with what the hub allows to a free
+    account.
+    """
     text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
     if pace.per_hour > COMMITS_PER_HOUR:
-        text += f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to an hour."
+        text += (
+            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            "an hour."
+        )
     if tasks <= _HOURS_OF_COMMITS * pace.per_hour:
         return Finding("ok", "commits", text)
     text += (

@@ -1,4 +1,6 @@
-"""Checks of the input before a run: its files, its first documents, and whether each task gets some."""
+"""Checks of the input before a run: its files, its first documents, and whether each task gets
+some.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
-from datatrove_ckpt.readers.inputs import MISSING, Inputs, list_input, options_of, sample_files, shuffled_names
+from datatrove_ckpt.readers.inputs import (
+    MISSING,
+    Inputs,
+    list_input,
+    options_of,
+    sample_files,
+    shuffled_names,
+)
 from datatrove_ckpt.readers.no_document import NoDocument, explain
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
@@ -37,7 +46,8 @@ from datatrove_ckpt.readers.step_records import describe_pipeline, differences
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
-# Files without a document that are read before the input counts as unreadable: the first may be empty.
+# Files without a document that are read before the input counts as unreadable: the first may be
+# empty.
 _TRIED_FILES = 3
 
 
@@ -56,14 +66,18 @@ class Sample:
     first: bytes = b""
 
 
-def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[list[Finding], Sample]:
+def check_input(
+    reader: BaseReader, tasks: int, waits: bool = False
+) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
         waits: another executor will create the input.
     """
     if waits:
-        return [Finding("ok", "readable", "is not read: another executor will create it.")], Sample()
+        return [
+            Finding("ok", "readable", "is not read: another executor will create it.")
+        ], Sample()
     if not isinstance(reader, BaseDiskReader):
         text = "is not read: only readers of files are tested."
         return [Finding("ok", "readable", text)], Sample()
@@ -80,9 +94,18 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
-        text = f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's arguments."
-        return [Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)], Sample()
-    if not sample.number and names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+        text = (
+            f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's "
+            "arguments."
+        )
+        return [
+            Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)
+        ], Sample()
+    if (
+        not sample.number
+        and names
+        and not any(map(inputs.size, range(min(len(names), _TRIED_FILES))))
+    ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.number:
         if names:
@@ -104,7 +127,8 @@ def check_input(reader: BaseReader, tasks: int, waits: bool = False) -> tuple[li
     if sample.refused:
         shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
         text = (
-            f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or move what is no input."
+            f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or "
+            "move what is no input."
         )
         found.append(Finding("warning", "files", text))
     return found, sample
@@ -122,7 +146,9 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
 def _list(reader: BaseDiskReader) -> Inputs:
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
-        raise ConfigError(f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}.")
+        raise ConfigError(
+            f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}."
+        )
     return list_input(reader)
 
 
@@ -133,14 +159,19 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
     return Sample(len(found), refused, as_read(found[0]).data if found else b"")
 
 
-def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]) -> None:
+def _read_files(
+    reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]
+) -> None:
     """Adds the first documents, file after file, and the files that are ``refused``.
 
-    One file per rank: a reader reads on, without a document to stop at, where no line fits its ``text_key``.
+    One file per rank: a reader reads on, without a document to stop at, where no line fits its
+    ``text_key``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
     for rank in range(files):
-        if not found and (len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)):
+        if not found and (
+            len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)
+        ):
             return
         one = copy.deepcopy(reader)
         try:
@@ -158,7 +189,8 @@ def _read_files(reader: BaseDiskReader, files: int, found: list[Document], refus
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """Explains datatrove's own readers; ours do it themselves."""
     text = ""
-    with suppress(Exception):  # whatever a file system or a decompressor raises; the check says what it knows without
+    # Whatever a file system or a decompressor raises; the check says what it knows without.
+    with suppress(Exception):
         if names:
             text = explain(reader, names[0])
         else:
@@ -173,7 +205,8 @@ _PARTS = 20
 
 
 def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
-    """Checks that each task has input: datatrove deals out whole files, in the order of their names.
+    """Checks that each task has input: datatrove deals out whole files, in the order of their
+    names.
 
     Args:
         size: the bytes of the only file.
@@ -182,33 +215,44 @@ def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
     idle = tasks - len(names)
     if idle > 0:
         advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
-        return Finding("warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}")
+        return Finding(
+            "warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}"
+        )
     if size is not None and size > _LARGE_BYTES:
-        text += f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
+        text += (
+            f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
+        )
     return Finding("ok", "shares", f"{text}.")
 
 
 def _how_to_split(name: str, size: int) -> str:
-    text = f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about {byte_size(size / _PARTS)}"
+    text = (
+        f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about "
+        f"{byte_size(size / _PARTS)}"
+    )
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("jsonl", "json", "ndjson"):
         return text
-    command = shlex.join(["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"])
+    command = shlex.join(
+        ["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"]
+    )
     return f"{text} ({command}), and move {name!r} away"
 
 
 # Whether finished ranks would read today what they have read.
 #
-# datatrove skips a finished rank, so the old output would stand for a changed input. An unfinished rank checks its
-# input when it resumes (see ``readers/inputs.py``). A finished rank that has lost its completion marker resumes, too;
-# its own check does not notice a file that was replaced by one of the same size, so this is checked here.
+# datatrove skips a finished rank, so the old output would stand for a changed input. An unfinished
+# rank checks its input when it resumes (see ``readers/inputs.py``). A finished rank that has lost
+# its completion marker resumes, too; its own check does not notice a file that was replaced by one
+# of the same size, so this is checked here.
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
 
 
 def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
-    """Refuses compressed input files whose package is not installed. ``reader``: any step with a ``data_folder``.
+    """Refuses compressed input files whose package is not installed. ``reader``: any step with a
+    ``data_folder``.
 
     Raises:
         ConfigError: names a file and the package.
@@ -229,14 +273,16 @@ def note_steps(plan: RunPlan) -> None:
 
 
 def check_inputs_unchanged(plan: RunPlan) -> int:
-    """Compares the input with what each finished rank has read. One listing per reader, and a sample of each file.
+    """Compares the input with what each finished rank has read. One listing per reader, and a
+    sample of each file.
 
-    Returns the number of files that were compared. Left out are ranks that an earlier release finished, runs with
-    another number of tasks, and sources that are no files. A retry of dead letters does not need the input: it may be
-    gone, and a dataset is not opened.
+    Returns the number of files that were compared. Left out are ranks that an earlier release
+    finished, runs with another number of tasks, and sources that are no files. A retry of dead
+    letters does not need the input: it may be gone, and a dataset is not opened.
 
     Raises:
-        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a step before the runner.
+        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a
+            step before the runner.
         OSError: the input cannot be listed.
     """
     compared = 0
@@ -250,16 +296,21 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
         if plan.waits:
             continue  # another executor has yet to create the input
         readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
-        records = [(rank, record) for rank, record in records if len(record.readers) == len(readers)]
+        records = [
+            (rank, record) for rank, record in records if len(record.readers) == len(readers)
+        ]
         if not records:
             continue
-        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))  # a retry does not read the input
+        # A retry does not read the input.
+        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))
         with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
             for number, reader in enumerate(readers):
                 if is_retry and isinstance(reader, HuggingFaceDatasetReader):
                     continue  # a listing would open the dataset
                 if is_retry and _is_gone(reader):
-                    logger.warning(f"The input in {reader.data_folder.path} is gone. A retry does not need it.")
+                    logger.warning(
+                        f"The input in {reader.data_folder.path} is gone. A retry does not need it."
+                    )
                     continue
                 read = {rank: record.readers[number] for rank, record in records}
                 compared += _check_reader(plan.tasks, reader, read, resuming)
@@ -267,23 +318,34 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
-    # Another number of tasks is refused as such, and not for the files that each rank would get by it.
+    # Another number of tasks is refused as such, and not for the files that each rank would get by
+    # it.
     if tasks_of(root) != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
-    read = {rank: ShardRecord.read(folder / SHARD) for rank, folder in folders.items() if is_finished(folder)}
+    read = {
+        rank: ShardRecord.read(folder / SHARD)
+        for rank, folder in folders.items()
+        if is_finished(folder)
+    }
     return [(rank, record) for rank, record in read.items() if record is not None]
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
     listed = describe_pipeline(pipeline, code_of)
-    changed = {rank: differences(record.pipeline, listed) for rank, record in records if record.pipeline is not None}
+    changed = {
+        rank: differences(record.pipeline, listed)
+        for rank, record in records
+        if record.pipeline is not None
+    }
     ranks = [rank for rank, lines in changed.items() if lines]
     if ranks:
         lines = "\n  ".join(changed[ranks[0]])
         raise CheckpointMismatch(
-            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the input:\n  {lines}\n"
-            "A finished rank is not run again, so its output would stay that of the old steps. Put the steps back, or "
+            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
+            f"input:\n  {lines}\n"
+            "A finished rank is not run again, so its output would stay that of the old steps. Put "
+            "the steps back, or "
             "process the new input as another run: with ",
             StartOver(),
             f"{written.old_results}.",
@@ -297,7 +359,9 @@ def _who(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
 
 
-def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]) -> int:
+def _check_reader(
+    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
+) -> int:
     """Returns the number of files that were compared."""
     # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
@@ -349,7 +413,8 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the ranks in another order"]),
-            "\nA finished rank is not run again, so its output would stay that of the old input. Put the input "
+            "\nA finished rank is not run again, so its output would stay that of the old input. "
+            "Put the input "
             "back, or "
             "process the new one as another run: with ",
             StartOver(),
@@ -358,8 +423,10 @@ def _check_reader(tasks: int, reader: BaseDiskReader, records: dict[int, ReaderR
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:
         logger.warning(
-            f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the time of the last "
-            "change is another, size and samples of the content are the same. They are taken as unchanged."
+            f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the "
+            "time of the last "
+            "change is another, size and samples of the content are the same. They are taken as "
+            "unchanged."
         )
     return len(then)
 

@@ -1,6 +1,7 @@
 """RunPlan: a job, read from a datatrove executor. Checks and commands see this, and no executor.
 
-Only ``incomplete`` reads the executor again: which tasks are marked as complete changes while they run.
+Only ``incomplete`` reads the executor again: which tasks are marked as complete changes while they
+run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class RunnerPlan:
 
     @property
     def root(self) -> Path | None:
-        """Its checkpoints on this machine. None: there are none, or variables in their folder are set elsewhere only.
+        """Its checkpoints on this machine. None: there are none, or variables in their folder are
+        set elsewhere only.
 
         Raises:
             ConfigError: a variable in it is not set, and the tasks run here.
@@ -71,7 +73,8 @@ class RunPlan:
 
     Attributes:
         name: of the executor's class.
-        local_ranks: those that this executor runs; the others belong to executors on other machines.
+        local_ranks: those that this executor runs; the others belong to executors on other
+            machines.
         is_local: the tasks run on this machine.
         as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
         at_once: how many tasks run at once, at most.
@@ -114,7 +117,11 @@ class RunPlan:
     @property
     def inputs(self) -> list[Path]:
         """The folders that the readers read."""
-        return [Path(step.data_folder.path).absolute() for step in self.pipeline if hasattr(step, "data_folder")]
+        return [
+            Path(step.data_folder.path).absolute()
+            for step in self.pipeline
+            if hasattr(step, "data_folder")
+        ]
 
     @property
     def kept(self) -> list[tuple[RunnerPlan, Path]]:
@@ -126,7 +133,9 @@ class RunPlan:
         """The tasks process dead letters, so the input may be gone."""
         return any(runner.step.retry_dead_letters for runner in self.runners)
 
-    def incomplete(self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None) -> list[int]:
+    def incomplete(
+        self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
+    ) -> list[int]:
         """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
         if ranks is None:
             ranks = range(self.tasks)
@@ -146,13 +155,19 @@ class RunPlan:
         """Returns when each rank was marked, by the marker's path, if its file system has times."""
         with file_system_call():
             found = self.logging_dir.find("completions", detail=True)
-        times = {name: one.get("mtime") or one.get("LastModified") or one.get("updated") for name, one in found.items()}
+        times = {
+            name: one.get("mtime") or one.get("LastModified") or one.get("updated")
+            for name, one in found.items()
+        }
         return {name: time for name, time in times.items() if time is not None}
 
 
 @contextmanager
-def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Iterator[Callable[[str], str]]:
-    """Gives plans copies of the mirrors of runners whose ranks run as jobs, for checks on this machine.
+def checkpoints_seen(
+    executor: PipelineExecutor, dry_run: bool = False
+) -> Iterator[Callable[[str], str]]:
+    """Gives plans copies of the mirrors of runners whose ranks run as jobs, for checks on this
+    machine.
 
     Yields what puts the mirrors' names into a text.
 
@@ -187,7 +202,8 @@ def checkpoints_seen(executor: PipelineExecutor, dry_run: bool = False) -> Itera
         except CkptError as error:
             shown = [said(str(part)) for part in error.args]
             error.args = tuple(
-                part if str(part) == text else text for part, text in zip(error.args, shown, strict=True)
+                part if str(part) == text else text
+                for part, text in zip(error.args, shown, strict=True)
             )
             raise
 

@@ -1,4 +1,6 @@
-"""``run --sample N``: the first documents of a job, sent as the job would send them, and written elsewhere."""
+"""``run --sample N``: the first documents of a job, sent as the job would send them, and written
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document, list[list[str]]]]:
     """Sends the first documents to the first runner. Their results are a run's below ``folder``.
 
-    Returns each document, and the question and the answer of each of its requests; without one its text and "".
+    Returns each document, and the question and the answer of each of its requests; without one its
+    text and "".
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -34,7 +37,9 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
     step = runner.step
     asked = dict[int, list[list[str]]]()
     step.rollout_fn = noting(step.rollout_fn, asked)
-    step.output_writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
+    step.output_writer = JsonlWriter(
+        str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
+    )
     step.checkpoints_local_dir = str(folder / "checkpoints")
     step.checkpoints_remote_dir = None
     step.records_per_chunk = number
@@ -46,4 +51,6 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
     step.drain_seconds = 0.0
     if first:
         step.run(first, 0, 1)
-    return [(one, asked.get(id(one)) or [[text, ""]]) for one, text in zip(first, texts, strict=True)]
+    return [
+        (one, asked.get(id(one)) or [[text, ""]]) for one, text in zip(first, texts, strict=True)
+    ]

@@ -2,10 +2,10 @@
 
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 
-A process that user code forked with ``os.fork`` shares the sockets and the open checkpoint files with its rank. In our
-code, it would send requests on the rank's connections, or write into its files. So it ends there at once, and closes
-nothing (``end_fork``). If the error of a task ends it, uvloop lets other rollouts make a step in it first, and one of
-them may give the exit code.
+A process that user code forked with ``os.fork`` shares the sockets and the open checkpoint files
+with its rank. In our code, it would send requests on the rank's connections, or write into its
+files. So it ends there at once, and closes nothing (``end_fork``). If the error of a task ends it,
+uvloop lets other rollouts make a step in it first, and one of them may give the exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import Any, TypeVar, TypeVarTuple
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.screen import exit_now
 
-_PATIENCE = (0.5, 0.5, 1.0, 0.0)  # seconds between two cancellations of the tasks that are left at the end
+# Seconds between two cancellations of the tasks that are left at the end.
+_PATIENCE = (0.5, 0.5, 1.0, 0.0)
 _polls: set[int] = set()
 left_behind: list[object] = []
 """Loops of ranks of this process, with tasks or threads that ignored their end."""
@@ -37,8 +38,8 @@ def run(main: Awaitable[_Result]) -> _Result:
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:
-        # A KeyboardInterrupt that ends a task also leaves the loop at once. asyncio would log it as never retrieved
-        # when the task is collected.
+        # A KeyboardInterrupt that ends a task also leaves the loop at once. asyncio would log it as
+        # never retrieved when the task is collected.
         try:
             return await main
         except KeyboardInterrupt as interruption:
@@ -77,18 +78,24 @@ def run(main: Awaitable[_Result]) -> _Result:
 def refuse_nested(what: str) -> None:
     """
     Raises:
-        ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what`` runs another one.
+        ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what``
+            runs another one.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigError(
-            f"{what} was called inside a running event loop (a notebook, or an async function), where it cannot run "
-            "another one: call `await runner.run_async(documents, rank, world_size)` there, with the InferenceRunner "
+            f"{what} was called inside a running event loop (a notebook, or an async function), "
+            "where it cannot run "
+            "another one: call `await runner.run_async(documents, rank, world_size)` there, with "
+            "the InferenceRunner "
             "and what its reader yields, or start the pipeline from a script."
         )
 
 
 def _poll_of(runner: asyncio.Runner) -> int:
-    """Returns the descriptor with which the loop waits. Neither asyncio nor uvloop has a public name for it."""
+    """Returns the descriptor with which the loop waits.
+
+    Neither asyncio nor uvloop has a public name for it.
+    """
     loop: Any = runner.get_loop()
     return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
 
@@ -96,7 +103,8 @@ def _poll_of(runner: asyncio.Runner) -> int:
 def _leave_polls() -> None:
     """Replaces inherited epoll descriptors with empty ones in a fork.
 
-    An epoll is shared with the parent: the fork's copy of the loop would take answers and wakeups of the parent.
+    An epoll is shared with the parent: the fork's copy of the loop would take answers and wakeups
+    of the parent.
     """
     while _polls:
         with select.epoll() as own:
@@ -120,8 +128,8 @@ os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout
 def end_fork(pid: int, error: BaseException | None = None) -> None:
     """Ends this process if it is a fork of process ``pid``, which called user code.
 
-    The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose traceback is
-    printed.
+    The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose
+    traceback is printed.
 
     Args:
         error: what user code raised.
@@ -148,7 +156,8 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
-    """Like ``Runner.close``, which would wait without a limit for a task that ignores its cancellation.
+    """Like ``Runner.close``, which would wait without a limit for a task that ignores its
+    cancellation.
 
     Args:
         threads: they get a few seconds to end, too.
@@ -166,7 +175,8 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
         _polls.discard(_poll_of(runner))
         runner.close()
         return
-    # The loop cannot be closed. Nothing may be collected: a coroutine that ignores its end would log that.
+    # The loop cannot be closed. Nothing may be collected: a coroutine that ignores its end would
+    # log that.
     left_behind.append((runner, asyncio.all_tasks(loop)))
     asyncio.set_event_loop(None)
 
@@ -177,7 +187,9 @@ def exit_past_threads(code: int) -> None:
 
 
 def call_soon(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[*_Arguments], object], *arguments: *_Arguments
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[*_Arguments], object],
+    *arguments: *_Arguments,
 ) -> None:
     try:
         loop.call_soon_threadsafe(callback, *arguments)

@@ -1,9 +1,9 @@
 """Settings of Python's garbage collector that fit a run.
 
-By default Python looks for garbage after every 700 new objects, and now and then through all objects of the process.
-Documents are in no reference cycles, so these collections find nothing, take a third of a run's CPU time, and stop the
-event loop for 80 ms (measured; torch and vLLM in the process make it worse). Only cycles of a user's rollout wait
-longer.
+By default Python looks for garbage after every 700 new objects, and now and then through all
+objects of the process. Documents are in no reference cycles, so these collections find nothing,
+take a third of a run's CPU time, and stop the event loop for 80 ms (measured; torch and vLLM in the
+process make it worse). Only cycles of a user's rollout wait longer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A collection looks at all documents in work: a thousand are 50,000 objects and take 20 to 40 ms. So the first number
-# is above that.
+# A collection looks at all documents in work: a thousand are 50,000 objects and take 20 to 40 ms.
+# So the first number is above that.
 _THRESHOLDS = (100_000, 10, 10)
 
 _lock = threading.Lock()
@@ -28,8 +28,8 @@ _froze = False
 def gc_paused() -> Iterator[None]:
     """Runs no collections, for imports: they make a hundred thousand objects and no garbage.
 
-    If anything was imported, all objects count as old ones afterwards. As young ones they would be looked through
-    twice: 40 ms in all.
+    If anything was imported, all objects count as old ones afterwards. As young ones they would be
+    looked through twice: 40 ms in all.
     """
     enabled = gc.isenabled()
     modules = len(sys.modules)
@@ -49,20 +49,21 @@ def gc_paused() -> Iterator[None]:
 def gc_tuned() -> Iterator[None]:
     """Runs fewer collections, which skip objects made before the run.
 
-    Several ranks may run in threads of the process: the last to leave restores the settings. Enter it around all ranks
-    of a process: what one leaves behind must not be frozen for the next. A collector that is switched off stays off,
-    and higher thresholds stay.
+    Several ranks may run in threads of the process: the last to leave restores the settings. Enter
+    it around all ranks of a process: what one leaves behind must not be frozen for the next. A
+    collector that is switched off stays off, and higher thresholds stay.
     """
     global _runs, _before, _froze
     with _lock:
         _runs += 1
         if _runs == 1:
             _before = gc.get_threshold()
-            # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are any, freeze nothing.
+            # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are
+            # any, freeze nothing.
             _froze = gc.get_freeze_count() == 0
             if _froze:
-                # Frozen garbage stays until the end of the run. A full collection would take 40 ms, and find 5 objects
-                # of 70,000 after all imports.
+                # Frozen garbage stays until the end of the run. A full collection would take 40 ms,
+                # and find 5 objects of 70,000 after all imports.
                 gc.collect(1)
                 gc.freeze()
             if _before[0]:  # 0 switches collections off

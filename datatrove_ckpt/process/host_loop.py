@@ -1,11 +1,13 @@
-"""A rank inside an event loop that runs already: ``await runner.run_async(data)``, or one of several ranks at once.
+"""A rank inside an event loop that runs already: ``await runner.run_async(data)``, or one of
+several ranks at once.
 
-``InferenceRunner.run`` runs in a thread, for what blocks (the checkpoint, output files, the end of the run). Rollouts,
-requests and servers run on the caller's loop, so a rollout may use what belongs to that loop.
+``InferenceRunner.run`` runs in a thread, for what blocks (the checkpoint, output files, the end of
+the run). Rollouts, requests and servers run on the caller's loop, so a rollout may use what belongs
+to that loop.
 
-Cancellations of ``run_async`` are what signals are to ``run``: the first one starts the drain, a second one ends it at
-once. Everything is saved before the cancellation is raised. A loop that ends cancels the rank's tasks, too: then
-nothing is left to drain.
+Cancellations of ``run_async`` are what signals are to ``run``: the first one starts the drain, a
+second one ends it at once. Everything is saved before the cancellation is raised. A loop that ends
+cancels the rank's tasks, too: then nothing is left to drain.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ class HostLoop:
     Args:
         servers: of all ranks that share the loop; None: the rank has servers of its own.
         order: requests of the rank with the lowest one go first.
-        rank: if several share the loop. ``RankThreads`` watches the time limit and notices for all of them.
+        rank: if several share the loop. ``RankThreads`` watches the time limit and notices for all
+            of them.
         shutdown: of the process, if several ranks share the loop.
 
     Attributes:
         has_admitted: the rank has handed out all its documents.
         save: returns when everything that the rank has handed over is on the disk.
-        is_open: the rank processes documents, or closes its files. Before that it has nothing to save.
+        is_open: the rank processes documents, or closes its files. Before that it has nothing to
+            save.
     """
 
     def __init__(
@@ -89,7 +93,10 @@ class HostLoop:
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Marks where the rank has something to save. Afterwards it closes its files, until ``detach``."""
+        """Marks where the rank has something to save.
+
+        Afterwards it closes its files, until ``detach``.
+        """
         self.save = save
         self.is_open = True
         try:
@@ -140,7 +147,9 @@ def rank_of_many() -> int | None:
     return host.rank
 
 
-async def run_hosted(run: Callable[[], _Result], name: str, host: HostLoop | None = None) -> _Result:
+async def run_hosted(
+    run: Callable[[], _Result], name: str, host: HostLoop | None = None
+) -> _Result:
     """Calls ``run`` in a thread, with the running loop as its event loop. Returns its result.
 
     Args:

@@ -1,6 +1,8 @@
-"""What a Hugging Face Job runs: ``uv run job_launch.py FOLDER ZIP``. A file alone: the package is in the zip.
+"""What a Hugging Face Job runs: ``uv run job_launch.py FOLDER ZIP``. A file alone: the package is
+in the zip.
 
-uv installs nothing from hf://. So the zip of the package comes through fsspec, as the pickled executor does.
+uv installs nothing from hf://. So the zip of the package comes through fsspec, as the pickled
+executor does.
 """
 
 from __future__ import annotations
@@ -35,14 +37,20 @@ def main() -> None:
     with fsspec.open(f"{folder}/{name}", "rb") as file:
         zipfile.ZipFile(BytesIO(file.read())).extractall(home)
     sys.path.insert(0, home)
-    os.environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     import dill  # type: ignore[import-untyped]
 
     try:
         with fsspec.open(f"{folder}/executor.pik", "rb") as file:
             executor = dill.load(file)
     except ImportError as error:  # no other start would help, and no executor can say it
-        said = [2, f"{error}, in the job: put its package into dependencies, or its module beside the file."]
+        said = [
+            2,
+            f"{error}, in the job: put its package into dependencies, or its module beside the "
+            "file.",
+        ]
         with fsspec.open(f"{folder}/failures/{os.environ[LAUNCH]}.json", "w") as file:
             json.dump(said, file)
         raise

@@ -19,7 +19,9 @@ def media_bytes() -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes of the machine, or what the cgroups of this process (a container, a Slurm job) leave of it."""
+    """Returns the bytes of the machine, or what the cgroups of this process (a container, a Slurm
+    job) leave of it.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _text(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -28,7 +30,9 @@ def usable_memory(root: Path = Path("/")) -> int:
             group = top / path.lstrip("/")
             for folder in (group, *group.parents):  # each one above limits those below
                 for name in ("memory.max", "memory.limit_in_bytes"):
-                    limits += [int(found) for found in [_text(folder / name).strip()] if found.isdecimal()]
+                    limits += [
+                        int(found) for found in [_text(folder / name).strip()] if found.isdecimal()
+                    ]
                 if folder == top:
                     break
     return min(limits)
@@ -42,7 +46,8 @@ def _text(path: Path) -> str:
 
 
 class ByteBudget:
-    """Limits the bytes that the tasks of one event loop hold together. A task that needs more than all goes alone.
+    """Limits the bytes that the tasks of one event loop hold together. A task that needs more than
+    all goes alone.
 
     Each task acquires once, and they wait in order, so none waits forever.
     """

@@ -1,8 +1,10 @@
-"""The limit on open files: raised at a rank's start to what the rank needs, and named where it was reached after all.
+"""The limit on open files: raised at a rank's start to what the rank needs, and named where it was
+reached after all.
 
-Each request in flight has a connection, which is an open file here and in the server, which inherits the limit. Shells
-and Slurm often start with a soft limit of 1024, which a process may raise up to the hard limit. It is raised no higher
-than needed: some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
+Each request in flight has a connection, which is an open file here and in the server, which
+inherits the limit. Shells and Slurm often start with a soft limit of 1024, which a process may
+raise up to the hard limit. It is raised no higher than needed: some programs walk through all
+numbers up to the limit, and ``select`` fails above 1024.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, caus
 
 # The lifeline pipe, the log while it starts, one connection for health and one for metrics.
 _PER_SERVER = 4
-# 64 journals, the database with its log, a staged file, input files, uploads and the mirror's connections.
+# 64 journals, the database with its log, a staged file, input files, uploads and the mirror's
+# connections.
 _FILES = 128
 # What a library may open in addition, if the hard limit has room.
 _SPARE = 256
@@ -31,7 +34,8 @@ _FEWEST_PER_SERVER = 64
 _PROBED = 4
 _CODES = (errno.EMFILE, errno.ENFILE)
 _ADVICE = (
-    "Raise the limit where the tasks run (ulimit -n), or set a lower number for max_concurrent_generations. Everything "
+    "Raise the limit where the tasks run (ulimit -n), or set a lower number for "
+    "max_concurrent_generations. Everything "
     "saved so far is kept: the same command resumes."
 )
 
@@ -49,8 +53,8 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
     """Returns how many requests may be in flight at once.
 
     Args:
-        setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows, between 64 and 4096 per
-            server.
+        setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows,
+            between 64 and 4096 per server.
     """
     if setting != "auto":
         return setting
@@ -77,14 +81,17 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     wanted = min(needed + others + _SPARE + (requests if servers > 1 else 0), hard)
     if soft < wanted:
         with suppress(ValueError, OSError):  # some systems allow less than the hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            )
     allowed = limits()[0]
     if allowed < needed:
         raise ConfigError(too_low(requests, needed, allowed))
     at_once = min(ranks, 1 + (allowed - needed) // _FILES)
     if at_once < ranks:
         logger.warning(
-            f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they need "
+            f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they "
+            "need "
             f"{needed + others} open files, and this process may have {allowed} (ulimit -n)."
         )
     return at_once
@@ -97,7 +104,8 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
     else:
         lower = ""
     return (
-        f"max_concurrent_generations: {requests} requests at once need {needed} open files, and this process may have "
+        f"max_concurrent_generations: {requests} requests at once need {needed} open files, and "
+        "this process may have "
         f"{allowed} (ulimit -Hn). Raise the limit where the tasks run (ulimit -n {needed}){lower}."
     )
 
@@ -112,8 +120,8 @@ def limits() -> tuple[int, int]:
 def is_caused_by_limit(error: BaseException) -> bool:
     """Whether the error means that no more file could be opened.
 
-    SQLite ("unable to open database file") and the lookup of a host name do not say so. Their errors count if no file
-    can be opened now.
+    SQLite ("unable to open database file") and the lookup of a host name do not say so. Their
+    errors count if no file can be opened now.
     """
     if isinstance(error, OSError) and (error.errno or 0) >= 0:
         return error.errno in _CODES
@@ -122,7 +130,9 @@ def is_caused_by_limit(error: BaseException) -> bool:
 
 def limit_reached(what: str) -> TooManyOpenFiles:
     """Returns the error. ``what`` could not be done: a clause."""
-    return TooManyOpenFiles(f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}")
+    return TooManyOpenFiles(
+        f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
+    )
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""The user's own modules, for machines without them: imported, and beside the script or in this folder.
+"""The user's own modules, for machines without them: imported, and beside the script or in this
+folder.
 
 name.py                            itself
 a package, one with __init__.py    all its files: also templates and tables
@@ -34,14 +35,22 @@ def own_modules() -> dict[str, dict[str, Path]]:
     here = {Path(folder).absolute() for folder in [*sys.path[:1], str(Path.cwd())]}
     for name in sorted({name.partition(".")[0] for name in [*sys.modules]} - {"datatrove_ckpt"}):
         for place in places_of(name):
-            if place.parent in here and place.name in (name, f"{name}.py") and not is_installed(place):
+            if (
+                place.parent in here
+                and place.name in (name, f"{name}.py")
+                and not is_installed(place)
+            ):
                 files = [place] if place.suffix else _files(place)
-                found.setdefault(name, {}).update({file.relative_to(place.parent).as_posix(): file for file in files})
+                found.setdefault(name, {}).update(
+                    {file.relative_to(place.parent).as_posix(): file for file in files}
+                )
     return found
 
 
 def places_of(name: str) -> list[Path]:
-    """Returns the file of an imported module, or the folders of a package; nothing for a built-in module."""
+    """Returns the file of an imported module, or the folders of a package; nothing for a built-in
+    module.
+    """
     spec = getattr(sys.modules.get(name), "__spec__", None)
     if not isinstance(spec, ModuleSpec):
         return []
@@ -60,7 +69,9 @@ def _files(package: Path) -> Iterator[Path]:
         if _ENVIRONMENT & {*folders, *names}:
             folders.clear()
             continue
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _NO_CODE)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name not in _NO_CODE
+        )
         if "__init__.py" in names or str(Path(folder).parent) in regular:
             regular.add(folder)
         for name in sorted(names):
@@ -78,7 +89,8 @@ def version() -> str:
 
 
 def required(*extras: str) -> list[str]:
-    """Returns what the package requires, with these extras. Packages that read pickles have this machine's versions.
+    """Returns what the package requires, with these extras. Packages that read pickles have this
+    machine's versions.
 
     Raises:
         ConfigError: the client of the hub is missing here.
@@ -91,14 +103,22 @@ def required(*extras: str) -> list[str]:
     try:
         return [*found, *(f"{name}=={importlib.metadata.version(name)}" for name in _SAME)]
     except importlib.metadata.PackageNotFoundError as error:
-        raise ConfigError("JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'") from error
+        raise ConfigError(
+            "JobsPipelineExecutor needs huggingface_hub: pip install 'datatrove-ckpt[hub]'"
+        ) from error
 
 
 def bundle() -> bytes:
     """Returns a zip of this package and of the user's own modules. Raises as ``own_files``."""
     package = Path(__file__).parents[1]
-    files = {f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))}
-    contents = {name: path.read_bytes() for name, path in files.items() if path.is_file() and path.suffix != ".pyc"}
+    files = {
+        f"{package.name}/{path.relative_to(package)}": path for path in sorted(package.rglob("*"))
+    }
+    contents = {
+        name: path.read_bytes()
+        for name, path in files.items()
+        if path.is_file() and path.suffix != ".pyc"
+    }
     metadata = importlib.metadata.distribution("datatrove-ckpt").read_text("METADATA") or ""
     contents[f"datatrove_ckpt-{version()}.dist-info/METADATA"] = metadata.encode()
     contents |= own_files()
@@ -119,13 +139,19 @@ def own_files() -> dict[str, bytes]:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
-            f"{written.executor}: the imported modules and packages beside the script or in the working folder have "
-            f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The largest file is "
-            f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs need of it, to a URL."
+            f"{written.executor}: the imported modules and packages beside the script or in the "
+            "working folder have "
+            f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The "
+            "largest file is "
+            f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs "
+            "need of it, to a URL."
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
     for name, data in contents.items():
         text = data.decode(errors="replace")
         if redact(text) != text or is_surely_secret("", text):
-            raise ConfigError(f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use secrets.")
+            raise ConfigError(
+                f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use "
+                "secrets."
+            )
     return contents

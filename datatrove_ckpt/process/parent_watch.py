@@ -1,7 +1,8 @@
 """Kills a worker process whose parent has died: its tasks must be free for the next run.
 
-Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of the actor's pool
-would hold the rank's lock, and its server the GPUs, for a result that nothing takes. Answers are already saved.
+Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of
+the actor's pool would hold the rank's lock, and its server the GPUs, for a result that nothing
+takes. Answers are already saved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _NOTICE_SECONDS = 0.5  # a signal came to parent and worker at the same time
 
 
 def is_pool_worker() -> bool:
-    """Whether this process is a worker of multiprocessing's pool, as datatrove's executors have it."""
+    """Whether this process is a worker of multiprocessing's pool, as datatrove's executors have
+    it.
+    """
     return "PoolWorker" in str(multiprocess.current_process().name)
 
 

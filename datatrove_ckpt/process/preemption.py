@@ -1,17 +1,20 @@
 """Stops a rank early, and then gives the signals that stopped it their usual effect.
 
-    first signal, or Slurm's time limit is near    no new document or request starts; requests in flight have
+    first signal, or Slurm's time limit is near    no new document or request starts; requests in
+                                                   flight have
                                                    ``drain_seconds`` to be answered
     second signal                                  that wait ends at once
-    then                                           everything is saved, the server stops, the old handlers are restored,
+    then                                           everything is saved, the server stops, the old
+                                                   handlers are restored,
                                                    and the signals are raised again for them
 
-If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look like a finished
-rank. One event often sends several signals: srun passes a signal on to tasks that Slurm has signalled already. So a
-signal within ``SAME_EVENT`` seconds of the first one is no second signal.
+If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look
+like a finished rank. One event often sends several signals: srun passes a signal on to tasks that
+Slurm has signalled already. So a signal within ``SAME_EVENT`` seconds of the first one is no second
+signal.
 
-The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop first, and could not
-restore the handler that it replaced.
+The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop
+first, and could not restore the handler that it replaced.
 """
 
 from __future__ import annotations
@@ -86,21 +89,40 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         return
     name = "preemption_notice"
     if any(secrets_among(name, setting)):
-        raise ConfigError(f"{name}: holds what looks like a secret. Let a command read it where the task runs.")
-    if not isinstance(setting, Mapping) or len(setting) != 1 or not {*setting} & {"command", "cloud"}:
-        raise ConfigError(f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}.")
+        raise ConfigError(
+            f"{name}: holds what looks like a secret. Let a command read it where the task runs."
+        )
+    if (
+        not isinstance(setting, Mapping)
+        or len(setting) != 1
+        or not {*setting} & {"command", "cloud"}
+    ):
+        raise ConfigError(
+            f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}."
+        )
     [(kind, value)] = setting.items()
     if kind == "cloud":
         if not isinstance(value, str) or value not in _CLOUDS:
-            raise ConfigError(f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command.")
-    elif isinstance(value, str) or not value or not all(word and isinstance(word, str) for word in value):
-        raise ConfigError(f"{name}.command: takes a list of words, the program first; it is {value!r}.")
+            raise ConfigError(
+                f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command."
+            )
+    elif (
+        isinstance(value, str)
+        or not value
+        or not all(word and isinstance(word, str) for word in value)
+    ):
+        raise ConfigError(
+            f"{name}.command: takes a list of words, the program first; it is {value!r}."
+        )
     if "SIGTERM" not in signals:
-        raise ConfigError(f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there.")
+        raise ConfigError(
+            f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
+        )
 
 
 class NoticeWatch:
-    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a request to stop.
+    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a
+    request to stop.
 
     Args:
         came: called once, in the thread, with the text of the notice.
@@ -111,8 +133,11 @@ class NoticeWatch:
         self._came = came
         self._command: subprocess.Popen[bytes] | None = None
         self._closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        shutdown.call(lambda: self._closed.put(False))  # so that a SIGTERM at the same time gets its reason
-        threading.Thread(target=self._watch, name="datatrove-ckpt preemption notice", daemon=True).start()
+        # So that a SIGTERM at the same time gets its reason.
+        shutdown.call(lambda: self._closed.put(False))
+        threading.Thread(
+            target=self._watch, name="datatrove-ckpt preemption notice", daemon=True
+        ).start()
 
     def close(self) -> None:
         self._closed.put(True)
@@ -120,7 +145,8 @@ class NoticeWatch:
             command.kill()
 
     def _watch(self) -> None:
-        shown = self._value if isinstance(self._value, str) else self._value[0]  # arguments may be long
+        # Arguments may be long.
+        shown = self._value if isinstance(self._value, str) else self._value[0]
         what = f"a preemption notice ({self._kind} {shown}"
         while True:
             try:
@@ -131,8 +157,10 @@ class NoticeWatch:
                 if what not in _said:
                     _said.add(what)
                     logger.warning(
-                        f"preemption_notice: {self._kind} {shown} cannot be asked: {type(error).__name__}: {error}. "
-                        f"The run goes on without notices, and tries again every {POLL_SECONDS:g} s."
+                        f"preemption_notice: {self._kind} {shown} cannot be asked: "
+                        f"{type(error).__name__}: {error}. "
+                        f"The run goes on without notices, and tries again every {POLL_SECONDS:g} "
+                        "s."
                     )
             with suppress(queue.Empty):
                 if get_within(self._closed, POLL_SECONDS):
@@ -157,7 +185,8 @@ class NoticeWatch:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text of an answer; None for status 204 or 404. Uses no proxy: such addresses are the node's own.
+    """Returns the text of an answer; None for status 204 or 404. Uses no proxy: such addresses are
+    the node's own.
 
     Raises:
         OSError: the address cannot be reached, or answers with another status.
@@ -180,7 +209,9 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
 
 
 def _aws() -> str | None:
-    token = _get(f"{METADATA}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
+    token = _get(
+        f"{METADATA}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT"
+    )
     asks = {"X-aws-ec2-metadata-token": token or ""}
     found = _get(f"{METADATA}/latest/meta-data/spot/instance-action", asks)
     if found is None:
@@ -219,18 +250,22 @@ _AGAIN = 0.2
 class LoopWatch:
     """Ends a process that was asked to stop, and whose event loop does not end before ``close``.
 
-    A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows KeyboardInterrupt, holds the main
-    thread; an async generator may never end. Then a thread waits until everything is on the disk, calls the old
-    handlers, which may requeue the job, and ends the process. A run survives that like ``kill -9``.
+    A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows
+    KeyboardInterrupt, holds the main thread; an async generator may never end. Then a thread waits
+    until everything is on the disk, calls the old handlers, which may requeue the job, and ends the
+    process. A run survives that like ``kill -9``.
 
-    While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a disk may be slow.
+    While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a
+    disk may be slow.
 
     Args:
         save: returns when everything that was handed over is on the disk.
         hand_on: calls the signal's old handlers; returns the exit code.
     """
 
-    def __init__(self, shutdown: Shutdown, save: Callable[[], None], hand_on: Callable[[], int]) -> None:
+    def __init__(
+        self, shutdown: Shutdown, save: Callable[[], None], hand_on: Callable[[], int]
+    ) -> None:
         self._shutdown = shutdown
         self._save = save
         self._hand_on = hand_on
@@ -238,7 +273,10 @@ class LoopWatch:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the thread if a stop is requested. Takes no lock, as ``threading.Thread.start`` would."""
+        """Starts the thread if a stop is requested.
+
+        Takes no lock, as ``threading.Thread.start`` would.
+        """
         if self._shutdown.is_requested and not self._started:
             self._started = True
             _thread.start_new_thread(self._watch, ())
@@ -250,7 +288,9 @@ class LoopWatch:
         while not self._closed:
             time.sleep(_AGAIN)
             shutdown = self._shutdown
-            ends_at = max(shutdown.deadline, shutdown.closed_at) + (_GRACE_FAST if shutdown.is_fast else _GRACE)
+            ends_at = max(shutdown.deadline, shutdown.closed_at) + (
+                _GRACE_FAST if shutdown.is_fast else _GRACE
+            )
             if time.monotonic() >= ends_at and not shutdown.open_closings and not self._closed:
                 self._end()
 
@@ -260,21 +300,27 @@ class LoopWatch:
         with suppress(BaseException):
             self._save()
         logger.error(
-            "This rank was asked to stop, and a rollout keeps its event loop from ending: it computes without end, "
-            "calls time.sleep, or has an async generator or a thread that does not end. Everything that is "
+            "This rank was asked to stop, and a rollout keeps its event loop from ending: it "
+            "computes without end, "
+            "calls time.sleep, or has an async generator or a thread that does not end. Everything "
+            "that is "
             "finished is saved, and the process ends now. Run the same command again to resume."
         )
         exit_now(self._hand_on())
 
 
-# Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits every 30 s.
+# Seconds between the end of the drain and the end of the job's time. Slurm looks at time limits
+# every 30 s.
 _MARGIN_SECONDS = 30.0
 _TIME_LIMIT = "the end of the job's time limit"
 _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def has_time_for(drain_seconds: float, seconds: float) -> bool:
-    """Whether work of so many seconds can end before the last drain of this job. True for the first rank."""
+    """Whether work of so many seconds can end before the last drain of this job.
+
+    True for the first rank.
+    """
     return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
 
 
@@ -286,10 +332,13 @@ class Preemption:
         notice: ``preemption_notice``.
 
     Raises:
-        Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See ``raise_again``.
+        Preempted, KeyboardInterrupt, SystemExit: when the block ends, if a stop was requested. See
+            ``raise_again``.
     """
 
-    def __init__(self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None) -> None:
+    def __init__(
+        self, signals: Sequence[str], drain_seconds: float, notice: Setting | None = None
+    ) -> None:
         self.shutdown = Shutdown(drain_seconds)
         self._names = signals
         self._setting = notice
@@ -307,7 +356,8 @@ class Preemption:
         if self._is_pool_worker:
             die_with_parent()
             logger.info(
-                "This rank runs in a worker of multiprocessing's pool: signals end it like kill -9, without a drain. "
+                "This rank runs in a worker of multiprocessing's pool: signals end it like kill "
+                "-9, without a drain. "
                 "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
             )
         if in_main_thread():
@@ -324,7 +374,10 @@ class Preemption:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if (host := host_loop()) is not None:
             host.detach()
@@ -336,34 +389,44 @@ class Preemption:
             handle_between_ranks(numbers)
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
-            logger.error(f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}")
+            logger.error(
+                f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}"
+            )
         raise_again(self._received)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):
             self.shutdown.raise_preempted()
 
-    # when a signal comes -----------------------------------------------------------------------------------------
+    # when a signal comes -------------------------------------------------------------------------
 
     def _receive(self, number: int) -> None:
         if self._is_pool_worker:
             os.kill(os.getpid(), signal.SIGKILL)
         if number not in self._received:
             self._received.append(number)
-        # A rank that fails drains already. Of a worker, the parent may ask that all end: another rank has failed, too.
+        # A rank that fails drains already. Of a worker, the parent may ask that all end: another
+        # rank has failed, too.
         shutdown = self.shutdown
-        is_first = not shutdown.is_stopping or (worker_slot() is not None and not shutdown.is_requested)
-        shutdown.request((self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name)
+        is_first = not shutdown.is_stopping or (
+            worker_slot() is not None and not shutdown.is_requested
+        )
+        shutdown.request(
+            (self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name
+        )
         if not is_first and shutdown.seconds > SAME_EVENT:
             unnoticed = shutdown.is_unnoticed
             shutdown.fast_stop()
             if unnoticed:
-                raise KeyboardInterrupt  # the first signal was not noticed, so something blocks the event loop
+                # The first signal was not noticed, so something blocks the event loop.
+                raise KeyboardInterrupt
         if self._interruptible:
             raise KeyboardInterrupt
 
     def _notice_came(self, notice: str) -> None:
-        """Requests a stop. A worker signals its parent: all its ranks must stop, and none may start again."""
+        """Requests a stop. A worker signals its parent: all its ranks must stop, and none may start
+        again.
+        """
         self._notice = notice
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
@@ -381,7 +444,9 @@ class Preemption:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Lets handled signals raise KeyboardInterrupt in slow code that may be cut off anywhere."""
+        """Lets handled signals raise KeyboardInterrupt in slow code that may be cut off
+        anywhere.
+        """
         self._interruptible = True
         try:
             if self.shutdown.is_requested:
@@ -404,7 +469,10 @@ class Preemption:
             yield
 
     def _hand_on(self) -> int:
-        """Calls the old handlers in this thread: the main thread is blocked. Returns the exit code."""
+        """Calls the old handlers in this thread: the main thread is blocked.
+
+        Returns the exit code.
+        """
         for number in self._received:
             previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
@@ -423,7 +491,9 @@ class Preemption:
         end = await slurm_deadline()
         if end is None:
             return
-        await asyncio.sleep(stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time())
+        await asyncio.sleep(
+            stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time()
+        )
         self.stop_for_time_limit()
 
     def check_time_limit(self) -> None:
@@ -433,7 +503,9 @@ class Preemption:
         """
         if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()
-            logger.warning(f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it.")
+            logger.warning(
+                f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it."
+            )
             self.shutdown.raise_preempted()
 
     def stop_before(self, end: float | None, reserve: float) -> None:
@@ -443,8 +515,14 @@ class Preemption:
 
     def stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
-            # As if the signal had come whose old handler requeues the job. For a worker, its parent does that.
-            usual = {number: self._handlers.usual.get(number, signal.getsignal(number)) for number in _REQUEUING}
+            # As if the signal had come whose old handler requeues the job. For a worker, its parent
+            # does that.
+            usual = {
+                number: self._handlers.usual.get(number, signal.getsignal(number))
+                for number in _REQUEUING
+            }
             if worker_slot() is None and not self._is_pool_worker:
-                self._received += [number for number, handler in usual.items() if callable(handler)][:1]
+                self._received += [
+                    number for number, handler in usual.items() if callable(handler)
+                ][:1]
             self.shutdown.request(_TIME_LIMIT)

@@ -1,13 +1,16 @@
 """Several ranks of one process at once, over one event loop and one set of servers.
 
-The end of a rank waits minutes for its last long answers, while the servers have hardly any requests. So:
+The end of a rank waits minutes for its last long answers, while the servers have hardly any
+requests. So:
 
-    a rank starts    when each running rank has handed out all its documents, and the servers have free places
+    a rank starts    when each running rank has handed out all its documents, and the servers have
+                     free places
     requests         of the rank that started first are sent first
     a failure        drains its rank, then all other ranks. No further rank starts
     a signal         drains all ranks. The old handlers are called once all ranks have ended
 
-The loop runs in the main thread, and what blocks runs in a thread for each rank: see ``host_loop.py``.
+The loop runs in the main thread, and what blocks runs in a thread for each rank: see
+``host_loop.py``.
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ class RankThreads:
                 rank = await self._next(running, servers)
                 if rank is None:
                     break
-                host = HostLoop(asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown)
+                host = HostLoop(
+                    asyncio.get_running_loop(), servers, order, rank, self._preemption.shutdown
+                )
                 self._hosts.append(host)
                 self._stop()  # if a signal came since the look above
                 running.add(asyncio.create_task(self._work(rank, host)))
@@ -100,8 +105,12 @@ class RankThreads:
 
     @property
     def _may_leave(self) -> bool:
-        """A signal ends the process, and the ranks that are left only wait for a mirror or a listing."""
-        return self._preemption.shutdown.is_requested and not any(host.is_open for host in self._hosts)
+        """A signal ends the process, and the ranks that are left only wait for a mirror or a
+        listing.
+        """
+        return self._preemption.shutdown.is_requested and not any(
+            host.is_open for host in self._hosts
+        )
 
     @property
     def _ends(self) -> bool:
@@ -128,8 +137,12 @@ class RankThreads:
         finally:
             taking.cancel()
 
-    async def _look(self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]) -> None:
-        ended, _ = await asyncio.wait({*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    async def _look(
+        self, running: set[asyncio.Task[None]], *others: asyncio.Task[int | None]
+    ) -> None:
+        ended, _ = await asyncio.wait(
+            {*running, *others}, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         running -= ended
 
     async def _work(self, rank: int, host: HostLoop) -> None:
@@ -146,7 +159,10 @@ class RankThreads:
             self._hosts.remove(host)
 
     def _stop(self) -> None:
-        """Stops all ranks if the process stops or a rank has failed. May run in a signal handler."""
+        """Stops all ranks if the process stops or a rank has failed.
+
+        May run in a signal handler.
+        """
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         if self._failure is not None:

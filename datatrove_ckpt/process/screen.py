@@ -1,10 +1,12 @@
-"""Shows where the ranks of a command stand: a bar on a terminal, elsewhere a line in the log from time to time.
+"""Shows where the ranks of a command stand: a bar on a terminal, elsewhere a line in the log from
+time to time.
 
     ranks in this process      report here, and each report draws
     ranks in our workers       report over their pipe; the parent calls ``tick``
     elsewhere                  a rank has a screen of its own
 
-Each rank reports a ``RankProgress`` about once a second. The work of an attempt begins at 0, so only its growth counts.
+Each rank reports a ``RankProgress`` about once a second. The work of an attempt begins at 0, so
+only its growth counts.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class RankProgress(NamedTuple):
         work: documents, requests that ended, and completion tokens of this attempt.
         share: of the input, from 0 to 1; None if unknown.
         size: of the input, in ``unit``, "bytes" or "rows".
-        state: in place of usual work, such as "waiting for the server", and for how many ``seconds``.
+        state: in place of usual work, such as "waiting for the server", and for how many
+            ``seconds``.
         is_outage: requests fail, and none is answered.
     """
 
@@ -61,7 +64,9 @@ class RankProgress(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has read something, or finished documents of an input that reports no place."""
+        """Whether it has read something, or finished documents of an input that reports no
+        place.
+        """
         return self.unit is not None or self.work[0] > 0
 
 
@@ -89,7 +94,11 @@ class RunProgress:
     """
 
     def __init__(
-        self, ranks: int = 1, complete: int = 0, documents: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        ranks: int = 1,
+        complete: int = 0,
+        documents: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks = ranks
         self._clock = clock
@@ -97,7 +106,8 @@ class RunProgress:
         self._documents_before = documents
         self._last: dict[int, RankProgress] = {}
         self._done: set[int] = set()
-        self._begun: dict[int, tuple[float, float]] = {}  # when each rank was first at work, and its share then
+        # When each rank was first at work, and its share then.
+        self._begun: dict[int, tuple[float, float]] = {}
         self.work = [0, 0, 0]  # documents, requests, tokens
         self._gained = 0.0  # shares of ranks
         self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
@@ -122,17 +132,23 @@ class RunProgress:
             if progress.documents == progress.work[0]:
                 before_share = 0.0
             self._gain(rank, share, before_share)
-            if self._begun.get(rank, (0.0, share))[1] == share:  # its server starts: that is no pace
+            # Its server starts: that is no pace.
+            if self._begun.get(rank, (0.0, share))[1] == share:
                 self._begun[rank] = self._clock(), share
 
     def _gain(self, rank: int, share: float, before: float) -> None:
-        """Counts a share. A short task reports too seldom, so its share ``before`` its first report counts, too."""
+        """Counts a share. A short task reports too seldom, so its share ``before`` its first report
+        counts, too.
+        """
         known = self._shares.get(rank, before)
         self._shares[rank] = max(known, share)
         self._gained += self._shares[rank] - known
 
     def complete(self, rank: int, documents: int = 0) -> None:
-        """Marks a rank as complete. ``documents``: of a rank that another process has run, and that never reports."""
+        """Marks a rank as complete.
+
+        ``documents``: of a rank that another process has run, and that never reports.
+        """
         if rank not in self._last and rank not in self._done:
             self._documents_before += documents
         self._done.add(rank)
@@ -168,7 +184,9 @@ class RunProgress:
 
         A rank that has not begun counts as large as the average of the others.
         """
-        begun = {rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done}
+        begun = {
+            rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done
+        }
         complete = self._complete_elsewhere
         if not begun:
             return complete / self.ranks or None
@@ -189,7 +207,9 @@ class RunProgress:
     @property
     def is_estimated(self) -> bool:
         """Whether the size of some ranks' inputs is still unknown."""
-        begun = sum(progress.has_begun or rank in self._done for rank, progress in self._last.items())
+        begun = sum(
+            progress.has_begun or rank in self._done for rank, progress in self._last.items()
+        )
         return begun < self.ranks - self._complete_elsewhere
 
     @property
@@ -201,11 +221,17 @@ class RunProgress:
         now = self._sample(self._clock())
         first = self._since(now.at - _RATE_SECONDS)
         seconds = max(now.at - first.at, 1e-9)
-        return Rates(*((after - before) / seconds for before, after in zip(first.work, now.work, strict=True)))
+        return Rates(
+            *(
+                (after - before) / seconds
+                for before, after in zip(first.work, now.work, strict=True)
+            )
+        )
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left at the rate of the last ten minutes, and at least what the slowest rank needs.
+        """Seconds left at the rate of the last ten minutes, and at least what the slowest rank
+        needs.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
@@ -218,7 +244,8 @@ class RunProgress:
         left = (1.0 - share) / rate
         for rank, (at, before) in self._begun.items():
             moved = (self._last[rank].share or 0.0) - before
-            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:  # the first answers are no pace
+            # The first answers are no pace.
+            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
         if now - self._newest_at <= left < _LONGEST_LEFT:
             return left
@@ -248,7 +275,8 @@ class RunProgress:
         if len({progress.state for progress in at_work}) != 1:
             return ""
         newest = min(at_work, key=lambda progress: progress.seconds)
-        if newest.state in (WAITING, READING) and self.rates.documents:  # short tasks that have just begun
+        # Short tasks that have just begun.
+        if newest.state in (WAITING, READING) and self.rates.documents:
             return ""
         if not newest.seconds:
             return newest.state
@@ -265,7 +293,9 @@ class RunProgress:
         return percent(share)
 
     def parts(self) -> list[tuple[int, str]]:
-        """Returns the other texts, each with its weight: a narrow terminal leaves out high ones first."""
+        """Returns the other texts, each with its weight: a narrow terminal leaves out high ones
+        first.
+        """
         rates = self.rates
         left = self.seconds_left
         parts = [(0, plural(self.documents, "doc"))]
@@ -309,24 +339,32 @@ _FALLBACK_COLUMNS = 80
 
 def has_terminal() -> bool:
     try:
-        return sys.stderr.isatty() and sys.stderr.fileno() >= 0 and os.environ.get("TERM", "dumb") != "dumb"
+        return (
+            sys.stderr.isatty()
+            and sys.stderr.fileno() >= 0
+            and os.environ.get("TERM", "dumb") != "dumb"
+        )
     except (AttributeError, OSError, ValueError):  # no stream, a closed one, or one without a file
         return False
 
 
 class BarTerminal:
-    """Draws a bar on the last line of a terminal, below everything that is printed in a ``with`` block.
+    """Draws a bar on the last line of a terminal, below everything that is printed in a ``with``
+    block.
 
-    The cursor stays at the first column of the bar. A printed line clears the bar in the same write:
+    The cursor stays at the first column of the bar. A printed line clears the bar in the same
+    write:
 
-        this process      its streams are replaced: each whole line clears the bar and draws it again below
+        this process      its streams are replaced: each whole line clears the bar and draws it
+                          again below
         its workers       their streams only clear it; this process draws it again a moment later
         the terminal      writes ^C over the first two columns of the bar
         others            overwrite the bar; the next drawing clears the rest
 
-    So no process waits for another one, nothing is lost if one is killed, and the terminal needs no restoring. A
-    thread, or a scroll region as apt has, would have to be ended in order. tqdm writes the text and the bar one after
-    the other, so that lines of two processes mix, and its lock is held in forks.
+    So no process waits for another one, nothing is lost if one is killed, and the terminal needs no
+    restoring. A thread, or a scroll region as apt has, would have to be ended in order. tqdm writes
+    the text and the bar one after the other, so that lines of two processes mix, and its lock is
+    held in forks.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.
@@ -468,7 +506,8 @@ def _is_same_terminal(stream: TextIO, fd: int) -> bool:
 
 
 def _move_logging(old: object, new: object) -> None:
-    """Lets loguru's handlers for a stream write to another one, so that log lines are printed above the bar.
+    """Lets loguru's handlers for a stream write to another one, so that log lines are printed above
+    the bar.
 
     loguru has no public way to list its handlers. Added again, they would lose their settings.
     """
@@ -500,7 +539,8 @@ _report: Report | None = None
 class Screen:
     """Shows progress while the ranks of a command run in a ``with`` block.
 
-    Without a terminal, or outside of the block, it logs lines: the first after 10 seconds, then one each ``interval``.
+    Without a terminal, or outside of the block, it logs lines: the first after 10 seconds, then one
+    each ``interval``.
     """
 
     progress: RunProgress
@@ -512,7 +552,8 @@ class Screen:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
         self._outer = _report
-        self._context = contextvars.copy_context()  # a rank of many that reports must not log the line as its own
+        # A rank of many that reports must not log the line as its own.
+        self._context = contextvars.copy_context()
 
     @property
     def has_bar(self) -> bool:

@@ -1,12 +1,14 @@
 """Shutdown: whether a rank ends early, and how quickly. All code that waits, waits on it.
 
     ``is_requested``   a signal or the like asked for a stop
-    ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have until ``deadline``
+    ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have
+                       until ``deadline``
     ``is_fast``        a second signal came: nothing is waited for
-    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing can be saved
+    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing
+                       can be saved
 
-``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and ``fast_stop`` are
-called in signal handlers: nothing here takes a lock or logs, and no callback may.
+``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and
+``fast_stop`` are called in signal handlers: nothing here takes a lock or logs, and no callback may.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ T = TypeVar("T")
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
-# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the job.
+# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the
+# job.
 DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 """Seconds: signals that follow the first one within this time are the same request to stop."""
@@ -40,10 +43,14 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
         ConfigError: a name is not a signal, or a signal that no process can catch.
     """
     if isinstance(names, str):
-        raise ConfigError(f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}.")
+        raise ConfigError(
+            f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}."
+        )
     for name in names:
         if name not in signal.Signals.__members__:
-            raise ConfigError(f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM.")
+            raise ConfigError(
+                f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM."
+            )
         if name in ("SIGKILL", "SIGSTOP"):
             raise ConfigError(f"drain_signals: no process can catch {name}.")
     return tuple(names)
@@ -65,7 +72,8 @@ class Shutdown:
         given_up: how many requests were in flight when the drain ended.
         open_closings: how many ``closing`` blocks are open.
         closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
-        handles_interrupt: SIGINT requests a stop, so Python's own handler raises no KeyboardInterrupt.
+        handles_interrupt: SIGINT requests a stop, so Python's own handler raises no
+            KeyboardInterrupt.
     """
 
     def __init__(self, drain_seconds: float = 0.0) -> None:
@@ -139,7 +147,9 @@ class Shutdown:
 
     @property
     def is_unnoticed(self) -> bool:
-        """Something blocks the event loop: it waits for a stop, and does not see the requested one."""
+        """Something blocks the event loop: it waits for a stop, and does not see the requested
+        one.
+        """
         return self._unnoticed and self.cause != ""
 
     @property
@@ -158,12 +168,19 @@ class Shutdown:
             self.raise_preempted()
 
     def raised(self, error: BaseException) -> bool:
-        """Whether a signal may have raised this error; otherwise the user's code raised it itself."""
-        return isinstance(error, KeyboardInterrupt) and (self.cause != "" or not self.handles_interrupt)
+        """Whether a signal may have raised this error; otherwise the user's code raised it
+        itself.
+        """
+        return isinstance(error, KeyboardInterrupt) and (
+            self.cause != "" or not self.handles_interrupt
+        )
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Marks work that a stop must wait for, and that limits its time itself. Only on the event loop."""
+        """Marks work that a stop must wait for, and that limits its time itself.
+
+        Only on the event loop.
+        """
         self.open_closings += 1
         try:
             with nullcontext() if self.parent is None else self.parent.closing():
@@ -233,11 +250,13 @@ class Shutdown:
         return True
 
     def join(self, ended: queue.SimpleQueue[bool], running: float | None, draining: float) -> bool:
-        """Waits until another thread puts True into ``ended``. Returns whether it has. Not on the event loop.
+        """Waits until another thread puts True into ``ended``. Returns whether it has. Not on the
+        event loop.
 
         Args:
             running: seconds to wait if no stop is requested; None: without a limit.
-            draining: seconds to wait from now, or from a stop that is requested meanwhile; 0 after a fast stop.
+            draining: seconds to wait from now, or from a stop that is requested meanwhile; 0 after
+                a fast stop.
         """
         started = time.monotonic()
         with self.calling(lambda: ended.put(False)):
@@ -258,14 +277,15 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """``SimpleQueue.get`` for a queue that one thread reads, without a fault of CPython (seen in 3.11).
+    """``SimpleQueue.get`` for a queue that one thread reads, without a fault of CPython (seen in
+    3.11).
 
     Raises:
         queue.Empty: nothing came within that time.
     """
-    # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how much of its time is
-    # left, and waits forever if that is negative, because the thread had to wait for a processor. ``get_nowait`` leaves
-    # the lock of an empty queue taken.
+    # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how
+    # much of its time is left, and waits forever if that is negative, because the thread had to
+    # wait for a processor. ``get_nowait`` leaves the lock of an empty queue taken.
     try:
         return items.get_nowait()
     except queue.Empty:

@@ -1,18 +1,21 @@
-"""Sets and restores the handlers of signals that stop ranks, and raises the signals again. No other module does.
+"""Sets and restores the handlers of signals that stop ranks, and raises the signals again. No other
+module does.
 
-    a rank                 drains, then gives each signal its usual effect         ``preemption.py``
-    worker processes       the parent passes signals on, a worker ends its tasks   ``workers.py``, ``worker.py``
-    between two ranks      a task of Slurm is requeued, then the usual effect      ``handle_between_ranks``
-    a command              ends with one line                                      ``Interruption``
+    a rank               drains, then gives each signal its usual effect (``preemption.py``)
+    worker processes     the parent passes signals on, a worker ends its tasks (``workers.py``)
+    between two ranks    a task of Slurm is requeued, then as usual (``handle_between_ranks``)
+    a command            ends with one line (``Interruption``)
 
-They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's. The usual effect
-of a signal (``raise_again``) is a call of the user's handler, as datatrove's requeue handler. Where the default action
-would kill, it is SystemExit(128 + n), so that the ``finally`` blocks above run: datatrove's executor ends its manager
-process there, which would otherwise stay forever.
+They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's.
+The usual effect of a signal (``raise_again``) is a call of the user's handler, as datatrove's
+requeue handler. Where the default action would kill, it is SystemExit(128 + n), so that the
+``finally`` blocks above run: datatrove's executor ends its manager process there, which would
+otherwise stay forever.
 
-A worker of multiprocessing's pool, as datatrove's executor has it, kills itself: CPython's pool waits without end for
-the result of a worker that ends by itself, and its ``terminate`` waits for workers that do not end. A handler that
-exits, as Ray's, would raise SystemExit in a rollout, whose document would pay for it.
+A worker of multiprocessing's pool, as datatrove's executor has it, kills itself: CPython's pool
+waits without end for the result of a worker that ends by itself, and its ``terminate`` waits for
+workers that do not end. A handler that exits, as Ray's, would raise SystemExit in a rollout, whose
+document would pay for it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,15 @@ from typing import NoReturn, Self, TypeAlias
 
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.screen import leave_terminal
-from datatrove_ckpt.process.slurm_job import in_slurm_task, job_id_in_environment, requeue_if_preempted
+from datatrove_ckpt.process.slurm_job import (
+    in_slurm_task,
+    job_id_in_environment,
+    requeue_if_preempted,
+)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts in the background.
+# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts
+# in the background.
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
@@ -51,7 +59,8 @@ def may_handle(number: int) -> bool:
 
 
 class Handlers:
-    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main thread.
+    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main
+    thread.
 
     In a process that is forked meanwhile, a signal has its usual effect.
 
@@ -86,7 +95,8 @@ class Handlers:
 
 
 class Interruption:
-    """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with`` block.
+    """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with``
+    block.
 
     Attributes:
         number: the signal that came.
@@ -98,7 +108,9 @@ class Interruption:
         self._handlers = Handlers(self._receive)
 
     def __enter__(self) -> Self:
-        self._handlers.install(number for number in self._numbers if signal.getsignal(number) in _FATAL)
+        self._handlers.install(
+            number for number in self._numbers if signal.getsignal(number) in _FATAL
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -110,7 +122,8 @@ class Interruption:
 
 
 def raise_again(numbers: Iterable[int]) -> None:
-    """Gives each signal its usual effect, through the stack. Returns if no signal ends this process.
+    """Gives each signal its usual effect, through the stack. Returns if no signal ends this
+    process.
 
     Raises:
         SystemExit: the signal's default action would end this process.
@@ -131,8 +144,12 @@ def raise_again(numbers: Iterable[int]) -> None:
 def _exit(number: int) -> NoReturn:
     if event_loop.left_behind:  # Python would wait for it
         end_by(number)
-    if any(thread is not threading.main_thread() and not thread.daemon for thread in threading.enumerate()):
-        # Python waits for such threads at its exit, without a limit. The signal's default action would not.
+    if any(
+        thread is not threading.main_thread() and not thread.daemon
+        for thread in threading.enumerate()
+    ):
+        # Python waits for such threads at its exit, without a limit. The signal's default action
+        # would not.
         timer = threading.Timer(_EXIT_SECONDS, end_by, [number])
         timer.daemon = True
         timer.start()
@@ -158,10 +175,11 @@ between_ranks = Handlers(_receive_between_ranks)
 
 
 def handle_between_ranks(numbers: Iterable[int]) -> None:
-    """Installs ``between_ranks`` in a task of datatrove's Slurm executor, which may run several ranks in turn.
+    """Installs ``between_ranks`` in a task of datatrove's Slurm executor, which may run several
+    ranks in turn.
 
-    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has no handler: the job
-    of a task that is being preempted would count as failed.
+    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has
+    no handler: the job of a task that is being preempted would count as failed.
     """
     if in_slurm_task():
         kept = (None, signal.SIG_IGN, signal.default_int_handler)

@@ -1,9 +1,9 @@
 """The Slurm job of this task: when it ends, and how to requeue it when Slurm preempts it.
 
-Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is over. A step that
-ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the task must request it. But not
-after ``scancel``, whose job the request would restart: only a job that is being preempted has a PreemptTime and still
-runs.
+Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is
+over. A step that ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed
+job: the task must request it. But not after ``scancel``, whose job the request would restart: only
+a job that is being preempted has a PreemptTime and still runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _SCONTROL_TIMEOUT = 10.0  # seconds
 _SQUEUE_TIMEOUT = 15.0  # seconds
 
 _first_asked: dict[float, float] = {}
-"""By the end of the job: when a rank of this process asked for it first. Both in seconds since the epoch."""
+"""By the end of the job: when a rank of this process asked for it first.
+
+Both in seconds since the epoch.
+"""
 
 
 def job_id() -> str | None:
@@ -46,7 +49,10 @@ def in_slurm_task() -> bool:
 
 @contextmanager
 def job_id_in_environment() -> Iterator[None]:
-    """Sets SLURM_JOB_ID to ``job_id()`` for a while. Else datatrove's handler would requeue the whole array."""
+    """Sets SLURM_JOB_ID to ``job_id()`` for a while.
+
+    Else datatrove's handler would requeue the whole array.
+    """
     job = job_id()
     before = os.environ.get("SLURM_JOB_ID")
     if job is None or before is None:
@@ -66,36 +72,46 @@ def requeue_if_preempted() -> None:
     try:
         record = _scontrol("--oneliner", "show", "job", job)
         fields = dict(word.split("=", 1) for word in record.split() if "=" in word)
-        if fields.get("JobState") in ("RUNNING", "SIGNALING") and fields.get("PreemptTime", "None") != "None":
+        if (
+            fields.get("JobState") in ("RUNNING", "SIGNALING")
+            and fields.get("PreemptTime", "None") != "None"
+        ):
             _scontrol("requeue", job)
             logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning(f"Job {job} could not be requeued: {error}. Submit the incomplete tasks again.")
+        logger.warning(
+            f"Job {job} could not be requeued: {error}. Submit the incomplete tasks again."
+        )
 
 
 def _scontrol(*arguments: str) -> str:
     command = ["scontrol", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
+    )
     if done.returncode:
         raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
 
 
-# The time limit -------------------------------------------------------------------------------------------------------
+# The time limit ----------------------------------------------------------------------------------
 
 
 def stop_time(end: float, reserve: float) -> float:
     """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
-    At least half of the time since this process's first rank is for work, however short it is. Else such a job would be
-    requeued again and again without progress.
+    At least half of the time since this process's first rank is for work, however short it is. Else
+    such a job would be requeued again and again without progress.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)
 
 
 def is_time_up(reserve: float) -> bool:
-    """Whether a rank that starts now must stop at once. False for the first rank of a process. Calls no command."""
+    """Whether a rank that starts now must stop at once.
+
+    False for the first rank of a process. Calls no command.
+    """
     end = _known_end()
     if end is None and _first_asked and job_id() is not None:
         end = list(_first_asked)[-1]
@@ -109,7 +125,10 @@ def _known_end() -> float | None:
 
 
 async def slurm_deadline() -> float | None:
-    """Returns when Slurm ends this job, in seconds since the epoch. None outside of Slurm, or if that is unknown."""
+    """Returns when Slurm ends this job, in seconds since the epoch.
+
+    None outside of Slurm, or if that is unknown.
+    """
     if (end := _known_end()) is not None:
         return end
     job = job_id()

@@ -1,8 +1,8 @@
 """Makes each log line one entry without secrets and control characters, before a sink gets it.
 
-datatrove replaces loguru's sinks for every task; only a patcher survives that. A traceback becomes a part of the
-message, because loguru's own shows the values of variables, API keys included. datatrove's record of a task's failure
-gets our error as its message; an interruption is no error.
+datatrove replaces loguru's sinks for every task; only a patcher survives that. A traceback becomes
+a part of the message, because loguru's own shows the values of variables, API keys included.
+datatrove's record of a task's failure gets our error as its message; an interruption is no error.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ def safe_log() -> None:
 
 
 class QuietErrors:
-    """Keeps tracebacks of this package's errors off the terminal, in every process that unpickles this object.
+    """Keeps tracebacks of this package's errors off the terminal, in every process that unpickles
+    this object.
 
-    On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed, too.
+    On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed,
+    too.
 
     Args:
         said_later: see ``say_errors_later``.
@@ -63,7 +65,9 @@ class QuietErrors:
         return "QuietErrors()"
 
 
-def _say_nothing_twice(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _say_nothing_twice(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if own_error(error) is None:
         sys.__excepthook__(kind, error, trace)
 
@@ -80,7 +84,9 @@ def log_disabled(*packages: str) -> Iterator[None]:
 
 
 def say_errors_later(yes: bool) -> None:
-    """Sets whether the command prints the message of a task's error at its end; then the log only names the error."""
+    """Sets whether the command prints the message of a task's error at its end; then the log only
+    names the error.
+    """
     global _said_later
     _said_later = yes
 
@@ -101,7 +107,8 @@ def task_of_many(yes: bool) -> Iterator[None]:
 def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
     if theirs is not None:
         theirs(record)
-    hidden_as = ""  # the terminal shows INFO and above while a task runs, the log file all, with this name
+    # The terminal shows INFO and above while a task runs, the log file all, with this name.
+    hidden_as = ""
     error = record["exception"] and record["exception"].value
     if error is not None:
         record["exception"] = None
@@ -122,7 +129,9 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
     if _of_many and record["level"].no < _WARNING and str(record["name"]).startswith(_ROUTINE):
         hidden_as = record["level"].name
     if hidden_as:
-        record["level"] = type(record["level"])(hidden_as, logger.level("DEBUG").no, record["level"].icon)
+        record["level"] = type(record["level"])(
+            hidden_as, logger.level("DEBUG").no, record["level"].icon
+        )
     record["message"] = log_text(record["message"])
 
 

@@ -1,10 +1,11 @@
 """The log files of tasks: datatrove's, with two differences.
 
-A task appends to its log: datatrove would truncate the log of a living rank that is started a second time. Ranks that
-run at once in this process have a log each: datatrove would remove the others' logs. A line of a thread that belongs to
-no rank goes to all of these logs.
+A task appends to its log: datatrove would truncate the log of a living rank that is started a
+second time. Ranks that run at once in this process have a log each: datatrove would remove the
+others' logs. A line of a thread that belongs to no rank goes to all of these logs.
 
-Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a step.
+Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from datatrove_ckpt.process.host_loop import rank_of_many
 _add_task_logger = base.add_task_logger
 _close_task_logger = base.close_task_logger
 _LINE = (
-    "{time:YYYY-MM-DD HH:mm:ss.SSS} | <level>{level: <8}</level> | {name}:{function}:{line} - <level>{message}</level>"
+    "{time:YYYY-MM-DD HH:mm:ss.SSS} | <level>{level: <8}</level> | {name}:{function}:{line} - "
+    "<level>{message}</level>"
 )
 _sinks: dict[int, int] = {}
 """The sinks of ranks that run at once, by the ids of their log files."""
@@ -66,7 +68,9 @@ def _line_of_many(record: object) -> str:
 
 @contextmanager
 def log_of_many(slot: int) -> Iterator[None]:
-    """Lets the terminal show of several ranks what datatrove shows of one, each line with its task."""
+    """Lets the terminal show of several ranks what datatrove shows of one, each line with its
+    task.
+    """
     logger.remove()
     logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_line_of_many)
     try:

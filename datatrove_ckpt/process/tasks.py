@@ -18,14 +18,18 @@ class Tasks(Protocol):
         """Reports the result of a task."""
 
     def failed(self, task: int | None, error: BaseException) -> None:
-        """Reports the failure of a task, or of what runs them all. The error is raised once all tasks have ended."""
+        """Reports the failure of a task, or of what runs them all.
+
+        The error is raised once all tasks have ended.
+        """
 
 
 class TaskList:
     """Tasks from an iterator, which may block.
 
     Args:
-        done: called with each task and its result, unless that is None: another process has the task.
+        done: called with each task and its result, unless that is None: another process has the
+            task.
     """
 
     def __init__(self, tasks: Iterable[int], done: Callable[[int, Any], None]) -> None:

@@ -54,7 +54,9 @@ class Reported(NamedTuple):
 
 
 def worker_slot() -> int | None:
-    """Returns the number of this worker among its parent's workers, from 0; None in another process."""
+    """Returns the number of this worker among its parent's workers, from 0; None in another
+    process.
+    """
     return _slot
 
 
@@ -82,9 +84,11 @@ def work(
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with tostop would stop what it logs
+    # Or a terminal with tostop would stop what it logs.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     die_with_parent()
-    # While signals are blocked: Python reports a loop that one interrupted in its making with a traceback of its own.
+    # While signals are blocked: Python reports a loop that one interrupted in its making with a
+    # traceback of its own.
     fsspec.asyn.get_loop()
     worker = _Worker(connection)
     Handlers(worker.receive).install(numbers)
@@ -177,7 +181,9 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
             what = f"called sys.exit({error.code!r})"
         else:
             what = f"raised {type(error).__name__}"
-        return UnexpectedExit(f"A step of {task} {what}. The task is not complete; raise an Exception instead.")
+        return UnexpectedExit(
+            f"A step of {task} {what}. The task is not complete; raise an Exception instead."
+        )
     text = "".join(traceback.format_exception(error))
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))

@@ -1,20 +1,21 @@
 """Worker processes that we start and own. Each takes its tasks over a pipe.
 
-    this process                                         a worker
-    starts it, with signals blocked               ->     sets its handlers, unblocks, leaves the process group
-                                                  <-     "ready": it has room for a task, perhaps beside others
-    sends a task                                  ->     runs it
-    shows it                                      <-     where its rank stands, once a second
-                                                  <-     its outcome
-    passes on each signal that asks for a stop    ->     its tasks drain, or end; its outcome says so
-    sends None                                    ->     ends
+    this process                         a worker
+    starts it, with signals blocked  ->  sets its handlers, unblocks, leaves the process group
+                                     <-  "ready": it has room for a task, perhaps beside others
+    sends a task                     ->  runs it
+    shows it                         <-  where its rank stands, once a second
+                                     <-  its outcome
+    passes on signals to stop        ->  its tasks drain, or end; its outcome says so
+    sends None                       ->  ends
 
-A worker that is ready, and still works on tasks, gets no None before they are done: another worker may die and leave a
-task. If a worker dies with several tasks, each of them is tried alone: any of them may have killed it.
+A worker that is ready, and still works on tasks, gets no None before they are done: another worker
+may die and leave a task. If a worker dies with several tasks, each of them is tried alone: any of
+them may have killed it.
 
-No lock and no queue is shared. So this process notices a killed worker at once, while CPython's pool, which datatrove's
-own executor uses, waits without end for its task. Only this process gets the signals of a terminal: one Ctrl-C is one
-request to stop.
+No lock and no queue is shared. So this process notices a killed worker at once, while CPython's
+pool, which datatrove's own executor uses, waits without end for its task. Only this process gets
+the signals of a terminal: one Ctrl-C is one request to stop.
 """
 
 from __future__ import annotations
@@ -52,7 +53,13 @@ _LONGEST_WAIT = 3600.0
 
 class _Process:
     def __init__(
-        self, context: BaseContext, slot: int, count: int, run: Work, numbers: list[int], below_bar: bool
+        self,
+        context: BaseContext,
+        slot: int,
+        count: int,
+        run: Work,
+        numbers: list[int],
+        below_bar: bool,
     ) -> None:
         self.slot = slot
         self.tasks: set[int] = set()
@@ -77,7 +84,9 @@ class _Process:
 
     @property
     def sentinel(self) -> int:
-        """Becomes readable at the end of the process. multiprocess's own also does at the end of the fork server."""
+        """Becomes readable at the end of the process. multiprocess's own also does at the end of
+        the fork server.
+        """
         if self._handle is not None:
             return self._handle
         return int(self.process.sentinel)
@@ -175,7 +184,8 @@ class Workers:
         os.close(self._wake)
 
     def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields each task that is done, with its result, as they finish. After a ``signal``, all tasks have drained.
+        """Yields each task that is done, with its result, as they finish. After a ``signal``, all
+        tasks have drained.
 
         Raises:
             WorkerDied: no worker could be started.
@@ -188,7 +198,8 @@ class Workers:
             for worker in list(self._workers):
                 yield from self._read_replies(worker)
             self._start()
-            self._pass_on()  # after it: when no worker can be started, the running ones must hear of it
+            # After it: when no worker can be started, the running ones must hear of it.
+            self._pass_on()
             self._kill_late()
             self._assign()
         if self.signal is None and self._error is not None:
@@ -210,13 +221,16 @@ class Workers:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
             if self.context.get_start_method() == "forkserver":
-                # Before signals are blocked here: its processes inherit what it has blocked, and it also serves
-                # datatrove's pools, whose ``terminate`` would wait forever for a worker that blocks SIGTERM.
+                # Before signals are blocked here: its processes inherit what it has blocked, and it
+                # also serves datatrove's pools, whose ``terminate`` would wait forever for a worker
+                # that blocks SIGTERM.
                 forkserver.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
                 below_bar = self.screen is not None and self.screen.has_bar
-                self._workers.append(_Process(self.context, slot, self.count, self.work, self._numbers, below_bar))
+                self._workers.append(
+                    _Process(self.context, slot, self.count, self.work, self._numbers, below_bar)
+                )
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:
@@ -224,7 +238,10 @@ class Workers:
             free += 1
 
     def _assign(self) -> None:
-        """Sends a task to each worker that is ready for one, or lets it end. Those with the fewest tasks come first."""
+        """Sends a task to each worker that is ready for one, or lets it end.
+
+        Those with the fewest tasks come first.
+        """
         for worker in sorted(self._workers, key=lambda worker: len(worker.tasks)):
             if not worker.is_ready:
                 continue
@@ -265,7 +282,8 @@ class Workers:
             self.screen.tick()
 
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
-        has_ended = connections.wait([worker.sentinel], 0)  # first: then all that it sent before its end has come
+        # First: then all that it sent before its end has come.
+        has_ended = connections.wait([worker.sentinel], 0)
         for message in worker.messages():
             if message == READY:
                 worker.is_ready = worker.was_ready = True
@@ -299,7 +317,9 @@ class Workers:
                 self._error = _cannot_start(f"the last one {how}")
 
     def _give_back(self, tasks: set[int], stopped: str, how: str) -> None:
-        """Queues the tasks of a worker that was ``stopped`` by a signal to it alone, or ended ``how``."""
+        """Queues the tasks of a worker that was ``stopped`` by a signal to it alone, or ended
+        ``how``.
+        """
         is_unexplained = len(tasks) > 1 and not stopped
         why = stopped or f"its worker process {how}"
         if is_unexplained:
@@ -311,7 +331,10 @@ class Workers:
                 self._deaths[task] += 1
                 how = f"(attempt {self._deaths[task] + 1} of {self.max_attempts})"
             if self._deaths[task] == self.max_attempts:
-                logger.error(f"Task {task}: {why}, in its last attempt of {self.max_attempts}. The others go on.")
+                logger.error(
+                    f"Task {task}: {why}, in its last attempt of {self.max_attempts}. The others "
+                    "go on."
+                )
                 self.lost[task] = why
             else:
                 logger.warning(f"Task {task}: {why}. It starts again {how}.")
@@ -352,13 +375,17 @@ class Workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)
                 if self._requests > 1:
-                    worker.ends_by = min(worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL)
+                    worker.ends_by = min(
+                        worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL
+                    )
 
     def _kill_late(self) -> None:
         for worker in self._workers:
             if worker.ends_by is not None and time.monotonic() >= worker.ends_by:
                 for task in sorted(worker.tasks):
-                    logger.error(f"Task {task} does not end. Its process {worker.process.pid} is killed.")
+                    logger.error(
+                        f"Task {task} does not end. Its process {worker.process.pid} is killed."
+                    )
                 worker.signal(signal.SIGKILL)
                 worker.ends_by = None
 
@@ -370,12 +397,16 @@ def end_as(number: int) -> NoReturn:
         Preempted: it does not end this process. Or see ``raise_again``.
     """
     raise_again([number])
-    raise Preempted(f"Stopped by {signal.Signals(number).name}. Run the same command again to resume.")
+    raise Preempted(
+        f"Stopped by {signal.Signals(number).name}. Run the same command again to resume."
+    )
 
 
 def _cannot_start(why: str) -> WorkerDied:
     return WorkerDied(
-        f"No worker process could be started: {why}. What it printed is above. In a script, run() must be called under "
-        "`if __name__ == '__main__':`, because each worker imports the script. A program without a file, as one from "
+        f"No worker process could be started: {why}. What it printed is above. In a script, run() "
+        "must be called under "
+        "`if __name__ == '__main__':`, because each worker imports the script. A program without a "
+        "file, as one from "
         "standard input, needs start_method='fork'."
     )

@@ -1,10 +1,12 @@
-"""SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document its position.
+"""SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document
+its position.
 
-A format implements ``_read``, which reads one file from a place in it. Files, order, ``limit``, ``skip`` and stats are
-as in datatrove's ``BaseDiskReader.run``.
+A format implements ``_read``, which reads one file from a place in it. Files, order, ``limit``,
+``skip`` and stats are as in datatrove's ``BaseDiskReader.run``.
 
-A step holds plain data only, because datatrove copies and pickles it. One step may run several ranks, so a run takes
-the state that ``load_state_dict`` left, and forgets where the run before it ended.
+A step holds plain data only, because datatrove copies and pickles it. One step may run several
+ranks, so a run takes the state that ``load_state_dict`` left, and forgets where the run before it
+ended.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ from datatrove_ckpt.readers.positions import (
 READER_VERSION = 1
 
 USUAL_KEYS = {"text_key": "text", "id_key": "id"}
-"""The options that decide what a row becomes, and their defaults. A state keeps those that differ."""
+"""The options that decide what a row becomes, and their defaults.
+
+A state keeps those that differ.
+"""
 
 
 @runtime_checkable
@@ -72,11 +77,19 @@ def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
-    """The base of the readers that seek. A subclass lists it before datatrove's reader of the format."""
+    """The base of the readers that seek.
+
+    A subclass lists it before datatrove's reader of the format.
+    """
 
     shuffle_seed: int | None
     format: ClassVar[str]
-    _order_options: ClassVar[tuple[str, ...]] = ("shuffle_seed", "skip", "glob_pattern", "recursive")
+    _order_options: ClassVar[tuple[str, ...]] = (
+        "shuffle_seed",
+        "skip",
+        "glob_pattern",
+        "recursive",
+    )
     """The options that decide which documents come before a position. A state keeps them."""
 
     _empty_warning: bool
@@ -86,7 +99,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _resolved: tuple[str, str] = ("", "")
     _file_extent: FileExtent = FileExtent()  # of the file that is read now
 
-    def __init__(self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object) -> None:
+    def __init__(
+        self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object
+    ) -> None:
         super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
         refuse_variables(written.data_folder, self.data_folder.path)
@@ -96,17 +111,21 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             check_options(self.paths_file[1], self.paths_file[0], "paths_file")
         if self.shuffle_files:
             raise ConfigError(
-                "shuffle_files=True gives another order on every start, so a restarted run could not resume. Use "
+                "shuffle_files=True gives another order on every start, so a restarted run could "
+                "not resume. Use "
                 "shuffle_seed=<any integer> instead."
             )
         if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
 
-    # Stateful ------------------------------------------------------------------------------------------------------
+    # Stateful ------------------------------------------------------------------------------------
 
     def state_dict(self) -> State:
-        """Returns the position right after the last document that the reader yielded. Plain JSON, below 1 kB."""
+        """Returns the position right after the last document that the reader yielded.
+
+        Plain JSON, below 1 kB.
+        """
         if self._next_state is not None:
             return self._next_state
         if self._position is not None:
@@ -117,13 +136,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
 
-    # PipelineStep --------------------------------------------------------------------------------------------------
+    # PipelineStep --------------------------------------------------------------------------------
 
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(
+        self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
         """Yields the documents of the steps before this one, and then those of this rank.
 
         Raises:
-            CheckpointMismatch: the input is not a continuation of the one that the state was made for.
+            CheckpointMismatch: the input is not a continuation of the one that the state was made
+                for.
             InputError: a file is damaged or cut off, or no row of any file is a document.
         """
         if data:
@@ -135,7 +157,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
                 raise CheckpointMismatch(
-                    f"One of the first {count} input files of {self.data_folder.path}, which were read before, is "
+                    f"One of the first {count} input files of {self.data_folder.path}, which were "
+                    "read before, is "
                     f"gone, new, renamed or resized. ",
                     remedy(),
                 )
@@ -144,21 +167,27 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         else:
             yield from self._documents(inputs, start, [rank, world_size])
 
-    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
+    def get_document_from_dict(
+        self, data: Row, source_file: str, id_in_file: int | str
+    ) -> Document | None:
         """Makes a document as datatrove does, with a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
             if not self._empty_warning:
                 self._empty_warning = True
                 logger.warning(
-                    f"Found document without text, skipping. Is your `text_key` ({self.text_key!r}) correct? "
+                    "Found document without text, skipping. Is your `text_key` "
+                    f"({self.text_key!r}) correct? "
                     f"Available keys: {list(data)}"
                 )
             return None
-        if not hasattr(fields["text"], "__len__"):  # datatrove's Document and its statistics take no such text
+        # Datatrove's Document and its statistics take no such text.
+        if not hasattr(fields["text"], "__len__"):
             raise DocumentNotSerializable(
-                f"The document {fields.get('id')!r} of the input file {source_file!r} has a text of type "
-                f"{type(fields['text']).__name__}, not str. Write it as a string, or set text_key{written.or_adapter} "
+                f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
+                "of type "
+                f"{type(fields['text']).__name__}, not str. Write it as a string, or set "
+                f"text_key{written.or_adapter} "
                 "that gives one."
             )
         if fields.get("media"):
@@ -172,7 +201,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[1])
         return document
 
-    # One run -------------------------------------------------------------------------------------------------------
+    # One run -------------------------------------------------------------------------------------
 
     def _take_state(self) -> State | None:
         self._position = None
@@ -187,7 +216,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
-        return Inputs(self.data_folder, names)  # a file may change between the listing and its reading
+        # A file may change between the listing and its reading.
+        return Inputs(self.data_folder, names)
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state
@@ -203,8 +233,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         found = state is not None
         extent = InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
         limit = self.limit if self.limit != -1 else None
-        documents_bar = tqdm(total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress)
-        files_bar = tqdm(total=len(inputs.names), desc="File progress", unit="file", disable=not self.file_progress)
+        documents_bar = tqdm(
+            total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress
+        )
+        files_bar = tqdm(
+            total=len(inputs.names),
+            desc="File progress",
+            unit="file",
+            disable=not self.file_progress,
+        )
         with documents_bar, files_bar:
             for index in range(digest.files, len(inputs.names)):
                 before = start.first_in_file(documents) if file_position else documents
@@ -231,7 +268,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         passed += 1
                         continue
                     documents += 1
-                    document.position = self._position = (start.number, documents, file, after, start.skipped)
+                    document.position = self._position = (
+                        start.number,
+                        documents,
+                        file,
+                        after,
+                        start.skipped,
+                    )
                     self.update_doc_stats(document)
                     yield document
                     documents_bar.update()
@@ -251,30 +294,42 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return bool(self.limit != -1 and documents >= self.limit)
 
     def _end_file(
-        self, inputs: Inputs, index: int, digest: Digest, documents: int, extent: FileExtent | None = None
+        self,
+        inputs: Inputs,
+        index: int,
+        digest: Digest,
+        documents: int,
+        extent: FileExtent | None = None,
     ) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
         if extent is not None and self._may_grow(inputs.names[index]):
             inputs.note_size(index, extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
-    # States --------------------------------------------------------------------------------------------------------
+    # States --------------------------------------------------------------------------------------
 
     def _reader_state(self, number: int) -> State:
-        return {"version": READER_VERSION, "reader": self.format, "number": number, "options": self._options()}
+        return {
+            "version": READER_VERSION,
+            "reader": self.format,
+            "number": number,
+            "options": self._options(),
+        }
 
     def _checked_state(self, state: State | None, shard: ShardKey) -> State | None:
         """Returns the state, or None if it is the state before the first document.
 
         Raises:
-            CheckpointMismatch: the state was made by another reader, with other options or for another shard.
+            CheckpointMismatch: the state was made by another reader, with other options or for
+                another shard.
         """
         if state is None:
             return None
         where = f"The saved position in {self.data_folder.path}"
         if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
             raise CheckpointMismatch(
-                f"{where} was made by reader {state.get('reader')!r} (version {state.get('version')}), and this is "
+                f"{where} was made by reader {state.get('reader')!r} (version "
+                f"{state.get('version')}), and this is "
                 f"{self.format!r} (version {READER_VERSION}). ",
                 remedy(),
             )
@@ -286,10 +341,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         for key in then | now:
             old = then.get(key, USUAL_KEYS.get(key))
             new = now.get(key, USUAL_KEYS.get(key))
-            if old == new or (key in USUAL_KEYS and "skipped" not in state):  # 0.1.0 did not keep these keys
+            # 0.1.0 did not keep these keys.
+            if old == new or (key in USUAL_KEYS and "skipped" not in state):
                 continue
             if key != "default_metadata":
-                raise CheckpointMismatch(f"{where} was made with {key}={old!r}, now {new!r}. ", remedy())
+                raise CheckpointMismatch(
+                    f"{where} was made with {key}={old!r}, now {new!r}. ", remedy()
+                )
             if old is not None:  # None: an earlier release made the state
                 raise CheckpointMismatch(
                     f"{where} was made with another {key}, now {self.default_metadata}. ", remedy()
@@ -303,22 +361,41 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return state if "file" in state else None
 
     def _state_in_file(
-        self, inputs: Inputs, index: int, first: int, start: ReaderStart, shard: ShardKey, digest: Digest
+        self,
+        inputs: Inputs,
+        index: int,
+        first: int,
+        start: ReaderStart,
+        shard: ShardKey,
+        digest: Digest,
     ) -> State:
-        """Makes the part of a state that all documents of one file share. ``first``: documents before the file."""
+        """Makes the part of a state that all documents of one file share.
+
+        ``first``: documents before the file.
+        """
         name = inputs.names[index]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
-        if not self._may_grow(name):  # else the position has hashes of the content, see ``_check_read_part``
+        # Else the position has hashes of the content, see ``_check_read_part``.
+        if not self._may_grow(name):
             file["hash"] = inputs.fingerprint(index, inputs.size(index), whole=True)
         state = self._reader_state(start.number)
-        state |= {"shard": list(shard), "earlier": list(start.earlier), "before": digest.state(), "file": file}
+        state |= {
+            "shard": list(shard),
+            "earlier": list(start.earlier),
+            "before": digest.state(),
+            "file": file,
+        }
         if inputs.commit:
             state["commit"] = inputs.commit
         return state
 
     def _options(self) -> State:
         options = {key: getattr(self, key) for key in self._order_options}
-        options |= {key: getattr(self, key) for key, usual in USUAL_KEYS.items() if getattr(self, key) != usual}
+        options |= {
+            key: getattr(self, key)
+            for key, usual in USUAL_KEYS.items()
+            if getattr(self, key) != usual
+        }
         options["default_metadata"] = metadata_hash(self.default_metadata)
         if self.shuffle_seed is not None:
             options["shuffled"] = "files"  # earlier releases shuffled the rows of each file, too
@@ -333,7 +410,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._check_current_file(inputs, digest.files, state["file"], file_position)
         return digest, file_position
 
-    def _check_current_file(self, inputs: Inputs, index: int, then: State, file_position: FilePosition) -> None:
+    def _check_current_file(
+        self, inputs: Inputs, index: int, then: State, file_position: FilePosition
+    ) -> None:
         name = inputs.names[index]
         size = inputs.known_size(index)
         may_grow = self._may_grow(name)
@@ -346,20 +425,26 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return
         if kept:
             raise CheckpointMismatch(f"The input file {name!r} has changed. ", remedy())
-        raise CheckpointMismatch(f"The input file {name!r} had {then['size']} bytes, and has {size}. ", remedy())
+        raise CheckpointMismatch(
+            f"The input file {name!r} had {then['size']} bytes, and has {size}. ", remedy()
+        )
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
 
-    # Formats -------------------------------------------------------------------------------------------------------
+    # Formats -------------------------------------------------------------------------------------
 
-    def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
+    def _read_input(
+        self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
+    ) -> FileRead:
         """Reads the file of this index. ``number``: of the rank, and of its documents so far."""
         return self._read(inputs.names[index], file_position)
 
     @abstractmethod
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
-        """Yields documents and skipped rows after ``file_position``, each with the place right after it."""
+        """Yields documents and skipped rows after ``file_position``, each with the place right
+        after it.
+        """
 
     def _may_grow(self, name: str) -> bool:
         """Returns whether a longer file may be a continuation of the one that was read."""
@@ -368,6 +453,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.
 
-        False: the format or an old position has no hashes of the content, so the whole file must be the same.
+        False: the format or an old position has no hashes of the content, so the whole file must be
+        the same.
         """
         return False

@@ -1,7 +1,9 @@
-"""Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error that names it.
+"""Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error
+that names it.
 
-fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several frames. So zstd is
-decompressed here. gzip, bz2 and xz streams notice a missing end, but their errors do not name the file.
+fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several
+frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing end, but their
+errors do not name the file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def codec_of(name: str, compression: str | None) -> str | None:
     if compression != "infer":
         return compression
     found: str | None = infer_compression(name)
-    return found or next((codec for suffix, codec in _CODECS_BY_SUFFIX.items() if name.endswith(suffix)), None)
+    return found or next(
+        (codec for suffix, codec in _CODECS_BY_SUFFIX.items() if name.endswith(suffix)), None
+    )
 
 
 def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
@@ -58,7 +62,8 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
         if codec in _PACKAGES:
             install = f"pip install {_PACKAGES[codec]}"
         raise ConfigError(
-            f"The input file {name!r} is compressed with {codec}, which this Python cannot read: {install}."
+            f"The input file {name!r} is compressed with {codec}, which this Python cannot read: "
+            f"{install}."
         )
     return cast("io.RawIOBase", compr[codec](file, mode="r"))
 
@@ -79,8 +84,10 @@ def naming_damage(name: str) -> Iterator[None]:
         if not (is_plain or isinstance(error, _DAMAGE) or library in _LIBRARIES):
             raise
         raise InputError(
-            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete copy, or correct its "
-            "name if that is the one of another format or compression, and run the same command again: what was read "
+            f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete "
+            "copy, or correct its "
+            "name if that is the one of another format or compression, and run the same command "
+            "again: what was read "
             "of it before must be the same, and is kept."
         ) from error
 

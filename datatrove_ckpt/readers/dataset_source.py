@@ -1,12 +1,15 @@
-"""An opened dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the files.
+"""An opened dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the
+files.
 
-A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows can be indexed. As in
-datatrove's reader, a rank has every n-th shard if a stream has several, else every n-th row.
+A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows
+can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has several, else
+every n-th row.
 
-A place in a shard is the number of the rank's rows before it. A resumed stream leaves out earlier shards, earlier row
-groups of a Parquet shard, and then earlier rows of the tables that the dataset's own builder makes, so casts, media and
-missing columns are as in datatrove's reader. ``IterableDataset.load_state_dict`` would read the shard of the position
-from its beginning, also of Parquet.
+A place in a shard is the number of the rank's rows before it. A resumed stream leaves out earlier
+shards, earlier row groups of a Parquet shard, and then earlier rows of the tables that the
+dataset's own builder makes, so casts, media and missing columns are as in datatrove's reader.
+``IterableDataset.load_state_dict`` would read the shard of the position from its beginning, also of
+Parquet.
 """
 
 from __future__ import annotations
@@ -97,7 +100,10 @@ class DatasetInputs(Inputs):
     def of_rank(self, rank: int, world_size: int) -> Inputs:
         if len(self.names) > 1:
             if rank >= len(self.names):
-                logger.warning(f"The dataset has {len(self.names)} shards, so rank {rank} of {world_size} gets none.")
+                logger.warning(
+                    f"The dataset has {len(self.names)} shards, so rank {rank} of {world_size} "
+                    "gets none."
+                )
             return self.shard(rank, world_size)
         shared = copy.copy(self)
         shared.row_shard = (rank, world_size)
@@ -145,23 +151,31 @@ class DatasetInputs(Inputs):
         try:
             if found is None:
                 return {name: retrying.READING.run(lambda: fs.info(path), url)}
-            listed = retrying.READING.run(lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url)
+            listed = retrying.READING.run(
+                lambda: fs.ls(path.rpartition("/")[0], expand_info=False), url
+            )
         except Exception as error:
-            if found is None and not isinstance(error, FileNotFoundError):  # an HTTP server may refuse HEAD
+            # An HTTP server may refuse HEAD.
+            if found is None and not isinstance(error, FileNotFoundError):
                 return {name: {"size": 0}}
             if found is None or (http_status(error) is None and not isinstance(error, OSError)):
                 raise
-            raise InputError(explain_hub_error(found["repository"], error, found["commit"])) from error
+            raise InputError(
+                explain_hub_error(found["repository"], error, found["commit"])
+            ) from error
         infos = {f"hf://{info['name']}": info for info in listed}
         if url not in infos:
             raise FileNotFoundError(self.urls[index])
         paths = dict(zip(self.names, map(_innermost, self.urls), strict=True))
         return {name: infos[path] for name, path in paths.items() if path in infos}
 
-    # Reading -------------------------------------------------------------------------------------------------------
+    # Reading -------------------------------------------------------------------------------------
 
-    def batches(self, index: int, first: int, size: int, count: Count) -> Iterator[dict[str, list[object]]]:
-        """Yields the rank's rows of one shard from its ``first``-th on, in batches as ``dataset.iter`` makes them.
+    def batches(
+        self, index: int, first: int, size: int, count: Count
+    ) -> Iterator[dict[str, list[object]]]:
+        """Yields the rank's rows of one shard from its ``first``-th on, in batches as
+        ``dataset.iter`` makes them.
 
         ``count`` gets the number of rows of the whole shard, if that is known before they are read.
         """
@@ -173,7 +187,9 @@ class DatasetInputs(Inputs):
                 return iter(())
             rows = share.select(range(first, len(share)))
         else:
-            rows = _from_row(self.dataset, self.shards[index], number + first * shares, shares, count)
+            rows = _from_row(
+                self.dataset, self.shards[index], number + first * shares, shares, count
+            )
         found: Iterator[dict[str, list[object]]] = rows.iter(size)
         return found
 
@@ -217,14 +233,15 @@ def _paths(found: Sequence[object]) -> list[str]:
     paths = []
     for entry in found:
         files = [entry]
-        if type(entry).__name__ == "FilesIterable" and isinstance(entry, Iterable):  # before version 4.5
+        # Before version 4.5.
+        if type(entry).__name__ == "FilesIterable" and isinstance(entry, Iterable):
             files = list(entry)
         if len(files) == 1 and isinstance(files[0], str):
             paths.append(files[0])
     return paths
 
 
-# What is known of a file ---------------------------------------------------------------------------------------------
+# What is known of a file -------------------------------------------------------------------------
 
 
 def _sample_file(url: str, size: int, token: str | bool | None) -> str:
@@ -248,28 +265,37 @@ def _sample_rows(dataset: Dataset) -> str:
     count = len(dataset)
     content = []
     if count:
-        rows = sorted({number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)})
+        rows = sorted(
+            {number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}
+        )
         content = dataset.with_format("arrow")[rows].to_pylist()
     return str(xxh3_64_hexdigest(repr((count, dataset.column_names, content)).encode()))
 
 
-# A stream from a row on ----------------------------------------------------------------------------------------------
+# A stream from a row on --------------------------------------------------------------------------
 
 
-def _from_row(dataset: IterableDataset, shard: int, first: int, step: int, number_of_rows: Count) -> IterableDataset:
+def _from_row(
+    dataset: IterableDataset, shard: int, first: int, step: int, number_of_rows: Count
+) -> IterableDataset:
     count = max(1, dataset.num_shards)
-    source = dataset._ex_iterable.shard_data_sources(num_shards=count, index=shard, contiguous=False)
+    source = dataset._ex_iterable.shard_data_sources(
+        num_shards=count, index=shard, contiguous=False
+    )
     rest = object.__new__(type(dataset))
     rest.__dict__ = dict(dataset.__dict__)  # copy.copy would share it
     rest._ex_iterable = _Rows(source, first, step, number_of_rows)
     return rest
 
 
-def _parquet_tables(source: _BaseExamplesIterable, first: int, count: Count) -> Iterator[Table] | None:
-    """Reads a Parquet shard as the builder of ``datasets`` does, without row groups before row ``first``.
+def _parquet_tables(
+    source: _BaseExamplesIterable, first: int, count: Count
+) -> Iterator[Table] | None:
+    """Reads a Parquet shard as the builder of ``datasets`` does, without row groups before row
+    ``first``.
 
-    None if the shard is of another format, or if filters decide which rows it has. Some versions of the builder ignore
-    its own argument for the row groups, ``row_groups_list``.
+    None if the shard is of another format, or if filters decide which rows it has. Some versions of
+    the builder ignore its own argument for the row groups, ``row_groups_list``.
     """
     arguments = getattr(source, "kwargs", {})
     builder = getattr(getattr(source, "generate_tables_fn", None), "__self__", None)
@@ -315,7 +341,9 @@ def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iter
 
 
 class _Rows:
-    """Rows of an examples iterable of ``datasets``, with the methods that ``IterableDataset`` calls."""
+    """Rows of an examples iterable of ``datasets``, with the methods that ``IterableDataset``
+    calls.
+    """
 
     num_shards = 1
 

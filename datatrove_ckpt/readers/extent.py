@@ -1,7 +1,9 @@
-"""How large a rank's input is, and how much of it lies before a document, for percent and time left.
+"""How large a rank's input is, and how much of it lies before a document, for percent and time
+left.
 
-The unit is stored bytes, because a listing knows them. Within a file, the format says how its places become bytes. No
-file is opened for this, and a document costs nothing: a position refers to its file's extent.
+The unit is stored bytes, because a listing knows them. Within a file, the format says how its
+places become bytes. No file is opened for this, and a document costs nothing: a position refers to
+its file's extent.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Unit: TypeAlias = Literal["bytes", "rows"]
 
-# More files are measured in a thread, because a stat may take a millisecond and a request 50. Of more than _MEASURED, a
-# sample is measured. The hub limits requests.
+# More files are measured in a thread, because a stat may take a millisecond and a request 50. Of
+# more than _MEASURED, a sample is measured. The hub limits requests.
 _AT_ONCE = 64
 _MEASURED = 1000
 _MEASURED_REMOTE = 50
@@ -46,12 +48,14 @@ class MeasuredInputs(Protocol):
 
 @dataclass(slots=True, eq=False)
 class FileExtent:
-    """One file of an input, and how a place in it becomes a part of it. A format fills it in when it opens the file.
+    """One file of an input, and how a place in it becomes a part of it. A format fills it in when
+    it opens the file.
 
     Attributes:
         before: bytes of the files before this one.
         per: bytes for each unit of a place's first number; None: not known.
-        starts: for places of group and row: which part of the file lies before each group, from 0 to 1, with a last 1.
+        starts: for places of group and row: which part of the file lies before each group, from 0
+            to 1, with a last 1.
         lengths: rows of a group, as far as they are known.
         end: where the reading of a file that may grow ended; None before the end.
     """
@@ -113,7 +117,9 @@ class InputExtent:
         if self._is_near and len(self._inputs.names) <= _AT_ONCE:
             self._measure()
         else:
-            self.measuring = threading.Thread(target=self._measure, name="datatrove-ckpt sizes", daemon=True)
+            self.measuring = threading.Thread(
+                target=self._measure, name="datatrove-ckpt sizes", daemon=True
+            )
             self.measuring.start()
 
     def _measure(self) -> None:
@@ -127,7 +133,9 @@ class InputExtent:
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
     def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
-        """Returns how much of the input lies before a place, after so many documents of this rank."""
+        """Returns how much of the input lies before a place, after so many documents of this
+        rank.
+        """
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts

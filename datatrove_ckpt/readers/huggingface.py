@@ -1,7 +1,8 @@
 """HuggingFaceDatasetReader: by shard and row in a stream, by index in a map-style dataset.
 
-A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins at a whole batch of the shard, counted
-from its beginning: if the dataset has no features, missing columns are filled up within a batch.
+A ``FilePosition`` is (rows of the rank in this shard so far,). A resume begins at a whole batch of
+the shard, counted from its beginning: if the dataset has no features, missing columns are filled up
+within a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.dataset_source import DatasetFiles, DatasetInputs, commit_of, without_commit
+from datatrove_ckpt.readers.dataset_source import (
+    DatasetFiles,
+    DatasetInputs,
+    commit_of,
+    without_commit,
+)
 from datatrove_ckpt.readers.input_errors import explain_hub_error, one_line
 from datatrove_ckpt.readers.inputs import Inputs, shorten
 from datatrove_ckpt.readers.no_document import NoDocument
@@ -46,25 +52,39 @@ if TYPE_CHECKING:
 
 _SHUFFLE_SEED = 42  # datatrove's
 _SHOWN_COLUMNS = 20
-# The arguments of load_dataset that decide which rows there are. The others are about where and how to store them.
+# The arguments of load_dataset that decide which rows there are. The others are about where and how
+# to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
 # Of these, a stream refuses some.
 _FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
 
 
 class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``HuggingFaceDatasetReader``, with a position on each document. The arguments are datatrove's.
+    """datatrove's ``HuggingFaceDatasetReader``, with a position on each document. The arguments are
+    datatrove's.
 
-    ``shuffle_files`` shuffles all rows of a map-style dataset by a fixed seed, as in datatrove. With ``streaming`` it
-    is refused: a shuffle buffer cannot be resumed.
+    ``shuffle_files`` shuffles all rows of a map-style dataset by a fixed seed, as in datatrove.
+    With ``streaming`` it is refused: a shuffle buffer cannot be resumed.
 
     Raises:
         ConfigError: an argument that cannot work, or a token among ``dataset_options``.
     """
 
     format: ClassVar[str] = "datasets"
-    _order_options: ClassVar[tuple[str, ...]] = ("skip", "dataset", "streaming", "shuffle_files", "load_from_disk")
-    dataset_settings: ClassVar[tuple[str, ...]] = ("dataset", "streaming", "shuffle_files", "load_from_disk", "chosen")
+    _order_options: ClassVar[tuple[str, ...]] = (
+        "skip",
+        "dataset",
+        "streaming",
+        "shuffle_files",
+        "load_from_disk",
+    )
+    dataset_settings: ClassVar[tuple[str, ...]] = (
+        "dataset",
+        "streaming",
+        "shuffle_files",
+        "load_from_disk",
+        "chosen",
+    )
 
     def __init__(
         self,
@@ -85,13 +105,16 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         huggingface.HuggingFaceDatasetReader.__init__(self, **datatrove_arguments(locals()))
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
-                "dataset_options: a token does not belong there, because it is pickled with the executor. Leave it "
+                "dataset_options: a token does not belong there, because it is pickled with the "
+                "executor. Leave it "
                 "out, and set HF_TOKEN where the tasks run, or log in there with `hf auth login`."
             )
         if shuffle_files and streaming and not load_from_disk:
             raise ConfigError(
-                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle buffer would be "
-                "lost. Set streaming=False, which shuffles all rows by a fixed seed, or leave shuffle_files out."
+                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle "
+                "buffer would be "
+                "lost. Set streaming=False, which shuffles all rows by a fixed seed, or leave "
+                "shuffle_files out."
             )
         # What the base class asks of a reader of files.
         self.data_folder = DatasetFiles(dataset)
@@ -105,10 +128,14 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         """The part of ``dataset_options`` that decides which rows there are, as JSON."""
         options = {}
         if not self.load_from_disk:
-            options = {name: value for name, value in self.dataset_options.items() if name in _CHOOSING}
+            options = {
+                name: value for name, value in self.dataset_options.items() if name in _CHOOSING
+            }
         return orjson.dumps(plain_settings(options), option=orjson.OPT_SORT_KEYS).decode()
 
-    def get_document_from_dict(self, data: Row, source_file: str, id_in_file: int | str) -> Document | None:
+    def get_document_from_dict(
+        self, data: Row, source_file: str, id_in_file: int | str
+    ) -> Document | None:
         document = SeekingReader.get_document_from_dict(self, data, source_file, id_in_file)
         if document is not None:
             document.metadata.setdefault("dataset", source_file)
@@ -120,7 +147,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return not self.load_from_disk and not self.streaming
 
     def shares_rows(self, shards: int) -> bool:
-        """Returns whether the tasks share a dataset of so many shards by its rows, and not by its shards."""
+        """Returns whether the tasks share a dataset of so many shards by its rows, and not by its
+        shards.
+        """
         return self.load_from_disk or not self.streaming or shards <= 1
 
     def preview(self) -> HuggingFaceDatasetReader:
@@ -134,10 +163,12 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.adapter = MethodType(self.adapter.__func__, streamed)
         streamed.streaming = True
         streamed.shuffle_files = False
-        streamed.dataset_options = {k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE}
+        streamed.dataset_options = {
+            k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE
+        }
         return streamed
 
-    # SeekingReader -------------------------------------------------------------------------------------------------
+    # SeekingReader -------------------------------------------------------------------------------
 
     def _options(self) -> State:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
@@ -145,7 +176,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
 
-    def _read_input(self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]) -> FileRead:
+    def _read_input(
+        self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
+    ) -> FileRead:
         assert isinstance(inputs, DatasetInputs)
         rank, documents = number
         done = file_position[0] if file_position else 0
@@ -158,14 +191,19 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         with self._naming(without_commit(inputs.urls[index])):
             for batch in inputs.batches(index, row, self.batch_size, count):
-                lines = [dict(zip(batch, values, strict=False)) for values in zip(*batch.values(), strict=False)]
+                lines = [
+                    dict(zip(batch, values, strict=False))
+                    for values in zip(*batch.values(), strict=False)
+                ]
                 made: list[ReadResult] = []
                 with self.track_time("batch"):
                     for line in lines:
                         row += 1
                         if row <= done:
                             continue
-                        document = self.get_document_from_dict(line, self.dataset, f"{rank:05d}/{documents}")
+                        document = self.get_document_from_dict(
+                            line, self.dataset, f"{rank:05d}/{documents}"
+                        )
                         documents += document is not None
                         made.append((document or Skipped.WITHOUT_TEXT, (row,)))
                 yield from made
@@ -173,7 +211,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         if not self._has_default_adapter():
             raise NoDocument(
-                f"This task's input holds no document: the adapter found no text in any row of {name!r}. Correct that, "
+                "This task's input holds no document: the adapter found no text in any row of "
+                f"{name!r}. Correct that, "
                 "and run the same command again."
             )
 
@@ -190,14 +229,17 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         except (CkptError, GeneratorExit):
             raise
         except Exception as error:
-            if not type(error).__module__.startswith(("datasets", "huggingface_hub", "httpx", "fsspec")):
+            if not type(error).__module__.startswith(
+                ("datasets", "huggingface_hub", "httpx", "fsspec")
+            ):
                 raise
             raise InputError(
-                f"The input {name!r} could not be read: {one_line(error)}. Run the same command again; if that does "
+                f"The input {name!r} could not be read: {one_line(error)}. Run the same command "
+                "again; if that does "
                 "not help, see whether the dataset is complete and readable."
             ) from error
 
-    # The dataset ---------------------------------------------------------------------------------------------------
+    # The dataset ---------------------------------------------------------------------------------
 
     def list_dataset(self, commit: str | None = None) -> DatasetInputs:
         """Opens the dataset at the commit of a saved position, or else at that of the job.
@@ -208,14 +250,17 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         token = self.dataset_options.get("token")
         commit = self._commit(commit)
         try:
-            dataset = retrying.READING.run(lambda: self._load(commit), f"The dataset {self.dataset} cannot be opened")
+            dataset = retrying.READING.run(
+                lambda: self._load(commit), f"The dataset {self.dataset} cannot be opened"
+            )
         except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
             raise InputError(self._explain(error, commit)) from error
         if isinstance(dataset, dict):
             raise InputError(
-                f"The dataset {self.dataset!r} has several splits, and dataset_options names none. Set 'split' in it "
+                f"The dataset {self.dataset!r} has several splits, and dataset_options names none. "
+                "Set 'split' in it "
                 f"to one of: {', '.join(map(str, dataset))}."
             )
         self._check_columns(dataset)
@@ -223,11 +268,16 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             dataset = dataset.shuffle(seed=_SHUFFLE_SEED)
         inputs = DatasetInputs(self.data_folder, dataset, token, commit)
         if not inputs.urls:
-            raise InputError(f"The dataset {self.dataset!r} has no files for these dataset_options. Correct them.")
+            raise InputError(
+                f"The dataset {self.dataset!r} has no files for these dataset_options. Correct "
+                "them."
+            )
         inputs.commit = commit or next(filter(is_commit, map(commit_of, inputs.urls)), None)
         return inputs
 
-    def _load(self, commit: str | None) -> Dataset | IterableDataset | dict[str, Dataset | IterableDataset]:
+    def _load(
+        self, commit: str | None
+    ) -> Dataset | IterableDataset | dict[str, Dataset | IterableDataset]:
         from datasets import load_dataset, load_from_disk
 
         if self.load_from_disk:
@@ -238,7 +288,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return load_dataset(self.dataset, **options, streaming=self.streaming)
 
     def _commit(self, commit: str | None) -> str | None:
-        """Returns the commit to read; None if the dataset is not on the hub, or if its revision is a commit."""
+        """Returns the commit to read; None if the dataset is not on the hub, or if its revision is
+        a commit.
+        """
         repository = self._repository()
         if repository is None:
             return None
@@ -261,7 +313,9 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         api = HfApi(token=self.dataset_options.get("token"))
         try:
             ask = partial(api.dataset_info, repository, revision=revision)
-            found = retrying.OPENING.run(ask, f"The dataset {repository} cannot be found on the hub")
+            found = retrying.OPENING.run(
+                ask, f"The dataset {repository} cannot be found on the hub"
+            )
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache
@@ -269,12 +323,20 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return str(found.sha)
 
     def _repository(self) -> str | None:
-        """Returns the dataset's name on the hub; None if it is elsewhere. ``load_dataset`` looks in this order."""
+        """Returns the dataset's name on the hub; None if it is elsewhere.
+
+        ``load_dataset`` looks in this order.
+        """
         from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
         name = str(self.dataset).removeprefix("hf://datasets/")
         on_hub = name != self.dataset or not Path(name).exists()
-        if self.load_from_disk or name in _PACKAGED_DATASETS_MODULES or not on_hub or name.count("/") > 1:
+        if (
+            self.load_from_disk
+            or name in _PACKAGED_DATASETS_MODULES
+            or not on_hub
+            or name.count("/") > 1
+        ):
             return None
         return name
 
@@ -284,7 +346,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             return
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
-            f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are {shown}. Set text_key to "
+            f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
+            f"{shown}. Set text_key to "
             f"one of them{written.or_adapter}."
         )
 

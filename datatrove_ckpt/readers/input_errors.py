@@ -16,7 +16,9 @@ _OF_S3 = ("botocore", "aiobotocore")
 _MISSING = (FileNotFoundError, PermissionError)
 
 
-def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True) -> str:
+def explain_hub_error(
+    dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True
+) -> str:
     """Explains why a dataset cannot be opened or looked up.
 
     Args:
@@ -25,8 +27,10 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     """
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
-            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: its history was "
-            "squashed or rewritten. A run keeps to the commit that it began with. Restore the commit (a branch or tag "
+            f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
+            "its history was "
+            "squashed or rewritten. A run keeps to the commit that it began with. Restore the "
+            "commit (a branch or tag "
             f"that holds it), or start from the beginning: with another {written.folders}."
         )
     what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
@@ -35,12 +39,16 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
     refused = hub_refusal(error)
     if refused:
         return f"The dataset {dataset!r} cannot be opened: {refused}."
-    token = "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
+    token = (
+        "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
+    )
     if http_status(error) is not None:
         return f"{what} Correct dataset and dataset_options{token}."
     if isinstance(error, ValueError):
         return f"{what} Correct dataset_options."  # a split or a config that is not there
-    return f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
+    return (
+        f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -57,13 +65,17 @@ def is_on_hub(folder: DataFolder) -> bool:
 
 @contextmanager
 def naming_hub_input(
-    folder: DataFolder, name: str = "", missing: bool = True, libraries: tuple[str, ...] = _OF_THE_CLIENT
+    folder: DataFolder,
+    name: str = "",
+    missing: bool = True,
+    libraries: tuple[str, ...] = _OF_THE_CLIENT,
 ) -> Iterator[None]:
     """Turns errors of the hub or S3 about files of an input into an ``InputError`` with advice.
 
     Args:
         name: the file that is read; "": the folder is listed.
-        missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises for a folder.
+        missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises
+            for a folder.
         libraries: whose errors count.
     """
     try:
@@ -71,21 +83,32 @@ def naming_hub_input(
     except CkptError:
         raise
     except Exception as error:
-        is_denied = missing and isinstance(error, PermissionError) and "s3" in getattr(folder.fs, "protocol", ())
-        if is_denied or (type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)):
+        is_denied = (
+            missing
+            and isinstance(error, PermissionError)
+            and "s3" in getattr(folder.fs, "protocol", ())
+        )
+        if is_denied or (
+            type(error).__module__.startswith(_OF_S3) and not isinstance(error, OSError)
+        ):
             raise InputError(
-                f"{_described(folder, name)} cannot be read: {library_line(error)}. Check the credentials "
-                "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and the network."
+                f"{_described(folder, name)} cannot be read: {library_line(error)}. Check the "
+                "credentials "
+                "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and "
+                "the network."
             ) from error
         of_the_client = type(error).__module__.startswith(libraries)
-        if not is_on_hub(folder) or not (of_the_client or (missing and isinstance(error, _MISSING))):
+        if not is_on_hub(folder) or not (
+            of_the_client or (missing and isinstance(error, _MISSING))
+        ):
             raise
         raise InputError(_explain_folder(_described(folder, name), error)) from error
 
 
 def no_files(folder: DataFolder) -> InputError:
     return InputError(
-        f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does not exist there, or "
+        f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does "
+        "not exist there, or "
         f"glob_pattern fits none. Correct {written.data_folder} or glob_pattern."
     )
 
@@ -108,13 +131,18 @@ def _explain_folder(what: str, error: BaseException) -> str:
         return f"{what} Correct the branch, tag or commit after the @ in {written.data_folder}."
     if "EntryNotFound" in kind:
         return (
-            f"{what} It was there when the folder was listed: restore it, and run the same command again; or start "
+            f"{what} It was there when the folder was listed: restore it, and run the same command "
+            "again; or start "
             f"anew for the new input, with another {written.folders}."
         )
     if isinstance(error, _MISSING):
         return (
-            f"{what} Correct {written.data_folder}, or restore the repository; if it is private or gated, {may_read}."
+            f"{what} Correct {written.data_folder}, or restore the repository; if it is private "
+            f"or gated, {may_read}."
         )
     if http_status(error) == 404:
         return f"{what} Correct {written.data_folder}, or {may_read}."
-    return f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the same command again."
+    return (
+        f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
+        "same command again."
+    )

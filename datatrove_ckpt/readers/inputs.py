@@ -1,8 +1,8 @@
 """Checks that an input is still the one that a position was made for.
 
-A state is too small for ten thousand names and sizes. Of the files that were read to their end it keeps a ``Digest``,
-of the current file its name, its size and a hash of its first (and last) 64 kB. Finished files are not read again: on
-resume that would cost what seeking saves.
+A state is too small for ten thousand names and sizes. Of the files that were read to their end it
+keeps a ``Digest``, of the current file its name, its size and a hash of its first (and last) 64 kB.
+Finished files are not read again: on resume that would cost what seeking saves.
 """
 
 from __future__ import annotations
@@ -30,14 +30,26 @@ from datatrove_ckpt.readers.step_records import plain_settings
 
 _SAMPLE = 2**16
 # What file systems call a value that changes with a file's content.
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256", "checksum", "generation", "xet_hash")
+_TAGS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "sha256",
+    "checksum",
+    "generation",
+    "xet_hash",
+)
 
 
 _Result = TypeVar("_Result")
 
 
 def remedy(verb: str = "Restore it") -> StartOver | str:
-    """Names what helps if a position does not fit its input: other folders in a pipeline, no state in a training."""
+    """Names what helps if a position does not fit its input: other folders in a pipeline, no state
+    in a training.
+    """
     start = f"{verb}, or start from the beginning"
     if in_pipeline():
         return StartOver(f"{start}: with ", f"{written.old_results}.")
@@ -45,14 +57,21 @@ def remedy(verb: str = "Restore it") -> StartOver | str:
 
 
 class Inputs:
-    """The files that a reader reads, in order. Information on a file (``infos``) is looked up once, when needed."""
+    """The files that a reader reads, in order.
+
+    Information on a file (``infos``) is looked up once, when needed.
+    """
 
     row_shard: RowShard = ALL_ROWS
-    """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index`` on."""
+    """(index, count): the reader's rank reads every ``count``-th row of these files, from ``index``
+    on.
+    """
     commit: str | None = None
     """Of a dataset on the hub."""
 
-    def __init__(self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None) -> None:
+    def __init__(
+        self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None
+    ) -> None:
         self.folder = folder
         self.names = names
         self._infos = infos or {}
@@ -68,7 +87,8 @@ class Inputs:
             self._infos[name] = info = self._remote(lambda: self.folder.info(name))
             if info.get("type") == "other":
                 raise InputError(
-                    f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a device, which cannot be "
+                    f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a "
+                    "device, which cannot be "
                     "read twice. Write its content into a file, or move it out of the folder."
                 )
         return self._infos[name]
@@ -83,7 +103,9 @@ class Inputs:
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
-        """Replaces the size by the number of bytes that were read, or the current size if a limit ended that (None)."""
+        """Replaces the size by the number of bytes that were read, or the current size if a limit
+        ended that (None).
+        """
         if size != self.size(index):
             info = self.folder.info(self.names[index])
             if size is not None:
@@ -112,7 +134,9 @@ class Inputs:
             return retrying.READING.run(call, self.folder.path)
 
     def sample(self, index: int) -> str:
-        """Returns a value that changes with the content; empty if the file system has none, or the file is gone."""
+        """Returns a value that changes with the content; empty if the file system has none, or the
+        file is gone.
+        """
         info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
@@ -141,7 +165,8 @@ class Inputs:
         now = self.digest(len(self.names))
         if not now.is_of(before):
             raise CheckpointMismatch(
-                f"The input has changed: there were {before['files']} files of {before['bytes']} bytes, and there are "
+                f"The input has changed: there were {before['files']} files of {before['bytes']} "
+                "bytes, and there are "
                 f"{now.files} of {now.bytes} bytes. ",
                 remedy(),
             )
@@ -151,7 +176,9 @@ class Inputs:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise CheckpointMismatch(f"The input file {self.names[index]!r} is gone. ", remedy()) from error
+            raise CheckpointMismatch(
+                f"The input file {self.names[index]!r} is gone. ", remedy()
+            ) from error
 
     def check_before(self, state: State) -> Digest:
         """Returns the digest of the files before the state's current one.
@@ -168,11 +195,13 @@ class Inputs:
                 return digest
         if current not in map(shorten, self.names):
             raise CheckpointMismatch(
-                f"The input has changed: the file {current!r}, which the position is in, is gone or has another name. ",
+                f"The input has changed: the file {current!r}, which the position is in, is gone "
+                "or has another name. ",
                 remedy(),
             )
         raise CheckpointMismatch(
-            f"The input has changed: {before['files']} files of {before['bytes']} bytes were read before {current!r}, "
+            f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
+            f"before {current!r}, "
             f"and the files before it now are not the same. ",
             remedy(),
         )
@@ -203,7 +232,9 @@ class Digest:
 
 
 def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
-    """Hashes a file's first 64 kB, and with ``whole`` its last 64 kB, where gzip and Parquet describe the content."""
+    """Hashes a file's first 64 kB, and with ``whole`` its last 64 kB, where gzip and Parquet
+    describe the content.
+    """
     sample = b""
     if size:
         sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
@@ -226,7 +257,9 @@ def shorten(name: str) -> str:
 
 
 def metadata_hash(metadata: JsonObject | None) -> str:
-    text = orjson.dumps(metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    text = orjson.dumps(
+        metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+    )
     return str(xxh3_64_hexdigest(text)[:8])
 
 
@@ -235,7 +268,7 @@ def _entry(index: int, name: str, size: int) -> int:
     return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
 
 
-# Records of what was read -----------------------------------------------------------------------------------------
+# Records of what was read ------------------------------------------------------------------------
 
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
@@ -245,11 +278,16 @@ _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 def options_of(reader: BaseDiskReader) -> JsonObject:
     """Returns the arguments of a reader that decide what it makes of its files."""
-    options = {name: getattr(reader, name) for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))}
+    options = {
+        name: getattr(reader, name)
+        for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))
+    }
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 
-def record_reader(reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False) -> ReaderRecord:
+def record_reader(
+    reader: BaseDiskReader, inputs: Inputs, count: int, limited: bool = False
+) -> ReaderRecord:
     return ReaderRecord(options_of(reader), sample_files(inputs, range(count)), limited)
 
 
@@ -272,7 +310,7 @@ def _record(inputs: Inputs, index: int) -> FileRecord:
     return FileRecord(name, inputs.size(index), inputs.sample(index), float(modified))
 
 
-# The whole input ---------------------------------------------------------------------------------------------------
+# The whole input ---------------------------------------------------------------------------------
 
 
 def check_reachable(folder: DataFolder) -> None:
@@ -283,14 +321,17 @@ def check_reachable(folder: DataFolder) -> None:
     """
     with naming_hub_input(folder):
         try:
-            retrying.OPENING.run(partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached")
+            retrying.OPENING.run(
+                partial(folder.info, ""), f"The input {folder.resolve_paths('')} cannot be reached"
+            )
         except Exception as error:  # whatever the file systems' libraries raise
             if retrying.OPENING.passes(error):
                 raise
 
 
 def list_input(reader: BaseDiskReader, afresh: bool = True) -> Inputs:
-    """Lists all files of a reader's input, in the order in which datatrove deals them out to the ranks.
+    """Lists all files of a reader's input, in the order in which datatrove deals them out to the
+    ranks.
 
     Args:
         afresh: not from a listing that this process may keep.
@@ -310,7 +351,8 @@ def list_input(reader: BaseDiskReader, afresh: bool = True) -> Inputs:
         folder.invalidate_cache()
     options: JsonObject = {"maxdepth": None if reader.recursive else 1, "detail": True}
     if is_on_hub(folder):
-        options["expand_info"] = False  # as DataFolder.list_files: one request instead of one per file
+        # As DataFolder.list_files: one request instead of one per file.
+        options["expand_info"] = False
     if not pattern:
         ask = partial(folder.find, "", **options)
     else:

@@ -1,15 +1,17 @@
-"""JSONL: plain files by byte offset, compressed ones by decompressing what was read without parsing it.
+"""JSONL: plain files by byte offset, compressed ones by decompressing what was read without parsing
+it.
 
-Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits as datatrove's text
-mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. All lines are counted, also blank and damaged ones, because the
-number is the default id.
+Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits
+as datatrove's text mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. All lines are counted, also
+blank and damaged ones, because the number is the default id.
 
-A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash covers the last line
-and the file's first 64 kB as far as they come before the position, so what was not read yet may be corrected. Release
-0.1.0 hashed the line alone, and wrote four numbers.
+A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash
+covers the last line and the file's first 64 kB as far as they come before the position, so what was
+not read yet may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
 
-No index is used for gzip or zstd: beside the input it would have to be written, found and trusted. Decompressing costs
-9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s for zstd, while the server starts.
+No index is used for gzip or zstd: beside the input it would have to be written, found and trusted.
+Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s
+for zstd, while the server starts.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     Args:
         shuffle_seed: read files in an order that depends on this number.
-        stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it (``damaged_lines``
-            in the stats) with a warning.
+        stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it
+            (``damaged_lines`` in the stats) with a warning.
         The others are datatrove's.
     """
 
@@ -109,29 +111,42 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                         head_hash = head.intdigest()
                     document = self._parse(line, name, number - 1)
                     if document is not None:
-                        yield document, (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD)
+                        yield (
+                            document,
+                            (offset, number, start, xxh3_64_intdigest(line, head_hash), _WITH_HEAD),
+                        )
         if is_plain:
             extent.end = offset
 
     def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
-        """Returns the object of a line; None if the line is blank or damaged, which is counted as in ``run``."""
+        """Returns the object of a line; None if the line is blank or damaged, which is counted as
+        in ``run``.
+        """
         parsed = self._parse(line, name, id_in_file, lambda row, *_: row)
         return parsed if isinstance(parsed, dict) else None
 
-    def _parse(self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None) -> Any:
-        """Returns a document, or why a line has none; None for a blank line. ``make``: what to make of a row."""
+    def _parse(
+        self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None
+    ) -> Any:
+        """Returns a document, or why a line has none; None for a blank line.
+
+        ``make``: what to make of a row.
+        """
         began = time.perf_counter()
         try:
             data = orjson.loads(line)
             if not isinstance(data, dict):
-                if _holds_objects(data):  # else the documents of a whole file would be one damaged line
+                # Else the documents of a whole file would be one damaged line.
+                if _holds_objects(data):
                     refuse_array(self, name)
                 self._damaged(name, id_in_file, f"{type(data).__name__} instead of an object")
                 return Skipped.DAMAGED
             for media in data.get("media") or ():
                 if media.get("media_bytes") is not None:
                     media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
-            return (make or self.get_document_from_dict)(data, name, id_in_file) or Skipped.WITHOUT_TEXT
+            return (make or self.get_document_from_dict)(
+                data, name, id_in_file
+            ) or Skipped.WITHOUT_TEXT
         except (EOFError, orjson.JSONDecodeError) as error:
             if not line.strip():
                 return None
@@ -145,7 +160,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._parsing += time.perf_counter() - began
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
-        """Yields the blocks, and adds the time of ``_parse`` to the stats by block: by line would cost too much."""
+        """Yields the blocks, and adds the time of ``_parse`` to the stats by block: by line would
+        cost too much.
+        """
         for block in blocks:
             self._parsing = 0.0
             try:
@@ -161,7 +178,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             where = f"the line at byte {id_in_file.removeprefix('@')}"
         if self.stop_on_bad_line:
             raise DamagedLine(
-                f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to false to count such "
+                f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to "
+                "false to count such "
                 "lines and continue."
             )
         count = self.stats["damaged_lines"].total
@@ -174,7 +192,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             advice += "; others are only counted"
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
 
-    # Files ---------------------------------------------------------------------------------------------------------
+    # Files ---------------------------------------------------------------------------------------
 
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
@@ -184,7 +202,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         codec = self.codec(name)
         with ExitStack() as stack:
             # The adapter runs inside, and may ask others than the hub.
-            stack.enter_context(naming_hub_input(self.data_folder, name, False, ("huggingface_hub",)))
+            stack.enter_context(
+                naming_hub_input(self.data_folder, name, False, ("huggingface_hub",))
+            )
             file = stack.enter_context(self.data_folder.open(name, "rb", compression=None))
             if codec is not None and file.read(1):
                 file.seek(0)
@@ -217,12 +237,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             seed = xxh3_64_intdigest(head)
         if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
             raise CheckpointMismatch(
-                f"The input file {name!r} has changed before byte {offset} of its content, the saved position. ",
+                f"The input file {name!r} has changed before byte {offset} of its content, the "
+                "saved position. ",
                 remedy(),
             )
         if following and not (is_plain and following in b"\n\r"):
             raise CheckpointMismatch(
-                f"The line of the input file {name!r} that starts at byte {start} was the last one when it was read, "
+                f"The line of the input file {name!r} that starts at byte {start} was the last one "
+                "when it was read, "
                 f"and has grown. ",
                 remedy(),
             )
@@ -258,7 +280,10 @@ def _holds_objects(data: object) -> bool:
 
 
 def _opens_array(line: bytes) -> bool:
-    """Returns whether a line begins a JSON array of objects: ``[``, or the first elements as well."""
+    """Returns whether a line begins a JSON array of objects:
+
+    ``[``, or the first elements as well.
+    """
     if not line.startswith(b"["):
         return False
     try:
@@ -270,7 +295,9 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count)
     if len(data) < count:
-        raise CheckpointMismatch(f"The input file {name!r} ends before the saved position. ", remedy())
+        raise CheckpointMismatch(
+            f"The input file {name!r} ends before the saved position. ", remedy()
+        )
     return data
 
 
@@ -286,7 +313,8 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
     rest = read_line(file)
     if len(rest) >= MAX_LINE_BYTES:
         raise InputError(
-            f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so the file is damaged, or no "
+            f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so the file "
+            "is damaged, or no "
             "JSONL. Replace it by a complete copy, or move it out of the folder."
         )
     return rest

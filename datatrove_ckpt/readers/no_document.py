@@ -1,4 +1,6 @@
-"""Explains an input that has content but no document: its first row, and which setting to change."""
+"""Explains an input that has content but no document: its first row, and which setting to
+change.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
 
 
 MAX_LINE_BYTES = 2**28
-"""Of a line of JSONL, or a field of CSV. A compressed file of zeros is one line, a thousand times as large."""
+"""Of a line of JSONL, or a field of CSV.
+
+A compressed file of zeros is one line, a thousand times as large.
+"""
 # Python's own limit, which holds for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
 _SHOWN_CHARACTERS = 60
 _SHOWN_KEYS = 20
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bz2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
 _SUFFIXES = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz", "zip": ".zip"}
 _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
 _RUN_AGAIN = "Correct that, and run the same command again."
@@ -51,7 +62,10 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
     folder = reader.data_folder.path
     text = explain(reader, name, damaged)
     if text:
-        raise NoDocument(f"This task's input holds no document, although {name!r} in {folder} is not empty. {text}")
+        raise NoDocument(
+            f"This task's input holds no document, although {name!r} in {folder} is not empty. "
+            f"{text}"
+        )
 
 
 def read_line(file: IO[bytes], size: int = MAX_LINE_BYTES) -> bytes:
@@ -63,16 +77,21 @@ def read_line(file: IO[bytes], size: int = MAX_LINE_BYTES) -> bytes:
 
 def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
     """Raises InputError for a file with a line that is, or begins, a JSON array of objects."""
-    raise InputError(f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}")
+    raise InputError(
+        f"The input file {name!r} in {reader.data_folder.path} holds a JSON array. {_ARRAY_ADVICE}"
+    )
 
 
 def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
-    """Describes a file that gave no document, with advice; "" if it has no rows, or if these have an empty text."""
+    """Describes a file that gave no document, with advice; "" if it has no rows, or if these have
+    an empty text.
+    """
     folder: DataFolder = reader.data_folder
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
         file.seek(0)
-        if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):  # the last one: a stream of Arrow
+        # The last one: a stream of Arrow.
+        if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
             table = "Arrow"
             use = IpcReader
             if magic.startswith(b"PAR1"):
@@ -80,15 +99,21 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
                 use = ParquetReader
             if isinstance(reader, use):
                 return _explain_row(reader, _first_table_row(file, magic), damaged)
-            return f"This is a file in the format {table}: use {use.__name__}, or move the file out of the folder."
+            return (
+                f"This is a file in the format {table}: use {use.__name__}, or move the file "
+                "out of the folder."
+            )
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is not None and magic:
-            return _explain_text(io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged)
+            return _explain_text(
+                io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged
+            )
         found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
         if found is None:
             return _explain_text(file, reader, damaged)
         return (
-            f"It is compressed with {found}, and was read without decompressing it: its name should end in "
+            f"It is compressed with {found}, and was read without decompressing it: its name "
+            "should end in "
             f"{_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
         )
 
@@ -98,10 +123,15 @@ def _explain_row(reader: BaseDiskReader, row: JsonObject | None, damaged: bool) 
         return ""
     keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
     if reader.adapter != reader._default_adapter:
-        return f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
+        return (
+            f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
+        )
     if not damaged and reader.text_key in row and not row[reader.text_key]:
         return ""
-    return f"No row has a text under text_key={reader.text_key!r}. The first row has the keys {keys}. {_RUN_AGAIN}"
+    return (
+        f"No row has a text under text_key={reader.text_key!r}. The first row has the keys "
+        f"{keys}. {_RUN_AGAIN}"
+    )
 
 
 def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str:
@@ -117,7 +147,10 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str
         if isinstance(row, dict):
             return _explain_row(reader, row, damaged)
     text = line.decode(errors="replace").strip()
-    advice = f"Write a format that {type(reader).__name__} reads, choose another reader, or move the file elsewhere."
+    advice = (
+        f"Write a format that {type(reader).__name__} reads, choose another reader, or move "
+        "the file elsewhere."
+    )
     if text.startswith("["):
         advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
     if "\ufffd" in text:

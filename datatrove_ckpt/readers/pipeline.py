@@ -1,7 +1,8 @@
-"""Finds the readers of files in a pipeline through its generators: each holds its step and the generator before it.
+"""Finds the readers of files in a pipeline through its generators: each holds its step and the
+generator before it.
 
-For readers that do not seek, this module notes their files, and refuses an input in which they found no document. It
-cannot count the rows that they skip.
+For readers that do not seek, this module notes their files, and refuses an input in which they
+found no document. It cannot count the rows that they skip.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from datatrove_ckpt.readers.step_records import StepRecord
 
 
 def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yields the steps that make these documents, the last one first: step (None: a function), name, arguments."""
+    """Yields the steps that make these documents, the last one first: step (None: a function),
+    name, arguments.
+    """
     while isinstance(documents, types.GeneratorType) and documents.gi_frame is not None:
         names = documents.gi_frame.f_locals
         step = names.get("self")
@@ -45,8 +48,10 @@ def name_file(error: BaseException) -> BaseException:
         names = trace.tb_frame.f_locals
         if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
             named = InputError(
-                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not UTF-8, or has a "
-                f"quote that is not closed: {error}. Correct it (iconv -t utf-8), and run the same command again."
+                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not "
+                "UTF-8, or has a "
+                f"quote that is not closed: {error}. Correct it (iconv -t utf-8), and run the same "
+                "command again."
             )
             named.__cause__ = error
             return named
@@ -55,17 +60,27 @@ def name_file(error: BaseException) -> BaseException:
 
 
 class PipelineReaders:
-    """The readers of files that make these documents. Must be made before the first document is read.
+    """The readers of files that make these documents. Must be made before the first document is
+    read.
 
     Args:
-        pipeline: the steps as the executor has them (see ``describe_pipeline``); None if that is not known.
+        pipeline: the steps as the executor has them (see ``describe_pipeline``); None if that is
+            not known.
     """
 
-    def __init__(self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None = None) -> None:
+    def __init__(
+        self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None = None
+    ) -> None:
         self._pipeline = None if pipeline is None else list(pipeline)
-        found = [(step, names) for step, _, names in steps_before(documents) if isinstance(step, BaseDiskReader)]
+        found = [
+            (step, names)
+            for step, _, names in steps_before(documents)
+            if isinstance(step, BaseDiskReader)
+        ]
         self._readers: list[SeekingReader | _PlainReader] = [
-            step if isinstance(step, SeekingReader) else _PlainReader(step, names["rank"], names["world_size"])
+            step
+            if isinstance(step, SeekingReader)
+            else _PlainReader(step, names["rank"], names["world_size"])
             for step, names in reversed(found)
         ]
 
@@ -75,19 +90,25 @@ class PipelineReaders:
         return max(1, len(self._readers))
 
     def start(self) -> None:
-        """Notes the files of the readers that do not seek, before anything is read. Raises OSError."""
+        """Notes the files of the readers that do not seek, before anything is read.
+
+        Raises OSError.
+        """
         for reader in self._readers:
             if isinstance(reader, _PlainReader):
                 reader.start()
 
     def finish(self, reading: Reading) -> ShardRecord | None:
-        """Returns what was read, after the last document; None if neither readers nor the pipeline are known.
+        """Returns what was read, after the last document; None if neither readers nor the pipeline
+        are known.
 
         Raises:
-            InputError: a reader that does not seek found no document, although its files have content.
+            InputError: a reader that does not seek found no document, although its files have
+                content.
         """
         starts = iter(reading.starts)
-        seen: Sequence[object] = self._readers or [None] * len(reading.starts)  # a step may hide the readers before it
+        # A step may hide the readers before it.
+        seen: Sequence[object] = self._readers or [None] * len(reading.starts)
         records: list[ReaderRecord] = []
         for reader in seen:
             if isinstance(reader, _PlainReader):
@@ -120,7 +141,10 @@ class _PlainReader:
     def finish(self) -> ReaderRecord:
         reader = self._reader
         kind = type(reader)
-        counts = kind.run is BaseDiskReader.run and kind.read_files_shard is BaseDiskReader.read_files_shard
+        counts = (
+            kind.run is BaseDiskReader.run
+            and kind.read_files_shard is BaseDiskReader.read_files_shard
+        )
         if counts and reader.limit != 0 and not reader.skip and self._documents() == self._before:
             for index, name in enumerate(self._inputs.names):
                 if self._inputs.size(index):

@@ -1,11 +1,14 @@
-"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader again.
+"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader
+again.
 
-A document carries its position in a slot that is no field of the dataclass: filters pass it on, and writers do not see
-it. It costs one tuple per document; the state is built only when a position is saved.
+A document carries its position in a slot that is no field of the dataclass: filters pass it on, and
+writers do not see it. It costs one tuple per document; the state is built only when a position is
+saved.
 
-The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their thread. A state has the
-number of its reader, in the order of starting. An attribute of the step would be simpler, but one step object may run
-several ranks, and a pipeline may have several readers.
+The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their
+thread. A state has the number of its reader, in the order of starting. An attribute of the step
+would be simpler, but one step object may run several ranks, and a pipeline may have several
+readers.
 """
 
 from __future__ import annotations
@@ -32,12 +35,18 @@ State: TypeAlias = JsonObject
 PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
 
 FilePosition: TypeAlias = tuple[int, ...]
-"""A place in a file, right after a document; () is the file's beginning. Each format defines its numbers."""
+"""A place in a file, right after a document; () is the file's beginning.
+
+Each format defines its numbers.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class FileState:
-    """The part of a state that all documents of one file share. ``input`` and ``file``: their sizes, if known."""
+    """The part of a state that all documents of one file share.
+
+    ``input`` and ``file``: their sizes, if known.
+    """
 
     shared: State
     input: InputExtent | None = None
@@ -61,7 +70,8 @@ class FileState:
 
 
 Position: TypeAlias = tuple[int, int, FileState, FilePosition, SkippedLines]
-"""Number of the reader, number of documents it has yielded, file, place in the file, lines skipped so far.
+"""Number of the reader, number of documents it has yielded, file, place in the file, lines skipped
+so far.
 
 Within one run, ``<`` orders positions as they were read: the first two numbers decide.
 """
@@ -77,7 +87,12 @@ class PositionedDocument(Document):  # type: ignore[misc, unused-ignore]
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Document):
             return NotImplemented
-        return (self.text, self.id, self.media, self.metadata) == (other.text, other.id, other.media, other.metadata)
+        return (self.text, self.id, self.media, self.metadata) == (
+            other.text,
+            other.id,
+            other.media,
+            other.metadata,
+        )
 
 
 def position_of(document: Document) -> Position | None:
@@ -91,7 +106,8 @@ def position_state(document: Document) -> State | None:
 
 @dataclass(eq=False, repr=False)
 class Reading:
-    """One run of a pipeline, as its readers see it. Enter it in the thread that reads, around every ``next``.
+    """One run of a pipeline, as its readers see it. Enter it in the thread that reads, around every
+    ``next``.
 
     Args:
         state: where to resume, from ``position_state``; None to start at the beginning.
@@ -107,15 +123,19 @@ class Reading:
 
     @property
     def resumed(self) -> bool:
-        """Whether the readers resumed from the state, after the first ``next``. False: none of them can seek.
+        """Whether the readers resumed from the state, after the first ``next``. False: none of them
+        can seek.
 
         Raises:
-            CheckpointMismatch: a reader yielded nothing because a later one should resume, but there is no later one.
+            CheckpointMismatch: a reader yielded nothing because a later one should resume, but
+                there is no later one.
         """
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
-                f"The saved position belongs to reader {(self.state or {})['number']} of the pipeline (counted from "
-                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, or start with ",
+                f"The saved position belongs to reader {(self.state or {})['number']} of the "
+                "pipeline (counted from "
+                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, "
+                "or start with ",
                 StartOver(),
                 ".",
             )
@@ -162,9 +182,11 @@ class ReaderStart:
     Attributes:
         number: of the reader in the pipeline, from 0.
         earlier: the digest of each finished reader's input, in order.
-        finished_digest: the digest of this reader's input, if it had finished before the state was saved; else None.
+        finished_digest: the digest of this reader's input, if it had finished before the state was
+            saved; else None.
         skipped: lines skipped so far by this reader and earlier ones.
-        skipped_in: files in which this reader has skipped lines, and whether one of them was damaged.
+        skipped_in: files in which this reader has skipped lines, and whether one of them was
+            damaged.
         record: makes the record of the reader's input, once it has finished.
     """
 
@@ -177,7 +199,9 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def first_in_file(self, documents: int) -> int:
-        """Returns the number of documents before the state's file; ``documents`` for states of earlier releases."""
+        """Returns the number of documents before the state's file; ``documents`` for states of
+        earlier releases.
+        """
         return int((self.state or {}).get("file", {}).get("first", documents))
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
@@ -186,7 +210,9 @@ class ReaderStart:
             return
         self.skipped_in[name] = self.skipped.damaged > before.damaged
         if not has_documents:
-            logger.warning(f"The input file {name!r} gave no document: no line or row of it is one.")
+            logger.warning(
+                f"The input file {name!r} gave no document: no line or row of it is one."
+            )
 
 
 def start_reader(loaded: State | None) -> ReaderStart:
@@ -225,7 +251,7 @@ class _ThreadReadings(threading.local):
 _thread = _ThreadReadings()
 
 
-# What formats give to ``SeekingReader`` ------------------------------------------------------------------------------
+# What formats give to ``SeekingReader`` ----------------------------------------------------------
 
 Row: TypeAlias = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""

@@ -1,8 +1,9 @@
 """The commits of hub datasets that all ranks of a job read.
 
-A branch moves. Ranks that start at different times would then read different files, and documents would be lost or
-doubled. So the first rank keeps the commit of a branch or tag in the checkpoint folder of the job, and all others use
-that commit. The file is made by a hard link: the first one wins, and is never seen in part.
+A branch moves. Ranks that start at different times would then read different files, and documents
+would be lost or doubled. So the first rank keeps the commit of a branch or tag in the checkpoint
+folder of the job, and all others use that commit. The file is made by a hard link: the first one
+wins, and is never seen in part.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Revisions:
         self._folder = folder
 
     def commit(self, dataset: str, revision: str, resolve: Resolve) -> str | None:
-        """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only once per job.
+        """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only
+        once per job.
 
         Raises:
             CheckpointCorrupt: the kept commit cannot be read.
@@ -66,13 +68,15 @@ class Revisions:
             pass
         raise CheckpointCorrupt(
             path,
-            " should name the commit of the dataset that this job reads, and cannot be read. Restore it from a "
+            " should name the commit of the dataset that this job reads, and cannot be read. "
+            "Restore it from a "
             "copy, or write the commit as `revision` into dataset_options and remove the file.",
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:
         files.disk.make_dirs(self._folder)
-        staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")  # processes of two nodes may have one id
+        # Processes of two nodes may have one id.
+        staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         files.disk.write_new(staged, [data], files.PUBLIC_FILE)
         files.disk.put_new(staged, path)  # unless another rank was first

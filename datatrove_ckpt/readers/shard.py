@@ -1,8 +1,10 @@
-"""What a rank has read, as its checkpoint keeps it in ``shard.json``: files, readers, steps, skipped lines.
+"""What a rank has read, as its checkpoint keeps it in ``shard.json``: files, readers, steps,
+skipped lines.
 
-A finished rank is never run again, so its input may not change. Of each file the record keeps the name and size that
-the reader saw, and a sample from its end: a hash of the first and last 64 kB of a local file, the ETag (or the like) of
-a remote one. The time of the last change is for a warning only: a copy on another node has another.
+A finished rank is never run again, so its input may not change. Of each file the record keeps the
+name and size that the reader saw, and a sample from its end: a hash of the first and last 64 kB of
+a local file, the ETag (or the like) of a remote one. The time of the last change is for a warning
+only: a copy on another node has another.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class FileRecord(NamedTuple):
 
 @dataclass
 class ReaderRecord:
-    """What one reader has read. ``limited``: it stopped at its ``limit``, so files after these do not matter."""
+    """What one reader has read.
+
+    ``limited``: it stopped at its ``limit``, so files after these do not matter.
+    """
 
     options: JsonObject = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
@@ -39,14 +44,19 @@ class ReaderRecord:
 
 @dataclass
 class ShardRecord:
-    """The content of ``shard.json``. ``pipeline``: the steps before the runner, as the executor has them, if known."""
+    """The content of ``shard.json``.
+
+    ``pipeline``: the steps before the runner, as the executor has them, if known.
+    """
 
     readers: list[ReaderRecord] = field(default_factory=list)
     skipped: SkippedLines = field(default_factory=SkippedLines)
     pipeline: list[StepRecord] | None = None
 
     def to_json(self) -> JsonObject:
-        readers = [asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers]
+        readers = [
+            asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers
+        ]
         content: JsonObject = {"skipped": list(self.skipped), "readers": readers}
         if self.pipeline is not None:
             content["pipeline"] = list(map(asdict, self.pipeline))
@@ -54,7 +64,8 @@ class ShardRecord:
 
     @classmethod
     def read(cls, path: Path) -> ShardRecord | None:
-        """Reads the record; None if an earlier release wrote it, or the rank has not read all of its input.
+        """Reads the record; None if an earlier release wrote it, or the rank has not read all of
+        its input.
 
         Raises:
             CheckpointCorrupt: the file cannot be read.
@@ -73,6 +84,7 @@ class ShardRecord:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f" cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody notices if the "
+                f" cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody "
+                "notices if the "
                 "input of this finished rank changes.",
             ) from error

@@ -1,7 +1,9 @@
-"""Describes the steps before a runner, so that a finished rank can tell that it read its input through other steps.
+"""Describes the steps before a runner, so that a finished rank can tell that it read its input
+through other steps.
 
-A false alarm would refuse a good run, so only what cannot change by itself is described: package and class of a step,
-and the plain settings of steps that hold no state. The options and files of readers are recorded elsewhere.
+A false alarm would refuse a good run, so only what cannot change by itself is described: package
+and class of a step, and the plain settings of steps that hold no state. The options and files of
+readers are recorded elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import secrets_among
 
-STATELESS_PACKAGES = ("datatrove.pipeline.filters.", "datatrove.pipeline.formatters.", "datatrove.pipeline.extractors.")
+STATELESS_PACKAGES = (
+    "datatrove.pipeline.filters.",
+    "datatrove.pipeline.formatters.",
+    "datatrove.pipeline.extractors.",
+)
 """Packages whose steps process one document at a time."""
 
 _DOCUMENTS = "documents"
@@ -28,13 +34,17 @@ _SHOWN_CHARACTERS = 200
 
 @dataclass
 class StepRecord:
-    """One step: package and class; "reader"; the name of a function; or "documents" for a list of documents."""
+    """One step: package and class; "reader"; the name of a function; or "documents" for a list of
+    documents.
+    """
 
     name: str
     settings: JsonObject = field(default_factory=dict)
 
 
-def describe_pipeline(steps: Sequence[object], code_of: Callable[[object], dict[str, str]]) -> list[StepRecord]:
+def describe_pipeline(
+    steps: Sequence[object], code_of: Callable[[object], dict[str, str]]
+) -> list[StepRecord]:
     """Describes the steps before a runner, as the executor has them.
 
     The package of a function is left out, because an imported script has another one.
@@ -50,7 +60,9 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
         step = step.func
     if not isinstance(step, PipelineStep) and not callable(step):
         return StepRecord(_DOCUMENTS)
-    described: Callable[..., object] = step if callable(step) and hasattr(step, "__qualname__") else type(step)
+    described: Callable[..., object] = (
+        step if callable(step) and hasattr(step, "__qualname__") else type(step)
+    )
     code = code_of(described)
     if isinstance(step, BaseDiskReader):
         return StepRecord("reader", code)
@@ -67,13 +79,18 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
 
 
 def plain_settings(values: Mapping[str, object]) -> JsonObject:
-    """Keeps the values that JSON can express, without secrets. A long value is replaced by its hash."""
+    """Keeps the values that JSON can express, without secrets.
+
+    A long value is replaced by its hash.
+    """
     found: JsonObject = {}
     for name, value in values.items():
         if name.startswith("_") or any(True for _ in secrets_among(name, value)):
             continue
         try:
-            data = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS)
+            data = orjson.dumps(
+                value, option=orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_SORT_KEYS
+            )
         except orjson.JSONEncodeError:
             continue
         if len(data) <= _SHOWN_CHARACTERS:

@@ -1,10 +1,12 @@
 """The stats of the steps before the runner, over all attempts of a rank.
 
-After a resume that seeks, these steps see only the remaining documents. So a saved position holds their stats right
-after its document, and the next attempt adds its own. After a resume that counts, they see all documents again.
+After a resume that seeks, these steps see only the remaining documents. So a saved position holds
+their stats right after its document, and the next attempt adds its own. After a resume that counts,
+they see all documents again.
 
-The last position holds the stats at the end of the input (``ended``): an attempt that finds no document after it adds
-nothing of its own. A retry of dead letters does not run these steps: ``shard.json`` keeps their stats for it.
+The last position holds the stats at the end of the input (``ended``): an attempt that finds no
+document after it adds nothing of its own. A retry of dead letters does not run these steps:
+``shard.json`` keeps their stats for it.
 """
 
 from __future__ import annotations
@@ -27,10 +29,16 @@ STATS = "stats"
 
 
 class StepStats:
-    """The steps that make these documents, with stats that begin at zero, because ranks may share a step object."""
+    """The steps that make these documents, with stats that begin at zero, because ranks may share a
+    step object.
+    """
 
     def __init__(self, documents: Iterable[Document]) -> None:
-        steps = [step for step, _, _ in steps_before(documents) if isinstance(getattr(step, "stats", None), Stats)]
+        steps = [
+            step
+            for step, _, _ in steps_before(documents)
+            if isinstance(getattr(step, "stats", None), Stats)
+        ]
         self._steps: list[Any] = steps[::-1]
         self._earlier = [MetricStatsDict() for _ in steps]
         self._ended = False
@@ -42,7 +50,8 @@ class StepStats:
         """Continues the stats of the position at which this attempt resumed by seeking."""
         if not self._take(state) and self._steps:
             logger.warning(
-                "The stats of the steps before InferenceRunner count this attempt only: an earlier release, or another "
+                "The stats of the steps before InferenceRunner count this attempt only: an earlier "
+                "release, or another "
                 "pipeline, has saved the position where it resumed."
             )
 
@@ -50,7 +59,8 @@ class StepStats:
         """Gives the steps the stats that the rank's ``shard.json`` keeps."""
         if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
-                "The stats of the steps before InferenceRunner are empty: an earlier release, or another pipeline, has "
+                "The stats of the steps before InferenceRunner are empty: an earlier release, or "
+                "another pipeline, has "
                 "finished this rank, and a retry of dead letters does not run them."
             )
         self.finish(0)
@@ -70,7 +80,10 @@ class StepStats:
         return {STATS: self._state(True, self._totals(read))}
 
     def saved(self, ended: bool = False) -> State | None:
-        """Returns the stats of all attempts so far; None if they are not known. ``ended``: the input has ended."""
+        """Returns the stats of all attempts so far; None if they are not known.
+
+        ``ended``: the input has ended.
+        """
         if not self._known:
             return None
         return self._state(ended, map(_sum, self._earlier, self._now()))
@@ -80,7 +93,9 @@ class StepStats:
         return {"ended": ended, "steps": list(map(list, steps))}
 
     def finish(self, read: int) -> None:
-        """Gives the steps the stats of all attempts, after ``read`` documents of this attempt, at the end of input."""
+        """Gives the steps the stats of all attempts, after ``read`` documents of this attempt, at
+        the end of input.
+        """
         for step, total in zip(self._steps, self._totals(read), strict=True):
             step.stats.stats = total
         self._earlier = [MetricStatsDict() for _ in self._steps]
@@ -112,7 +127,14 @@ def _to_json(metrics: MetricStatsDict) -> State:
     """Leaves out metrics with a number that is not finite, which JSON cannot hold."""
     found = {}
     for name, metric in list(metrics.items()):
-        numbers = (metric.total, metric.n, metric.mean, metric._running_variance, metric.min, metric.max)
+        numbers = (
+            metric.total,
+            metric.n,
+            metric.mean,
+            metric._running_variance,
+            metric.min,
+            metric.max,
+        )
         if metric.n and all(map(math.isfinite, numbers)):
             found[str(name)] = [*map(_plain, numbers), metric.unit]
     return found

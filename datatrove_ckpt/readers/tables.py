@@ -1,8 +1,9 @@
 """Parquet by row group and row, Arrow IPC by record batch and row.
 
-A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a record batch.
-datatrove's default id counts documents with text, not rows. Groups before the position are not read (in an IPC stream:
-not converted). In the position's own group, earlier rows are decoded and dropped.
+A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a
+record batch. datatrove's default id counts documents with text, not rows. Groups before the
+position are not read (in an IPC stream: not converted). In the position's own group, earlier rows
+are decoded and dropped.
 
 Rows become Python objects a thousand at a time, because a record batch may be a whole file.
 """
@@ -59,10 +60,12 @@ def map_or_open(folder: DataFolder, name: str) -> pa.NativeFile | IO[bytes]:
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
-    """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file with a footer.
+    """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file
+    with a footer.
 
     Args:
-        stream: the reader's argument. It decides for the streams of old releases of Arrow, which have no mark.
+        stream: the reader's argument. It decides for the streams of old releases of Arrow, which
+            have no mark.
 
     Raises:
         InputError: the file is neither.
@@ -73,8 +76,10 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
         return True
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(
-            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, replace it by a "
-            f"complete copy; else move it out of the input, or choose the files by {written.glob_pattern} (*.arrow). "
+            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
+            "replace it by a "
+            "complete copy; else move it out of the input, or choose the files by "
+            f"{written.glob_pattern} (*.arrow). "
             "Then run the same command again."
         )
     return False
@@ -84,7 +89,9 @@ _Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
 
 
 def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
-    """Takes rows by their numbers, also of types that pyarrow cannot take: string views, run-end encoding."""
+    """Takes rows by their numbers, also of types that pyarrow cannot take: string views, run-end
+    encoding.
+    """
     import pyarrow as pa
 
     numbers = pa.array(np.asarray(rows, dtype=np.int64))
@@ -123,8 +130,13 @@ class RetryingFile:
 
 class _TableReader(SeekingReader):
     @contextmanager
-    def _opened(self, name: str, open_file: Callable[[DataFolder, str], IO[bytes]] = opened) -> Iterator[IO[bytes]]:
-        with closing(open_file(self.data_folder, name)) as file, naming_hub_input(self.data_folder, name):
+    def _opened(
+        self, name: str, open_file: Callable[[DataFolder, str], IO[bytes]] = opened
+    ) -> Iterator[IO[bytes]]:
+        with (
+            closing(open_file(self.data_folder, name)) as file,
+            naming_hub_input(self.data_folder, name),
+        ):
             yield file
 
     @abstractmethod
@@ -187,11 +199,17 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
-        # Without a buffer, a row group's column is read at once, which saves requests of a remote file.
+        # Without a buffer, a row group's column is read at once, which saves requests of a remote
+        # file.
         size = _BUFFER_BYTES if self.data_folder.is_local() else 0
-        # Pre-buffering, pyarrow's default since version 26, would always read whole columns of a row group.
+        # Pre-buffering, pyarrow's default since version 26, would always read whole columns of a
+        # row group.
         options = {"buffer_size": size, "pre_buffer": False}
-        with naming_damage(name), self._opened(name) as file, pq.ParquetFile(file, **options) as parquet_file:
+        with (
+            naming_damage(name),
+            self._opened(name) as file,
+            pq.ParquetFile(file, **options) as parquet_file,
+        ):
             yield parquet_file
 
     @property
@@ -209,7 +227,8 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                 first = row if number == group else 0
                 if first >= rows:
                     continue
-                most = max(self.batch_size, _SKIPPED_ROWS) if first else self.batch_size  # large ones pass `row` faster
+                # Large ones pass `row` faster.
+                most = max(self.batch_size, _SKIPPED_ROWS) if first else self.batch_size
                 size = _fitting(most, rows, groups[number].total_byte_size)
                 start = 0
                 for batch in file.iter_batches(size, [number], self._columns):
@@ -220,7 +239,8 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``IpcReader``, with a position on each document. A file's first bytes tell whether it is a stream.
+    """datatrove's ``IpcReader``, with a position on each document. A file's first bytes tell
+    whether it is a stream.
 
     Args:
         shuffle_seed: read files in an order that depends on this number.
@@ -282,7 +302,9 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
 
 def _check_end_of_stream(file: IO[bytes]) -> None:
-    """Raises EOFError where pyarrow sees nothing: at a stream cut between two batches, and before a second stream."""
+    """Raises EOFError where pyarrow sees nothing: at a stream cut between two batches, and before a
+    second stream.
+    """
     if file.read(1):
         raise EOFError("other bytes follow the end of its stream")
     size = file.tell()

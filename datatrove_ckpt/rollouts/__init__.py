@@ -1,8 +1,9 @@
 """What a rollout is, and ready-made rollouts for YAML files.
 
-The class of a ready-made rollout and its ``vars`` are part of the run's identity: another prompt is another run. So its
-attributes are plain values; each process parses a template, a schema or a tokenizer once. What a rollout takes from the
-model's files is an attribute, too (``ReadyMade.for_config``).
+The class of a ready-made rollout and its ``vars`` are part of the run's identity: another prompt is
+another run. So its attributes are plain values; each process parses a template, a schema or a
+tokenizer once. What a rollout takes from the model's files is an attribute, too
+(``ReadyMade.for_config``).
 
 The names below are of this module, whatever file they are in: pickles and identities hold them.
 """
@@ -47,5 +48,6 @@ __all__ = [
 ]
 
 for _named in [globals()[name] for name in __all__]:
-    if getattr(_named, "__module__", "").startswith(__name__):  # not Payload and Rollout, which are aliases
+    # Not Payload and Rollout, which are aliases.
+    if getattr(_named, "__module__", "").startswith(__name__):
         _named.__module__ = __name__

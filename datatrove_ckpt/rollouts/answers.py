@@ -1,14 +1,14 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field. Every answer is checked here as well: it may be cut off, and an endpoint may
-ignore the field.
+Each engine gets the form in its own field. Every answer is checked here as well: it may be cut off,
+and an endpoint may ignore the field.
 
-    engine      JSON schema                     regex                        choice
-    vllm        structured_outputs.json         structured_outputs.regex     structured_outputs.choice
-    sglang      response_format                 regex                        regex
-    llamacpp    json_schema                     -                            grammar
-    openai      response_format                 -                            -
-    none        -                               -                            -       (only checked)
+    engine      JSON schema               regex                       choice
+    vllm        structured_outputs.json   structured_outputs.regex    structured_outputs.choice
+    sglang      response_format           regex                       regex
+    llamacpp    json_schema               -                           grammar
+    openai      response_format           -                           -
+    none        -                         -                           -       (only checked)
 """
 
 from __future__ import annotations
@@ -49,11 +49,15 @@ class AnswerForm:
 
     @property
     def kind(self) -> str | None:
-        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None]
+        given = [
+            name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None
+        ]
         if not given:
             return None
         if len(given) > 1:
-            raise ConfigError(f"{given[0]}: is set together with {given[1]}; an answer has one form.")
+            raise ConfigError(
+                f"{given[0]}: is set together with {given[1]}; an answer has one form."
+            )
         return given[0]
 
     def check(self) -> None:
@@ -64,7 +68,9 @@ class AnswerForm:
             try:
                 re.compile(self.regex or "")
             except re.error as error:
-                raise ConfigError(f"regex: {self.regex!r} is not a regular expression: {error}.") from None
+                raise ConfigError(
+                    f"regex: {self.regex!r} is not a regular expression: {error}."
+                ) from None
         elif self.kind == "choice":
             texts = self.choice or []
             if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
@@ -81,10 +87,16 @@ class AnswerForm:
         if self.kind is None or engine in ("none", CANNED):
             return {}
         if engine not in get_args(FormEngine):
-            raise ConfigError(f"engine: {engine!r} is not one of {', '.join(get_args(FormEngine))}.")
-        found = ENGINES["endpoint" if engine == "openai" else engine].form_fields(self.kind, getattr(self, self.kind))
+            raise ConfigError(
+                f"engine: {engine!r} is not one of {', '.join(get_args(FormEngine))}."
+            )
+        found = ENGINES["endpoint" if engine == "openai" else engine].form_fields(
+            self.kind, getattr(self, self.kind)
+        )
         if isinstance(found, str):
-            raise ConfigError(f"{self.kind}: {found}, or set engine: none, so that answers are only checked.")
+            raise ConfigError(
+                f"{self.kind}: {found}, or set engine: none, so that answers are only checked."
+            )
         return found
 
     def read(self, text: str) -> tuple[str, str]:
@@ -108,7 +120,9 @@ class AnswerForm:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Raises ConfigError if the engine behind an endpoint or a script is unknown, and it matters."""
+    """Raises ConfigError if the engine behind an endpoint or a script is unknown, and it
+    matters.
+    """
     engine = ENGINES[server_type]
     if engine.is_canned:
         return CANNED
@@ -118,8 +132,10 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
     *first, last = (name for name in get_args(FormEngine) if name in ENGINES)
     raise ConfigError(
-        f"{form.kind}: engines have different fields for it, and behind server_type {server_type!r} may be any of "
-        f"them. Set engine: {', '.join(first)} or {last}; or none, so that answers are only checked."
+        f"{form.kind}: engines have different fields for it, and behind server_type "
+        f"{server_type!r} may be any of "
+        f"them. Set engine: {', '.join(first)} or {last}; or none, so that answers are only "
+        "checked."
     )
 
 
@@ -136,7 +152,9 @@ def _validator(schema: bytes) -> Validator:
     try:
         kind.check_schema(content)
     except SchemaError as error:
-        raise ConfigError(f"json_schema: is not a JSON schema: {error.json_path}: {error.message}.") from None
+        raise ConfigError(
+            f"json_schema: is not a JSON schema: {error.json_path}: {error.message}."
+        ) from None
     return kind(content, registry=Registry())  # without one, a $ref would be downloaded
 
 

@@ -1,4 +1,7 @@
-"""Several requests per document, one for each of its parts. The text is split where it hurts least."""
+"""Several requests per document, one for each of its parts.
+
+The text is split where it hurts least.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ class _Splitter:
             end = self._starts[last]
         return max(end, start + 1)
 
-    def pieces(self, start: int, end: int, boundaries: Sequence[re.Pattern[str]]) -> Iterator[tuple[int, int]]:
+    def pieces(
+        self, start: int, end: int, boundaries: Sequence[re.Pattern[str]]
+    ) -> Iterator[tuple[int, int]]:
         if self.fits(start, end):
             yield start, end
         elif not boundaries:
@@ -84,8 +89,8 @@ def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> li
 class ChunkedRollout(ReadyMade):
     """Splits long documents into parts, sends one chat message per part, and joins the answers.
 
-    Parts end at paragraphs. A paragraph that is too long is split after a sentence, a sentence that is too long after a
-    word, a word that is too long anywhere.
+    Parts end at paragraphs. A paragraph that is too long is split after a sentence, a sentence that
+    is too long after a word, a word that is too long anywhere.
 
     Attributes:
         prompt: the user message; ``{text}`` is the part.
@@ -95,15 +100,16 @@ class ChunkedRollout(ReadyMade):
         parallel: send the requests of all parts at once, unless ``carry`` is set.
         generation_params: payload keys; they override ``default_generation_params``.
         max_tokens_per_part: longest part, in tokens, instead.
-        carry: what a part's request knows of the ones before it. "conversation": the last ``carried_parts``, with their
-            answers, as messages. "continue": the part before; the model continues its answer (vLLM and SGLang).
+        carry: what a part's request knows of the ones before it. "conversation": the last
+            ``carried_parts``, with their answers, as messages. "continue": the part before; the
+            model continues its answer (vLLM and SGLang).
         carried_parts: parts that a conversation goes back.
 
     ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
-        ConfigError: a template that cannot be filled in or lacks ``{text}``, a size below 1, or another setting that
-            cannot work.
+        ConfigError: a template that cannot be filled in or lacks ``{text}``, a size below 1, or
+            another setting that cannot work.
     """
 
     prompt: str = "{text}"
@@ -128,15 +134,19 @@ class ChunkedRollout(ReadyMade):
                 raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
         if not times_text(self.prompt):
             raise ConfigError(
-                "prompt: has no {text}, so every part would get the same prompt. Put {text} where the part belongs."
+                "prompt: has no {text}, so every part would get the same prompt. Put {text} where "
+                "the part belongs."
             )
         super().__post_init__()
 
-    async def __call__(self, document: Document, generate: Generate, **shared: object) -> InferenceResult:
+    async def __call__(
+        self, document: Document, generate: Generate, **shared: object
+    ) -> InferenceResult:
         source = prompt_source(document, self.prompt_column)
         if isinstance(source, list):
             raise ConfigError(
-                f"prompt_column: document {document.id!r} holds a list of messages, which cannot be split; use "
+                f"prompt_column: document {document.id!r} holds a list of messages, which cannot "
+                "be split; use "
                 "PromptRollout."
             )
         parts = await self._parts(source)
@@ -153,9 +163,13 @@ class ChunkedRollout(ReadyMade):
             return split_text(text, self.max_chars_per_part)
         if self.chars_per_token is not None:
             return split_text(text, max(1, int(limit * self.chars_per_token)))
-        return await asyncio.to_thread(lambda: split_text(text, limit, self._counter().starts(text)))
+        return await asyncio.to_thread(
+            lambda: split_text(text, limit, self._counter().starts(text))
+        )
 
-    async def _in_turn(self, document: Document, generate: Generate, parts: list[str]) -> list[InferenceResult]:
+    async def _in_turn(
+        self, document: Document, generate: Generate, parts: list[str]
+    ) -> list[InferenceResult]:
         results: list[InferenceResult] = []
         for index, part in enumerate(parts):
             if self.carry == "continue":
@@ -165,11 +179,16 @@ class ChunkedRollout(ReadyMade):
                 first = max(0, index - self.carried_parts)
                 for earlier, result in zip(parts[first:index], results[first:], strict=True):
                     asked = {"role": "user", "content": fill(self.prompt, document, earlier)}
-                    payload["messages"][-1:-1] = [asked, {"role": "assistant", "content": result.text}]
+                    payload["messages"][-1:-1] = [
+                        asked,
+                        {"role": "assistant", "content": result.text},
+                    ]
             results.append(await generate(payload))
         return results
 
-    def _continued(self, document: Document, before: str, part: str, results: list[InferenceResult]) -> Payload:
+    def _continued(
+        self, document: Document, before: str, part: str, results: list[InferenceResult]
+    ) -> Payload:
         if not results:
             return self._payload(document, part)
         payload = self._payload(document, f"{before}{self.separator}{part}")
@@ -185,7 +204,9 @@ class ChunkedRollout(ReadyMade):
             text=self.separator.join(result.text for result in results),
             finish_reason="length" if "length" in reasons else reasons[-1],
             usage=sum_usage(result.usage for result in results),
-            reasoning=self.separator.join(result.reasoning for result in results if result.reasoning),
+            reasoning=self.separator.join(
+                result.reasoning for result in results if result.reasoning
+            ),
         )
 
 

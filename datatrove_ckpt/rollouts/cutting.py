@@ -21,11 +21,17 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
 
 
 def fits_for_sure(content: str, limit: int) -> bool:
-    """Whether the content is so short that its tokens need no count: a token is at least one byte."""
-    return len(content) <= limit and (content.isascii() or len(content.encode("utf-8", "replace")) <= limit)
+    """Whether the content is so short that its tokens need no count: a token is at least one
+    byte.
+    """
+    return len(content) <= limit and (
+        content.isascii() or len(content.encode("utf-8", "replace")) <= limit
+    )
 
 
-def cut_to_tokens(fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter) -> str:
+def cut_to_tokens(
+    fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter
+) -> str:
     """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
     if not times or fits_for_sure(fill(text), limit):
         return text

@@ -28,7 +28,11 @@ class _NoText(WholeText):
 
     uses_chat: ClassVar[bool | None] = None
     _way: ClassVar[str]
-    _set_elsewhere: ClassVar[tuple[str, ...]] = (*WholeText._set_elsewhere, "input", "encoding_format")
+    _set_elsewhere: ClassVar[tuple[str, ...]] = (
+        *WholeText._set_elsewhere,
+        "input",
+        "encoding_format",
+    )
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
@@ -46,8 +50,9 @@ class _NoText(WholeText):
 class EmbedRollout(_NoText):
     """One embedding per document: the vector of its text.
 
-    The result is ``{"embedding": vector}``, in float32. With ``column`` the vector is in the document's metadata, so
-    that it can be a column of a table, and the result says its name and length.
+    The result is ``{"embedding": vector}``, in float32. With ``column`` the vector is in the
+    document's metadata, so that it can be a column of a table, and the result says its name and
+    length.
 
     Attributes:
         prompt: the text that is embedded; a model's instruction stands here: ``"query: {text}"``.
@@ -55,13 +60,14 @@ class EmbedRollout(_NoText):
         normalize: divide vectors by their length; one of zeros fails.
         column: metadata key of the vector.
         params: further payload keys.
-        max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto": ``model_max_context`` less 8.
+        max_prompt_tokens: longest text, in tokens; the document's part is cut. "auto":
+            ``model_max_context`` less 8.
 
     ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of PromptRollout.
 
     Raises:
-        ConfigError: a setting that cannot work; at the first document, if the model's vectors are shorter than
-            ``dimensions``, or the document has a ``column`` of that name.
+        ConfigError: a setting that cannot work; at the first document, if the model's vectors are
+            shorter than ``dimensions``, or the document has a ``column`` of that name.
     """
 
     _: KW_ONLY
@@ -76,31 +82,41 @@ class EmbedRollout(_NoText):
         if self.dimensions is not None and self.dimensions < 1:
             raise ConfigError(f"dimensions: must be >= 1; it is {self.dimensions!r}.")
         if self.column in FIELDS:
-            raise ConfigError(f"column: {self.column!r} is the document's own, which would be lost. Give another name.")
+            raise ConfigError(
+                f"column: {self.column!r} is the document's own, which would be lost. Give another "
+                "name."
+            )
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
         if self.column is not None and config.rollouts_per_document > 1:
             raise ConfigError("column: holds one vector, so rollouts_per_document must be 1.")
 
-    async def __call__(self, document: Document, generate: Generate, **shared: object) -> dict[str, object]:
+    async def __call__(
+        self, document: Document, generate: Generate, **shared: object
+    ) -> dict[str, object]:
         if self.column is not None and self.column in document.metadata:
             raise ConfigError(
-                f"column: document {document.id!r} has metadata {self.column!r} already, which would be lost. Give "
+                f"column: document {document.id!r} has metadata {self.column!r} already, which "
+                "would be lost. Give "
                 "another name."
             )
-        vector = await generate.embed(await filled_text(self, self.prompt, document), **(self.params or {}))
+        vector = await generate.embed(
+            await filled_text(self, self.prompt, document), **(self.params or {})
+        )
         if self.dimensions is not None:
             if len(vector) < self.dimensions:
                 raise ConfigError(
-                    f"dimensions: is {self.dimensions}, but the model's vectors have {len(vector)} numbers."
+                    f"dimensions: is {self.dimensions}, but the model's vectors have {len(vector)} "
+                    "numbers."
                 )
             vector = vector[: self.dimensions]
         if self.normalize:
             length = np.linalg.norm(vector)
             if not length:
                 raise ValueError(
-                    f"normalize: the vector of document {document.id!r} is all zeros. To go on without such documents, "
+                    f"normalize: the vector of document {document.id!r} is all zeros. To go on "
+                    "without such documents, "
                     "set on_document_error to dead_letter"
                 )
             vector = vector / length
@@ -118,16 +134,18 @@ class ClassifyRollout(_NoText):
 
     Attributes:
         prompt: the text that is classified.
-        labels: names of the model's classes, in its order (``id2label``). None: servers name the best one only.
+        labels: names of the model's classes, in its order (``id2label``). None: servers name the
+            best one only.
         keep: labels to look at.
         threshold: documents with a lower score are dropped.
         params: further payload keys.
 
-    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer`` and ``chars_per_token`` are those of
-    PromptRollout.
+    ``max_prompt_tokens`` is that of EmbedRollout; ``prompt_column``, ``tokenizer`` and
+    ``chars_per_token`` are those of PromptRollout.
 
     Raises:
-        ConfigError: a setting that cannot work; at the first document, if the model has other classes.
+        ConfigError: a setting that cannot work; at the first document, if the model has other
+            classes.
     """
 
     _: KW_ONLY
@@ -153,11 +171,18 @@ class ClassifyRollout(_NoText):
             advice = ""
             if self.labels is None:
                 advice = " Servers name the best one only: set labels."
-            raise ConfigError(f"keep: the model has no label {', '.join(unknown)}; it has {', '.join(labels)}.{advice}")
+            raise ConfigError(
+                f"keep: the model has no label {', '.join(unknown)}; it has "
+                f"{', '.join(labels)}.{advice}"
+            )
 
     def _check_threshold(self, classes: int) -> None:
         # A model with one class may have any number, as may several with such params.
-        if self.threshold is not None and classes > 1 and not (0 <= self.threshold <= 1 or self.params):
+        if (
+            self.threshold is not None
+            and classes > 1
+            and not (0 <= self.threshold <= 1 or self.params)
+        ):
             raise ConfigError(f"threshold: is {self.threshold!r}, and scores are from 0 to 1.")
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:

@@ -34,10 +34,12 @@ if TYPE_CHECKING:  # datatrove has no types
         Attributes:
             usage: numbers of tokens, as the server says.
             tool_calls, logprobs: of the first choice, as the server sent them.
-            choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and logprobs, and with its
-                refusal if it is one; empty for one choice that is none.
-            answer: of a path that is no completion, the whole JSON answer without its id and time; else None.
-            response_id, model: as the server sent them. They are not in the output: two runs never have the same.
+            choices: all of ``n``, each with text, finish_reason, reasoning, tool_calls and
+                logprobs, and with its refusal if it is one; empty for one choice that is none.
+            answer: of a path that is no completion, the whole JSON answer without its id and time;
+                else None.
+            response_id, model: as the server sent them. They are not in the output: two runs never
+                have the same.
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -77,50 +79,67 @@ class Classification:
 class Generate(Protocol):
     """The second argument of a rollout: sends one request.
 
-    Its methods ask for what is no text. A server_type that lacks one stops the rank with a ConfigError. Each raises as
-    the call itself does, and its answer is cached and retried like one of the call. ``params`` are further keys of the
-    payload, such as ``dimensions``; default_generation_params are for completions.
+    Its methods ask for what is no text. A server_type that lacks one stops the rank with a
+    ConfigError. Each raises as the call itself does, and its answer is cached and retried like one
+    of the call. ``params`` are further keys of the payload, such as ``dimensions``;
+    default_generation_params are for completions.
     """
 
     async def __call__(self, payload: Payload, *, path: str | None = None) -> InferenceResult:
-        """The answer to the payload, to which the model and ``default_generation_params`` are added.
+        """The answer to the payload, to which the model and ``default_generation_params`` are
+        added.
 
-        ``extra_body``, ``extra_headers`` and ``extra_query`` become what the OpenAI client makes of them. Header fields
-        do not count for the cache: an access token may change.
+        ``extra_body``, ``extra_headers`` and ``extra_query`` become what the OpenAI client makes of
+        them. Header fields do not count for the cache: an access token may change.
 
-        ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is below the API's URL,
-        any other one below the server's. An answer that is no completion is a JSON object, in ``answer``, and has no
-        text; no defaults are added to its payload. A payload has another answer for each path.
+        ``path``: another one of the server, such as "/v1/embeddings" or "/tokenize"; "/v1/..." is
+        below the API's URL, any other one below the server's. An answer that is no completion is a
+        JSON object, in ``answer``, and has no text; no defaults are added to its payload. A payload
+        has another answer for each path.
 
         To be awaited before the rollout returns: a later answer is not counted, and may be lost.
 
         Raises:
             datatrove's InferenceError: this request cannot be answered.
-            datatrove's ServerError: no request can be answered; the rank stops, whatever the rollout does.
+            datatrove's ServerError: no request can be answered; the rank stops, whatever the
+            rollout does.
         """
 
     def __getattr__(self, name: str, /) -> Generate:
-        """``generate.judge``: the same for the model of that name, where ``config`` names several."""
-
-    async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
-        """A vector of each text, as an array of the shape (texts, dimensions); of one text (dimensions,).
-
-        Each text is a request of its own, or shares one with others: see ``InferenceConfig.texts_per_request``.
+        """``generate.judge``: the same for the model of that name, where ``config`` names
+        several.
         """
 
-    async def classify(self, text: str, /, labels: Sequence[str] | None = None, **params: object) -> Classification:
-        """The class of a text. ``labels``: names of the model's classes in its order (``id2label``).
+    async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
+        """A vector of each text, as an array of the shape (texts, dimensions); of one text
+        (dimensions,).
 
-        vLLM and SGLang name the most probable one only. So without ``labels`` the keys of ``scores`` are "0", "1", ...;
-        of a model whose classes have no names, "LABEL_0", "LABEL_1", ....
+        Each text is a request of its own, or shares one with others: see
+        ``InferenceConfig.texts_per_request``.
+        """
+
+    async def classify(
+        self, text: str, /, labels: Sequence[str] | None = None, **params: object
+    ) -> Classification:
+        """The class of a text. ``labels``: names of the model's classes in its order
+        (``id2label``).
+
+        vLLM and SGLang name the most probable one only. So without ``labels`` the keys of
+        ``scores`` are "0", "1", ...; of a model whose classes have no names, "LABEL_0", "LABEL_1",
+        ....
         """
 
     async def score(self, query: str, texts: Sequence[str], /) -> Floats:
-        """How well each text fits the query, as a cross-encoder or reranker says: an array of the shape (texts,)."""
+        """How well each text fits the query, as a cross-encoder or reranker says: an array of the
+        shape (texts,).
+        """
 
 
 Rollout: TypeAlias = Callable[..., Awaitable[object]]
-"""``async def rollout(document, generate, **shared)``. It returns an InferenceResult, JSON values or None."""
+"""``async def rollout(document, generate, **shared)``.
+
+It returns an InferenceResult, JSON values or None.
+"""
 
 
 # Never change the source of this function: it is part of the identity of runs.
@@ -130,8 +149,12 @@ async def chat(document: Document, generate: Generate, **shared: Any) -> Inferen
 
 
 async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
-    """All answers. If a request fails, waits for the others: the request cache keeps their answers for a retry."""
-    results = await asyncio.gather(*(generate(payload) for payload in payloads), return_exceptions=True)
+    """All answers. If a request fails, waits for the others: the request cache keeps their answers
+    for a retry.
+    """
+    results = await asyncio.gather(
+        *(generate(payload) for payload in payloads), return_exceptions=True
+    )
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -31,23 +31,23 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)")
 class JudgeRollout(PromptRollout):
     """A judge scores each document, or an answer that another model gives about it.
 
-    The result has ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the judge's answer, and its ``score``.
-    With ``prompt``, ``text``, ``finish_reason`` and ``reasoning`` are those of the answer that is judged, ``usage`` is
-    that of both, and ``judgement`` is the judge's text.
+    The result has ``text``, ``finish_reason``, ``usage`` and ``reasoning`` of the judge's answer,
+    and its ``score``. With ``prompt``, ``text``, ``finish_reason`` and ``reasoning`` are those of
+    the answer that is judged, ``usage`` is that of both, and ``judgement`` is the judge's text.
 
     Attributes:
         prompt: the user message whose answer is judged. None: the document itself is.
         judge_prompt: the judge's user message; ``{answer}`` is the answer.
         judge_params: payload keys of the judge's requests. None: a temperature of 0.
         judge: the judge's name among several models.
-        score_pattern: the score is the first number of the answer, or of this regular expression's last match (its
-            first group, if it has one). ``<think>`` blocks are skipped.
+        score_pattern: the score is the first number of the answer, or of this regular expression's
+            last match (its first group, if it has one). ``<think>`` blocks are skipped.
         lowest, highest: bound of valid scores.
         threshold: documents with a lower score are dropped.
         answer_attempts: attempts to get a valid score; a further one tells the judge what is wrong.
 
-    All other settings are those of PromptRollout, for the answer that is judged. ``answer_attempts`` and
-    ``invalid_answer`` are for both.
+    All other settings are those of PromptRollout, for the answer that is judged.
+    ``answer_attempts`` and ``invalid_answer`` are for both.
 
     Raises:
         ConfigError: as PromptRollout, or settings with which nothing can be judged.
@@ -73,18 +73,27 @@ class JudgeRollout(PromptRollout):
                 if getattr(self, name):
                     raise ConfigError(f"{name}: is for the answer that is judged; set prompt, too.")
             if _ANSWER in parse(self.judge_prompt, "judge_prompt"):
-                raise ConfigError("judge_prompt: {answer} is the answer to prompt; set prompt (or {metadata[answer]}).")
+                raise ConfigError(
+                    "judge_prompt: {answer} is the answer to prompt; set prompt (or "
+                    "{metadata[answer]})."
+                )
         elif _ANSWER not in parse(self.judge_prompt, "judge_prompt"):
-            raise ConfigError("judge_prompt: has no {answer}, so the judge would not see the answer.")
+            raise ConfigError(
+                "judge_prompt: has no {answer}, so the judge would not see the answer."
+            )
         for name, value in (("lowest", self.lowest), ("threshold", self.threshold)):
             if value is not None and self.highest is not None and value > self.highest:
-                raise ConfigError(f"{name}: is {value!r}, more than highest, which is {self.highest!r}.")
+                raise ConfigError(
+                    f"{name}: is {value!r}, more than highest, which is {self.highest!r}."
+                )
         super().__post_init__()
         self._check_params("judge_params", self.judge_params)
         try:
             re.compile(self.score_pattern or "")
         except re.error as error:
-            raise ConfigError(f"score_pattern: {self.score_pattern!r} is not a regular expression: {error}.") from None
+            raise ConfigError(
+                f"score_pattern: {self.score_pattern!r} is not a regular expression: {error}."
+            ) from None
 
     @property
     def first_template(self) -> str:
@@ -101,9 +110,15 @@ class JudgeRollout(PromptRollout):
         else:
             self.judge = None
         if self.judge not in (None, *config.models):
-            raise ConfigError(f"judge: {self.judge!r} is none of the models, which are {', '.join(config.models)}.")
+            raise ConfigError(
+                f"judge: {self.judge!r} is none of the models, which are "
+                f"{', '.join(config.models)}."
+            )
         if self.prompt is not None and len(config.models) > 1 and self.judge == config.models[0]:
-            raise ConfigError("judge: is the first model, which answers the prompt; name the writer first in config.")
+            raise ConfigError(
+                "judge: is the first model, which answers the prompt; name the writer first in "
+                "config."
+            )
         params = self.judge_params or {}
         if self.judge in (None, config.name):
             params = {**config.default_generation_params, **params}
@@ -131,7 +146,9 @@ class JudgeRollout(PromptRollout):
             result |= {"usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
         return result
 
-    async def _to_judge(self, document: Document, parts: Sequence[Payload], values: dict[str, str]) -> Payload:
+    async def _to_judge(
+        self, document: Document, parts: Sequence[Payload], values: dict[str, str]
+    ) -> Payload:
         assert self.judge_prompt is not None
         text = prompt_source(document, self.prompt_column)
         if not isinstance(text, str):

@@ -1,7 +1,8 @@
 """Pictures, sound and files of documents as parts of a message, in OpenAI's form.
 
-The first bytes decide what a part is, never a name. A part holds a reference to the bytes, which become base64 while
-the request is sent (``inference/client/body.py``), and stand in its cache key as their hash.
+The first bytes decide what a part is, never a name. A part holds a reference to the bytes, which
+become base64 while the request is sent (``inference/client/body.py``), and stand in its cache key
+as their hash.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ _BUDGETS: WeakKeyDictionary[asyncio.AbstractEventLoop, ByteBudget] = WeakKeyDict
 
 
 class InvalidMedia(ValueError):
-    """A document's picture, sound or file is missing or damaged, or of a type that cannot be sent."""
+    """A document's picture, sound or file is missing or damaged, or of a type that cannot be
+    sent.
+    """
 
 
 class MediaData:
@@ -124,7 +127,8 @@ def kind_of(data: bytes) -> str | None:
 
 
 def media_part(data: bytes, filename: str = "document.pdf", key: str = "") -> Payload:
-    """A part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...}, media_part(data)]}``.
+    """A part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...},
+    media_part(data)]}``.
 
     A request with it takes the memory of ``data`` and not that of its base64.
 
@@ -147,11 +151,17 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
         raise InvalidMedia("is empty")
     kind = kind_of(data)
     if kind is None:
-        raise InvalidMedia("is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, PDF)")
+        raise InvalidMedia(
+            "is of no type that can be sent (PNG, JPEG, GIF, WebP, BMP, TIFF, WAV, MP3, FLAC, OGG, "
+            "PDF)"
+        )
     group, _, ending = kind.partition("/")
     key = key or xxhash.xxh3_128_hexdigest(data)
     if group == "audio":
-        return {"type": "input_audio", "input_audio": {"data": MediaData(data, kind, "", key), "format": ending}}
+        return {
+            "type": "input_audio",
+            "input_audio": {"data": MediaData(data, kind, "", key), "format": ending},
+        }
     value = MediaData(data, kind, f"data:{kind};base64,", key)
     if group == "image":
         return {"type": "image_url", "image_url": {"url": value}}
@@ -201,7 +211,10 @@ def values_of(document: Document, images: str) -> list[object]:
         raise lacks(document, "images", images)
     values = list(value) if isinstance(value, list | tuple) else [value]
     if all(value is None for value in values):
-        raise InvalidMedia(f"images: the document has {where}. Filter such documents out before the InferenceRunner")
+        raise InvalidMedia(
+            f"images: the document has {where}. Filter such documents out before the "
+            "InferenceRunner"
+        )
     return values
 
 
@@ -273,14 +286,22 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
         ConfigError: a document names a file, and no folder is set.
         InvalidMedia: a medium cannot be sent.
     """
-    media = [_named(number, value) for number, value in enumerate(values_of(document, settings.images or MEDIA), 1)]
+    media = [
+        _named(number, value)
+        for number, value in enumerate(values_of(document, settings.images or MEDIA), 1)
+    ]
     files = [one for one in media if one.data is None and one.path]
     if files and settings.media_folder is None:
         raise ConfigError(
-            f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set media_folder to the folder "
+            f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set "
+            "media_folder to the folder "
             "below which files that documents name may be read and sent."
         )
-    in_thread = bool(files) or settings.max_image_side or any(not isinstance(one.data, bytes) for one in media)
+    in_thread = (
+        bool(files)
+        or settings.max_image_side
+        or any(not isinstance(one.data, bytes) for one in media)
+    )
     if not in_thread:
         yield [_part(one, settings) for one in media]
         return
@@ -333,7 +354,8 @@ def check_url(url: str, allowed: list[str] | None) -> None:
         host = found[1].lower()
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
-            f"names a URL, which the server would fetch, and media_urls does not allow {host[:200]!r}. To allow it, "
+            "names a URL, which the server would fetch, and media_urls does not allow "
+            f"{host[:200]!r}. To allow it, "
             "write media_urls: [HOST]; a run that has begun may need accept_changes, too"
         )
 
@@ -371,7 +393,8 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """The file system, and the path there. Documents are not trusted: no name leads out of the folder.
+    """The file system, and the path there. Documents are not trusted: no name leads out of the
+    folder.
 
     Raises:
         InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
@@ -386,9 +409,13 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
     refused = inside.startswith(("/", "..")) or "://" in path
     if isinstance(filesystem, LocalFileSystem):  # others have no symbolic links
         real = Path(os.path.realpath(found))
-        refused |= not real.is_relative_to(os.path.realpath(root)) or (real.exists() and not real.is_file())
+        refused |= not real.is_relative_to(os.path.realpath(root)) or (
+            real.exists() and not real.is_file()
+        )
     if refused:
-        raise InvalidMedia(f"lies outside of media_folder, which is {folder}, or is no regular file")
+        raise InvalidMedia(
+            f"lies outside of media_folder, which is {folder}, or is no regular file"
+        )
     return filesystem, found
 
 
@@ -433,8 +460,8 @@ def check_pillow() -> None:
 def resized(data: bytes, side: int) -> bytes:
     """The picture, with at most ``side`` pixels on its longest side.
 
-    JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures give equal bytes
-    with one release of Pillow.
+    JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures
+    give equal bytes with one release of Pillow.
 
     Raises:
         InvalidMedia: it is damaged.
@@ -480,7 +507,10 @@ def without_bytes(value: object) -> object:
     if isinstance(value, list | tuple):
         return [without_bytes(one) for one in value]
     if isinstance(value, dict):
-        return {name: None if name in ("bytes", "media_bytes") else without_bytes(one) for name, one in value.items()}
+        return {
+            name: None if name in ("bytes", "media_bytes") else without_bytes(one)
+            for name, one in value.items()
+        }
     if isinstance(value, str | int | float) and not str(value).startswith("data:"):
         return value
     return None

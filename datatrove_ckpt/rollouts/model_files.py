@@ -1,4 +1,6 @@
-"""Counts a text's tokens with the model's own tokenizer, from a folder or from the Hugging Face hub."""
+"""Counts a text's tokens with the model's own tokenizer, from a folder or from the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _find_file(model: str, revision: str | None) -> Path:
         return path
     if path.is_dir() or is_local:
         if not (path / _TOKENIZER).is_file():
-            raise ConfigError(f"tokenizer: {path / _TOKENIZER} is no file on this machine. Correct the path.")
+            raise ConfigError(
+                f"tokenizer: {path / _TOKENIZER} is no file on this machine. Correct the path."
+            )
         return path / _TOKENIZER
     try:
         from huggingface_hub import hf_hub_download
@@ -50,8 +54,10 @@ def _find_file(model: str, revision: str | None) -> Path:
         if revision is not None:
             where += f" at {revision!r}"
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does not give it "
-            f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a folder that has it."
+            f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does "
+            "not give it "
+            f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a "
+            "folder that has it."
         ) from error
 
 
@@ -87,7 +93,8 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
         counter = _load(name, revision)
     if expected not in (None, counter.digest):
         raise ConfigError(
-            f"tokenizer: {_TOKENIZER} of {name!r} is another one here than where the run was made, so prompts would be "
+            f"tokenizer: {_TOKENIZER} of {name!r} is another one here than where the run was made, "
+            "so prompts would be "
             "cut elsewhere. Give all machines the same files, or name a revision of the hub."
         )
     return counter
@@ -105,7 +112,9 @@ def _load(name: str, revision: str | None) -> TokenCounter:
     except ConfigError as error:
         raise ConfigError(f"{error} {_ADVICE}.") from None
     except Exception as error:  # of the disk, and of the library, which raises plain Exceptions
-        raise ConfigError(f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}.") from None
+        raise ConfigError(
+            f"tokenizer: {_TOKENIZER} of {name!r} is broken: {error_text(error)}. {_ADVICE}."
+        ) from None
     tokenizer.no_truncation()  # a model for short texts has one in its file
     tokenizer.no_padding()
     return TokenCounter(tokenizer, xxhash.xxh3_128_hexdigest(data))

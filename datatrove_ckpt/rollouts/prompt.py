@@ -26,7 +26,14 @@ from datatrove_ckpt.rollouts.media import (
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.source import prompt_source, with_system
-from datatrove_ckpt.rollouts.templates import BARE, check_template, fill, fixed_length, parse, times_text
+from datatrove_ckpt.rollouts.templates import (
+    BARE,
+    check_template,
+    fill,
+    fixed_length,
+    parse,
+    times_text,
+)
 
 Filled: TypeAlias = Callable[[str], str]
 
@@ -36,34 +43,41 @@ class PromptRollout(OneRequest):
     """One chat message per document, made from a template.
 
     Attributes:
-        prompt: the user message, with ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` of the document. Or with
-            ``[[DOCUMENT]]`` for the text: then braces have no meaning.
+        prompt: the user message, with ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` of
+            the document. Or with ``[[DOCUMENT]]`` for the text: then braces have no meaning.
         system_prompt: the system message, sent unchanged.
         generation_params: payload keys; they override ``default_generation_params``.
-        max_chars: longest user message, in characters. The text is cut, after a line if there is one.
-        prompt_column: metadata key whose value takes the text's place. A list of messages is sent as it is, after
-            ``system_prompt`` unless it has one of its own.
+        max_chars: longest user message, in characters. The text is cut, after a line if there is
+            one.
+        prompt_column: metadata key whose value takes the text's place. A list of messages is sent
+            as it is, after ``system_prompt`` unless it has one of its own.
         chars_per_token: characters of a token: an estimate instead of a tokenizer.
         tokenizer: name or path of a model with a ``tokenizer.json``. None: the model's own.
-        max_prompt_tokens: longest system and user message together, in tokens; the text is cut, a list of messages is
-            not. "auto": what ``model_max_context`` leaves beside ``max_tokens`` and 64 for the chat template.
+        max_prompt_tokens: longest system and user message together, in tokens; the text is cut, a
+            list of messages is not. "auto": what ``model_max_context`` leaves beside ``max_tokens``
+            and 64 for the chat template.
         json_schema: the answer is JSON of this schema.
         regex: the answer matches this regular expression as a whole.
         choice: the answer is one of these texts.
-        answer_attempts: attempts to get an answer of that form, each a new sample: the temperature should not be 0.
+        answer_attempts: attempts to get an answer of that form, each a new sample: the temperature
+            should not be 0.
         show_error: a further attempt shows the model its answer and what is wrong with it.
-        invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives None.
-        engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or "none". None: those
-            of the ``server_type``.
-        images: what goes into the message after the text: "media", the document's media (pictures, sound, PDFs); or
-            the metadata key of bytes, a path, an http(s) or data URL, a mapping with ``bytes`` or ``path``, or a list.
-        max_image_side: longest side of a picture, in pixels; a larger one is made smaller. None: sent as it is.
+        invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives
+            None.
+        engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or
+            "none". None: those of the ``server_type``.
+        images: what goes into the message after the text: "media", the document's media (pictures,
+            sound, PDFs); or the metadata key of bytes, a path, an http(s) or data URL, a mapping
+            with ``bytes`` or ``path``, or a list.
+        max_image_side: longest side of a picture, in pixels; a larger one is made smaller. None:
+            sent as it is.
         media_folder: the folder or URL below which files that documents name may be read and sent.
-        media_urls: hosts whose URLs documents may name, for the server to fetch; ["*"]: all. None: no host.
+        media_urls: hosts whose URLs documents may name, for the server to fetch; ["*"]: all. None:
+            no host.
 
     Raises:
-        ConfigError: a template that cannot be filled in, a generation parameter that is not one, ``max_chars`` that
-            leaves no room for the text, or another setting that cannot work.
+        ConfigError: a template that cannot be filled in, a generation parameter that is not one,
+            ``max_chars`` that leaves no room for the text, or another setting that cannot work.
     """
 
     prompt: str = "{text}"
@@ -85,7 +99,9 @@ class PromptRollout(OneRequest):
             parse(template, name)
         for setting in ("max_image_side", "media_folder"):
             if self.images is None and getattr(self, setting) is not None:
-                raise ConfigError(f'{setting}: nothing but text is sent; set images, such as "media".')
+                raise ConfigError(
+                    f'{setting}: nothing but text is sent; set images, such as "media".'
+                )
         if self.max_image_side is not None:
             if self.max_image_side < 1:
                 raise ConfigError(f"max_image_side: must be >= 1; it is {self.max_image_side!r}.")
@@ -94,7 +110,9 @@ class PromptRollout(OneRequest):
         if self.max_chars is None:
             del self.max_chars  # the class has it, and the identity of older runs stays the same
         elif self.max_chars <= fixed_length(template):
-            raise ConfigError(f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}.")
+            raise ConfigError(
+                f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}."
+            )
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
         if self.images is None:
@@ -107,7 +125,10 @@ class PromptRollout(OneRequest):
         check_media(self)
 
     def media_parts(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
-        """The parts of the message beside the text. Files that are read for them count until the end."""
+        """The parts of the message beside the text.
+
+        Files that are read for them count until the end.
+        """
         if self.images is None:
             return nullcontext([])
         return parts_of(document, self)
@@ -122,11 +143,14 @@ class PromptRollout(OneRequest):
         if isinstance(source, list):
             if self.prompt not in BARE:
                 raise ConfigError(
-                    f"prompt: document {document.id!r} holds a list of messages, which are sent as they are. Leave "
+                    f"prompt: document {document.id!r} holds a list of messages, which are sent as "
+                    "they are. Leave "
                     "prompt out."
                 )
             check_message_urls(source, self.media_urls)
-            return with_media({"messages": with_system(self.system_prompt, source), **self._params()}, parts)
+            return with_media(
+                {"messages": with_system(self.system_prompt, source), **self._params()}, parts
+            )
         content = await self._filled(self.prompt, document, source, self.system_prompt or "")
         return with_media(chat_payload(self.system_prompt, content, self._params()), parts)
 
@@ -147,7 +171,8 @@ class CompletionRollout(OneRequest):
 
     Attributes:
         prompt: the text that the model continues, with the same names.
-        generation_params: payload keys such as ``max_tokens``; they override ``default_generation_params``.
+        generation_params: payload keys such as ``max_tokens``; they override
+            ``default_generation_params``.
 
     The other settings are those of PromptRollout, without ``system_prompt`` and ``max_chars``.
 
@@ -173,7 +198,8 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
     """The rollout as a run with this config calls it.
 
     Raises:
-        ConfigError: its payloads are for the other kind of request; or see ``ReadyMade.for_config``.
+        ConfigError: its payloads are for the other kind of request; or see
+            ``ReadyMade.for_config``.
     """
     chats = None
     if rollout_fn is chat:
@@ -184,7 +210,9 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
     if config.use_chat and chats is False:
         raise ConfigError(f"use_chat: {name} sends plain completions; set use_chat to false.")
     if not config.use_chat and chats:
-        raise ConfigError(f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout.")
+        raise ConfigError(
+            f"use_chat: {name} sends chat messages; set use_chat to true, or use CompletionRollout."
+        )
     if isinstance(rollout_fn, ReadyMade):
         return rollout_fn.for_config(config)
     return rollout_fn
@@ -199,14 +227,17 @@ async def filled_text(rollout: WholeText, template: str, document: Document) -> 
     source = prompt_source(document, rollout.prompt_column)
     if isinstance(source, list):
         raise ConfigError(
-            f"prompt_column: document {document.id!r} holds a list of messages, which {type(rollout).__name__} has no "
+            f"prompt_column: document {document.id!r} holds a list of messages, which "
+            f"{type(rollout).__name__} has no "
             "place for; use PromptRollout."
         )
     filled = partial(fill, template, document)
     return filled(await cut_to_limit(rollout, template, filled, source, ""))
 
 
-async def cut_to_limit(rollout: WholeText, template: str, filled: Filled, text: str, system_prompt: str) -> str:
+async def cut_to_limit(
+    rollout: WholeText, template: str, filled: Filled, text: str, system_prompt: str
+) -> str:
     """The text, cut to the rollout's limit in tokens, if it has one.
 
     Args:

@@ -29,8 +29,8 @@ ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 class ReadyMade:
     """The settings that all ready-made rollouts share. Subclasses document them.
 
-    Settings that are given by keyword only came after the first release. They are missing from ``vars`` while they have
-    their defaults, so that earlier runs are the same runs.
+    Settings that are given by keyword only came after the first release. They are missing from
+    ``vars`` while they have their defaults, so that earlier runs are the same runs.
     """
 
     prompt_column: str | None = None
@@ -51,9 +51,13 @@ class ReadyMade:
         if self.chars_per_token is not None and not self.chars_per_token > 0:
             raise ConfigError(f"chars_per_token: must be > 0; it is {self.chars_per_token!r}.")
         if self.tokenizer is not None and self.chars_per_token is not None:
-            raise ConfigError("tokenizer: is set together with chars_per_token; set only one of them.")
+            raise ConfigError(
+                "tokenizer: is set together with chars_per_token; set only one of them."
+            )
         if (self.tokenizer or self.chars_per_token) and not self._counts_tokens():
-            raise ConfigError(f"tokenizer: nothing is measured in tokens; set {self._token_setting}.")
+            raise ConfigError(
+                f"tokenizer: nothing is measured in tokens; set {self._token_setting}."
+            )
         self._leave_out_defaults()
 
     @property
@@ -69,14 +73,17 @@ class ReadyMade:
     def _check_params(self, setting: str, params: Payload | None) -> None:
         for name in self._set_elsewhere:
             if name in (params or {}):
-                raise ConfigError(f"{setting}: {name!r} cannot be given here; the rollout or the server sets it.")
+                raise ConfigError(
+                    f"{setting}: {name!r} cannot be given here; the rollout or the server sets it."
+                )
         check_generation_params(setting, params or {})
 
     def _refuse_unread(self, names: Sequence[str], setting: str, params: Payload) -> None:
         for name in names:
             if params.get(name) not in (None, 1, []):
                 raise ConfigError(
-                    f"{setting}: {type(self).__name__} reads one text of each answer, so what {name!r} gives would be "
+                    f"{setting}: {type(self).__name__} reads one text of each answer, so what "
+                    f"{name!r} gives would be "
                     "paid and lost. Leave it out, of default_generation_params as well."
                 )
 
@@ -89,7 +96,8 @@ class ReadyMade:
                 del vars(self)[one.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """A copy that knows what it needs of the config and the model's files, which is part of its identity.
+        """A copy that knows what it needs of the config and the model's files, which is part of its
+        identity.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -100,7 +108,9 @@ class ReadyMade:
         return fitted
 
     def _fit(self, config: InferenceConfig) -> None:
-        flags = {name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()}
+        flags = {
+            name.replace("_", "-"): value for name, value in (config.model_kwargs or {}).items()
+        }
         if self._counts_tokens() and self.chars_per_token is None:
             if self.tokenizer is not None:
                 self.counted_by = [self.tokenizer, None]
@@ -110,7 +120,11 @@ class ReadyMade:
                 revision = flags.get("tokenizer-revision", flags.get("revision"))
                 self.counted_by = [config.model_name_or_path, revision]
             self.tokenizer_hash = load_counter(*self.counted_by).digest  # type: ignore[arg-type]
-        self._refuse_unread(self._unread, "generation_params", {**config.default_generation_params, **self._params()})
+        self._refuse_unread(
+            self._unread,
+            "generation_params",
+            {**config.default_generation_params, **self._params()},
+        )
 
     def prepare(self) -> None:
         """Reads the tokenizer here: if it is missing, no document is at fault.
@@ -125,7 +139,10 @@ class ReadyMade:
         """May read a file: call it in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
-                raise ConfigError("tokenizer: is not known outside of an InferenceRunner; call for_config(config).")
+                raise ConfigError(
+                    "tokenizer: is not known outside of an InferenceRunner; call "
+                    "for_config(config)."
+                )
             return load_counter(self.tokenizer, None)
         name, revision = self.counted_by
         return load_counter(str(name), revision, self.tokenizer_hash)
@@ -147,7 +164,9 @@ class WholeText(ReadyMade):
     def __post_init__(self) -> None:
         limit = self.max_prompt_tokens
         if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
-            raise ConfigError(f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.')
+            raise ConfigError(
+                f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.'
+            )
         super().__post_init__()
 
     def _fit(self, config: InferenceConfig) -> None:
@@ -206,7 +225,9 @@ class OneRequest(WholeText):
             else:
                 self.form_for = self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
-            self._refuse_unread(("n",), "generation_params", {**config.default_generation_params, **self._params()})
+            self._refuse_unread(
+                ("n",), "generation_params", {**config.default_generation_params, **self._params()}
+            )
 
     def prepare(self) -> None:
         super().prepare()
@@ -217,7 +238,8 @@ class OneRequest(WholeText):
         answer = next((params[name] for name in TOKEN_LIMITS if params.get(name)), None)
         if answer is None:
             raise ConfigError(
-                "max_prompt_tokens: auto is what the context leaves beside the answer, but nothing says how long that "
+                "max_prompt_tokens: auto is what the context leaves beside the answer, but nothing "
+                "says how long that "
                 f"may be. Set max_tokens{written.in_default_params}."
             )
         left = config.model_max_context - int(answer)
@@ -225,7 +247,8 @@ class OneRequest(WholeText):
             left -= _CHAT_TEMPLATE_TOKENS
         if left < 1:
             raise ConfigError(
-                f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in model_max_context, which is "
+                f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
+                "model_max_context, which is "
                 f"{config.model_max_context}."
             )
         return left
@@ -243,7 +266,9 @@ class OneRequest(WholeText):
         """
         if self._is_free or self.form_for == CANNED:
             return await generate(payload)
-        return await self._ask_until(self._read, str(self.form.kind), self.show_error, generate, payload)
+        return await self._ask_until(
+            self._read, str(self.form.kind), self.show_error, generate, payload
+        )
 
     def _read(self, answer: InferenceResult) -> tuple[str, str]:
         return self.form.read(str(answer.text))
@@ -269,13 +294,21 @@ class OneRequest(WholeText):
             if shows and result.finish_reason != "length":
                 payload = _with_error(payload, str(result.text), problem)
         if self.invalid_answer == "fail":
-            raise InvalidAnswer(f"{form}: none of {self.answer_attempts} answers is valid. The last one: {last}.")
+            raise InvalidAnswer(
+                f"{form}: none of {self.answer_attempts} answers is valid. The last one: {last}."
+            )
         return None
 
 
 def _with_error(payload: Payload, answer: str, problem: str) -> Payload:
     if "messages" not in payload:
         return payload
-    said = f"That answer is not valid: {problem}. Answer again, correctly and completely, and write nothing else."
-    more: list[JsonObject] = [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+    said = (
+        f"That answer is not valid: {problem}. Answer again, correctly and completely, and "
+        "write nothing else."
+    )
+    more: list[JsonObject] = [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": said},
+    ]
     return {**payload, "messages": [*payload["messages"], *more]}

@@ -15,7 +15,10 @@ Messages: TypeAlias = list[JsonObject]
 
 
 class MessagesText(str):
-    """A list of messages as JSON, for the output. Further rollouts of the document still find the list."""
+    """A list of messages as JSON, for the output.
+
+    Further rollouts of the document still find the list.
+    """
 
     messages: Messages
 
@@ -51,7 +54,8 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
         if value is None:
             shown = "null"
         raise ConfigError(
-            f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text nor a list of "
+            f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text "
+            "nor a list of "
             "messages. Filter such documents out before the InferenceRunner."
         )
     return str(value)
@@ -68,9 +72,12 @@ def _checked(document: Document, place: str, value: Messages) -> Messages:
     for number, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(
-                f"{place!r} of document {document.id!r} is a list, but item {number} is no message: messages have a "
+                f"{place!r} of document {document.id!r} is a list, but item {number} is no "
+                "message: messages have a "
                 "role and a content."
             )
     if not value:
-        raise ConfigError(f"{place!r} of document {document.id!r} is an empty list: there is no message to send.")
+        raise ConfigError(
+            f"{place!r} of document {document.id!r} is an empty list: there is no message to send."
+        )
     return value

@@ -1,4 +1,7 @@
-"""Templates of prompts. Only the template is parsed, never a document, so braces in a document have no meaning."""
+"""Templates of prompts.
+
+Only the template is parsed, never a document, so braces in a document have no meaning.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from datatrove_ckpt.errors import ConfigError
 _FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
 _OWN = ("text", "id")
 _NULLS: set[str] = set()  # of which this process has said that they may be null
-_ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace"
+_ALLOWED = (
+    "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ "
+    "or }} for a brace"
+)
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
 """Templates that add nothing to the text."""
@@ -23,7 +29,8 @@ BARE = ("{text}", _DOCUMENT)
 
 @lru_cache(maxsize=64)
 def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str], ...]:
-    """(literal, name, metadata key) for each part of a template. A literal has no name; that of ``{KEY}`` is "key".
+    """(literal, name, metadata key) for each part of a template. A literal has no name; that of
+    ``{KEY}`` is "key".
 
     ``str.format`` would reach Python's objects: ``{text.__class__}``.
 
@@ -33,7 +40,10 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
     parts: list[tuple[str, str, str]] = []
     if _DOCUMENT in template:
         if "{text}" in template:
-            raise ConfigError(f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's text.")
+            raise ConfigError(
+                f"{setting}: has both {{text}} and {_DOCUMENT}; use one of them for the document's "
+                "text."
+            )
         for literal in template.split(_DOCUMENT):
             if literal:
                 parts.append((literal, "", ""))
@@ -67,7 +77,10 @@ def parse(template: str, setting: str = "prompt") -> tuple[tuple[str, str, str],
 def check_template(template: str, setting: str = "prompt") -> None:
     """Raises ConfigError if it is broken, or says the same to every document."""
     if not any(name for _, name, _ in parse(template, setting)):
-        raise ConfigError(f"{setting}: nothing is filled in, so every document would get the same prompt; {_ALLOWED}.")
+        raise ConfigError(
+            f"{setting}: nothing is filled in, so every document would get the same prompt; "
+            f"{_ALLOWED}."
+        )
 
 
 def times_text(template: str) -> int:
@@ -84,7 +97,10 @@ def fill(template: str, document: Document, text: str, **others: str) -> str:
     Raises:
         ConfigError: the document lacks one of the values.
     """
-    return "".join(literal or _lookup(name, key, document, text, others) for literal, name, key in parse(template))
+    return "".join(
+        literal or _lookup(name, key, document, text, others)
+        for literal, name, key in parse(template)
+    )
 
 
 def lacks(document: Document, setting: str, key: str) -> ConfigError:
@@ -92,7 +108,8 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     close = difflib.get_close_matches(key, [*keys, *(one for one in _OWN if one != key)], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(
-        f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: {', '.join(keys) or 'none'}."
+        f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: "
+        f"{', '.join(keys) or 'none'}."
         f"{hint}"
     )
 
@@ -108,5 +125,7 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
         raise lacks(document, "prompt", key)
     if document.metadata[key] is None and key not in _NULLS:
         _NULLS.add(key)
-        logger.warning(f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.')
+        logger.warning(
+            f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.'
+        )
     return str(document.metadata[key])

@@ -1,4 +1,6 @@
-"""Crashes enumerated, not sampled: a job, and each of its recoveries, crashes at effect 0, 1, 2, ... until it ends."""
+"""Crashes enumerated, not sampled: a job, and each of its recoveries, crashes at effect 0, 1, 2,
+... until it ends.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from datatrove_ckpt.checkpoint import clock
 from datatrove_ckpt.checkpoint.history_records import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
-from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS, CrashingDisk, copy_tree, disk_in_place
+from datatrove_ckpt.testing.disks import (
+    EFFECTS,
+    REMOTE_EFFECTS,
+    CrashingDisk,
+    copy_tree,
+    disk_in_place,
+)
 
 Attempt: TypeAlias = Callable[[Path], None]
 """One attempt of a job. It keeps everything below the folder that it is given."""
@@ -32,8 +40,8 @@ class CrashReport:
     Attributes:
         points: the effects at which the first attempt crashed.
         survivors: number of folders that the crashes may leave behind.
-        states: hashes of the folders that differ, each with the number of further crashes that were tried from there.
-            An
+        states: hashes of the folders that differ, each with the number of further crashes that were
+            tried from there. An
             equal folder is tried again only for more crashes.
     """
 
@@ -52,14 +60,19 @@ class CrashReport:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.points)} crash points, {self.survivors} survivors, {len(self.states)} of them different, "
+            f"{len(self.points)} crash points, {self.survivors} survivors, {len(self.states)} of "
+            "them different, "
             f"{self.attempts} attempts"
         )
 
 
 def outputs(folder: Path) -> dict[str, bytes]:
     """Returns the content of every file below the folder, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def assert_same_output_after_crash(
@@ -73,16 +86,21 @@ def assert_same_output_after_crash(
     after_crash: Attempt = lambda folder: None,
     counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
-    """Runs a job undisturbed, then crashes it at every effect, and each recovery at every effect, and runs it again.
+    """Runs a job undisturbed, then crashes it at every effect, and each recovery at every effect,
+    and runs it again.
 
     Args:
         run: one attempt of the job.
-        folder: a folder for the job. Every attempt finds in it what it holds before the first (the input).
+        folder: a folder for the job. Every attempt finds in it what it holds before the first (the
+            input).
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
-        recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none (0).
+        recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none
+            (0).
         torn: a crash at a write leaves half of it.
-        disk_type: the disk that crashes. By default the process is killed, and what it has written stays.
-        after_crash: called with each different folder that a crash leaves behind, for further assertions.
+        disk_type: the disk that crashes. By default the process is killed, and what it has written
+            stays.
+        after_crash: called with each different folder that a crash leaves behind, for further
+            assertions.
         counted: names of the effects to crash at.
 
     Raises:
@@ -130,7 +148,10 @@ def assert_same_output_after_crash(
 
 
 def _state(folder: Path) -> str:
-    """Hashes what the next attempt can see. SQLite's files hold random numbers: their rows count."""
+    """Hashes what the next attempt can see.
+
+    SQLite's files hold random numbers: their rows count.
+    """
     digest = xxhash.xxh3_128()
     for name, content in outputs(folder).items():
         if name.endswith(f"/{LOCK}") or f"{CACHE}-" in name:
@@ -163,6 +184,10 @@ def _dump(contents: tuple[tuple[str, bytes], ...]) -> bytes:
 
 def assert_equal(folder: Path, expected: dict[str, bytes], crashes: list[str]) -> None:
     actual = outputs(folder)
-    assert actual.keys() == expected.keys(), f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
+    assert actual.keys() == expected.keys(), (
+        f"after {crashes}: files {sorted(actual)}, not {sorted(expected)}"
+    )
     for name, content in expected.items():
-        assert actual[name] == content, f"after {crashes}: {name} differs:\n{actual[name]!r}\n{content!r}"
+        assert actual[name] == content, (
+            f"after {crashes}: {name} differs:\n{actual[name]!r}\n{content!r}"
+        )

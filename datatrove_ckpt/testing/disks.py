@@ -30,7 +30,10 @@ REMOTE_EFFECTS = ("put", "put_file", "copy", "delete")
 """The names of the effects on a remote: methods of ``object_store.Effects``."""
 
 Arguments: TypeAlias = tuple[Any, ...]
-"""The arguments of an effect. ``Any``, because each effect has its own and all go through one method here."""
+"""The arguments of an effect.
+
+``Any``, because each effect has its own and all go through one method here.
+"""
 
 
 class SimulatedCrash(BaseException):
@@ -51,7 +54,9 @@ class WatchedDisk(files.Disk):
     def after(self, name: str, args: Arguments) -> None:
         """Called after an effect."""
 
-    def happen(self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]) -> int | None:
+    def happen(
+        self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]
+    ) -> int | None:
         """Does an effect on the disk or on a remote, in one order."""
         with self._lock:
             label = f"{name} {Path(path).name}"
@@ -75,7 +80,9 @@ def path_of(args: Arguments) -> Path:
 
 
 def _on_disk(name: str) -> Callable[..., int | None]:
-    return lambda self, *args: self.happen(name, args, path_of(args), partial(getattr(files.Disk, name), self, *args))
+    return lambda self, *args: self.happen(
+        name, args, path_of(args), partial(getattr(files.Disk, name), self, *args)
+    )
 
 
 def _on_remote(name: str) -> Callable[..., None]:
@@ -90,10 +97,11 @@ for _name in REMOTE_EFFECTS:
 
 
 class CrashingDisk(WatchedDisk):
-    """A disk on which ``crash_at`` effects happen. The next effect crashes, and from then on every effect raises.
+    """A disk on which ``crash_at`` effects happen. The next effect crashes, and from then on every
+    effect raises.
 
-    A copy of the folder as it was at the crash is kept beside it: what a crashed attempt still does while it ends never
-    helps the next attempt.
+    A copy of the folder as it was at the crash is kept beside it: what a crashed attempt still does
+    while it ends never helps the next attempt.
 
     Args:
         crash_at: number of effects that happen.
@@ -103,7 +111,11 @@ class CrashingDisk(WatchedDisk):
     """
 
     def __init__(
-        self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS)
+        self,
+        crash_at: int,
+        folder: Path,
+        torn: bool = False,
+        counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
     ) -> None:
         super().__init__()
         self._counted = counted
@@ -129,7 +141,9 @@ class CrashingDisk(WatchedDisk):
         raise SimulatedCrash(label)
 
     def survivors(self) -> Iterator[str]:
-        """Puts each folder that the crash may leave behind in place, one after the other, and yields its name."""
+        """Puts each folder that the crash may leave behind in place, one after the other, and
+        yields its name.
+        """
         copy_tree(self.snapshot, self._folder)
         yield "killed"
 
@@ -142,7 +156,10 @@ def copy_tree(source: Path, target: Path) -> None:
 
 @contextmanager
 def disk_in_place(disk: files.Disk) -> Iterator[None]:
-    """Makes all rooms write to ``disk`` inside the block. A simulated crash ends the block and is swallowed."""
+    """Makes all rooms write to ``disk`` inside the block.
+
+    A simulated crash ends the block and is swallowed.
+    """
     before = files.disk
     files.disk = disk
     effects = object_store.effects
@@ -159,7 +176,8 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
 
 @contextmanager
 def crash_at(number: int, folder: Path, torn: bool = False) -> Iterator[CrashingDisk]:
-    """Lets ``number`` effects happen and crashes at the next. Swallows the crash; leaves ``folder`` as it was then.
+    """Lets ``number`` effects happen and crashes at the next. Swallows the crash; leaves ``folder``
+    as it was then.
 
     The disk's ``crashed_at`` is None if the block ended before that effect.
     """

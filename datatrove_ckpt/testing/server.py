@@ -19,8 +19,8 @@ class FakeServer:
     """An OpenAI-compatible server in its own thread, which counts the requests.
 
     Args:
-        answer: returns the text for a payload and the number of earlier requests with its question. By default the
-            same payload always gets the same text.
+        answer: returns the text for a payload and the number of earlier requests with its question.
+            By default the same payload always gets the same text.
         status: returns an HTTP status other than 200, or None; called like ``answer``.
         delay: returns the seconds to wait before answering; called like ``answer``.
         hold_after: number of requests that are answered at once; later ones wait for ``release``.
@@ -34,8 +34,9 @@ class FakeServer:
         hold_after: int | None = None,
     ) -> None:
         self.asked: Counter[str] = Counter()
-        """Number of requests by question: the last message's text or the prompt, as JSON if it is more than text; of
-        another path without a prompt the whole payload."""
+        """Number of requests by question: the last message's text or the prompt, as JSON if it is
+        more than text; of another path without a prompt the whole payload.
+        """
         self.payloads: list[JsonObject] = []
         self.error = "refused"
         """The message of answers with another status than 200."""
@@ -50,7 +51,10 @@ class FakeServer:
         self.most_choices = 128
         """Of the ``n`` that a payload asks for."""
         self.paths: dict[str, Callable[[JsonObject], JsonObject]] = {}
-        """What answers the payloads of other paths, such as /v1/embeddings. One that is not here is not found."""
+        """What answers the payloads of other paths, such as /v1/embeddings.
+
+        One that is not here is not found.
+        """
         self._answer = answer or _answer_to
         self._status = status
         self._delay = delay
@@ -105,7 +109,9 @@ class FakeServer:
     async def _answered(self, request: web.Request) -> web.Response:
         other = self.paths.get(request.path)
         if other is None and request.path not in ("/v1/chat/completions", "/v1/completions"):
-            return web.json_response({"error": {"message": f"there is no {request.path}"}}, status=404)
+            return web.json_response(
+                {"error": {"message": f"there is no {request.path}"}}, status=404
+            )
         payload = orjson.loads(await request.read())
         question = _question(payload)
         times = self.asked[question]
@@ -116,7 +122,9 @@ class FakeServer:
         await asyncio.sleep(self._delay(payload, times))
         status = self._status(payload, times)
         if status is not None:
-            return web.json_response({"error": {"message": f"{self.error} with {status}"}}, status=status)
+            return web.json_response(
+                {"error": {"message": f"{self.error} with {status}"}}, status=status
+            )
         if other is not None:
             return web.Response(body=orjson.dumps(other(payload)), content_type="application/json")
         text = self._answer(payload, times)
@@ -127,7 +135,10 @@ class FakeServer:
             choice["text"] = text
         if self.logprobs:
             choice["logprobs"] = self.logprobs
-        choices = [{"index": index, **choice} for index in range(min(payload.get("n", 1), self.most_choices))]
+        choices = [
+            {"index": index, **choice}
+            for index in range(min(payload.get("n", 1), self.most_choices))
+        ]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
         return web.Response(body=body, content_type="application/json")
@@ -137,7 +148,11 @@ def _question(payload: JsonObject) -> str:
     asked = payload.get("prompt", payload)
     if "messages" in payload:
         asked = payload["messages"][-1].get("content")
-    if isinstance(asked, list) and asked and all(isinstance(part, dict) and "text" in part for part in asked):
+    if (
+        isinstance(asked, list)
+        and asked
+        and all(isinstance(part, dict) and "text" in part for part in asked)
+    ):
         return "".join(part["text"] for part in asked)
     if isinstance(asked, str):
         return asked

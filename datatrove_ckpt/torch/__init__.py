@@ -1,12 +1,15 @@
-"""Readers as torch datasets whose position can be saved and restored; whole checkpoints of a training.
+"""Readers as torch datasets whose position can be saved and restored; whole checkpoints of a
+training.
 
     dataset.py     ReaderDataset, restore(); start reading here
     topology.py    which worker reads which positions of an epoch
     order.py       which row stands at which position
     epoch.py       an iteration of a worker
     index.py       the rows of an input by number
-    blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers, unified.py has one schema
-    block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one format each
+    blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers,
+                   unified.py has one schema
+    block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one
+                   format each
     batches.py     rows taken out of batches; samples.py: rows as dicts and arrays
     states.py      states of ReaderDataset; merging.py: states of all workers together
     seals.py       checksums of states
@@ -21,7 +24,8 @@
     workers.py      the workers of loaders
     ranks.py        how ranks agree
 
-``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest can be used without torch.
+``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest can be used without
+torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
 """Arrow IPC as blocks: a slice of a record batch, of which only the slice is read from the disk.
 
-Local files are mapped into memory, so a slice of a batch costs its own pages. A batch with compressed buffers, or of a
-remote file, is read as a whole, in the wanted columns. pyarrow returns the number of rows only with the batch, so it is
-read here from the flatbuffer before the batch: format/Message.fbs of Apache Arrow.
+Local files are mapped into memory, so a slice of a batch costs its own pages. A batch with
+compressed buffers, or of a remote file, is read as a whole, in the wanted columns. pyarrow returns
+the number of rows only with the batch, so it is read here from the flatbuffer before the batch:
+format/Message.fbs of Apache Arrow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 _CONTINUATION = 0xFFFFFFFF
 _MARK_BYTES = 2**8
-"""Holds the mark of a file, padding (to 64 bytes by Arrow for Rust), and the start of the first message."""
+"""Holds the mark of a file, padding (to 64 bytes by Arrow for Rust), and the start of the first
+message.
+"""
 # MessageHeader
 _DICTIONARY = 2
 _RECORD_BATCH = 3
@@ -36,7 +39,9 @@ class ArrowBlocks(TableFile):
         ConfigError: no batch of the stream can be read without the dictionaries before it.
     """
 
-    def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, stream: bool) -> None:
+    def __init__(
+        self, folder: DataFolder, name: str, known: FileIndex | None, stream: bool
+    ) -> None:
         self._name = name
         self._readers: dict[tuple[str, ...] | None, pa.RecordBatchFileReader] = {}
         self._last: tuple[object, pa.RecordBatch] = (None, None)  # key and batch
@@ -48,9 +53,12 @@ class ArrowBlocks(TableFile):
             except BaseException:
                 self._source.close()
                 raise
-        # Choosing columns copies them, also out of a mapped file. It pays where all columns would be read.
+        # Choosing columns copies them, also out of a mapped file. It pays where all columns would
+        # be read.
         self._chooses = not folder.is_local() or any(batch.is_compressed for batch in self._batches)
-        self.set_index(self.index_of(Group(batch.rows, batch.bytes) for batch in self._batches), known)
+        self.set_index(
+            self.index_of(Group(batch.rows, batch.bytes) for batch in self._batches), known
+        )
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         import pyarrow as pa
@@ -111,8 +119,10 @@ class ArrowBlocks(TableFile):
             raise EOFError("the description of a record batch cannot be read") from error
         if self._stream and any(message.kind == _DICTIONARY for message in messages):
             raise ConfigError(
-                f"The input file {self._name!r} is an Arrow stream with dictionaries, of which no part can be read "
-                "without what comes before. Write it as an Arrow file, as Parquet, or without dictionaries."
+                f"The input file {self._name!r} is an Arrow stream with dictionaries, of which no "
+                "part can be read "
+                "without what comes before. Write it as an Arrow file, as Parquet, or without "
+                "dictionaries."
             )
         batches = [message for message in messages if message.kind == _RECORD_BATCH]
         if count not in (None, len(batches)):
@@ -134,7 +144,8 @@ def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Messag
     """Yields the messages of a stream, or of the stream in a file.
 
     Args:
-        count: the record batches of the file, whose stream may have no end (Arrow for Go before 2025); None: a stream.
+        count: the record batches of the file, whose stream may have no end (Arrow for Go before
+            2025); None: a stream.
 
     Raises:
         EOFError: the stream was cut off, or another one follows.
@@ -148,7 +159,9 @@ def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Messag
         file.seek(offset)
         start = file.read(8)
         if len(start) < 8 or struct.unpack_from("<I", start)[0] != _CONTINUATION:
-            raise EOFError("the end of its stream is missing, or Arrow before release 0.15 wrote it")
+            raise EOFError(
+                "the end of its stream is missing, or Arrow before release 0.15 wrote it"
+            )
         length = struct.unpack_from("<i", start, 4)[0]
         if length == 0:
             if count is None and offset + 8 != size:

@@ -1,8 +1,8 @@
 """Joins the rows of a window to few batches while they are read, and takes rows out of these.
 
-pyarrow copies all chunks for each take from several chunks, and one copy would need twice the window's memory. So rows
-are joined part by part, and taken batch by batch. pyarrow takes the numbers of lists one by one, but bytes as a whole:
-as bytes, a token row costs a tenth of the time.
+pyarrow copies all chunks for each take from several chunks, and one copy would need twice the
+window's memory. So rows are joined part by part, and taken batch by batch. pyarrow takes the
+numbers of lists one by one, but bytes as a whole: as bytes, a token row costs a tenth of the time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _JOINED = 2**23
-"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each batch."""
+"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each
+batch.
+"""
 _RELEASED = 6
-"""After so many joins the allocator gives back memory. More often, its pages would cost more than the rows."""
+"""After so many joins the allocator gives back memory.
+
+More often, its pages would cost more than the rows.
+"""
 
 Parts: TypeAlias = "Iterator[tuple[Numbers, Rows]]"
 """Rows in parts: their numbers, and the rows."""
@@ -95,11 +100,20 @@ def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
 
     def column(chunk: pa.Array) -> pa.Array:
         kind = chunk.type
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not is_number(types, kind.value_type):
+        if not (types.is_list(kind) or types.is_large_list(kind)) or not is_number(
+            types, kind.value_type
+        ):
             return chunk
-        if not len(chunk) or chunk.null_count or chunk.values.null_count or not chunk.values.buffers()[1]:
+        if (
+            not len(chunk)
+            or chunk.null_count
+            or chunk.values.null_count
+            or not chunk.values.buffers()[1]
+        ):
             return chunk
-        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (kind.value_type.bit_width // 8)
+        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (
+            kind.value_type.bit_width // 8
+        )
         buffers = [None, pa.py_buffer(ends), chunk.values.buffers()[1]]
         return pa.Array.from_buffers(pa.large_binary(), len(chunk), buffers)
 
@@ -120,7 +134,9 @@ def _of_bytes(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
         values = pa.Array.from_buffers(kind.value_type, int(found[-1]), [None, numbers])
         if not types.is_large_list(kind):
             found = found.astype(np.int32)
-        return pa.Array.from_buffers(kind, len(chunk), [None, pa.py_buffer(found)], children=[values])
+        return pa.Array.from_buffers(
+            kind, len(chunk), [None, pa.py_buffer(found)], children=[values]
+        )
 
     columns = [column(chunk, kind) for chunk, kind in zip(batch.columns, schema.types, strict=True)]
     return pa.Table.from_arrays(columns, schema=schema)

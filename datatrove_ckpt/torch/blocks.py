@@ -1,6 +1,7 @@
 """An input as blocks of rows, each of which can be read alone.
 
-A block is a row group or record batch, or a slice of one, so that its memory does not grow with the groups of a file.
+A block is a row group or record batch, or a slice of one, so that its memory does not grow with the
+groups of a file.
 
     blocks = BlockInput(ParquetReader("corpus"))
     sum(block.rows for block in blocks)             rows of the whole input
@@ -73,7 +74,8 @@ class BlockInput:
 
     Attributes:
         names: the files, in the reader's order.
-        sequential: the numbers of the compressed JSONL files, where reading a block takes reading all earlier ones.
+        sequential: the numbers of the compressed JSONL files, where reading a block takes reading
+            all earlier ones.
         gives_dicts: whether the rows of a block are a list, and no table.
         gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
 
@@ -93,7 +95,9 @@ class BlockInput:
         self._schemas: dict[bytes, bytes] = {}  # each kept once
         self._size = 4
         self._index = self._index_files()
-        self.sequential = frozenset(number for number, file in enumerate(self._index) if file.sequential)
+        self.sequential = frozenset(
+            number for number, file in enumerate(self._index) if file.sequential
+        )
         self.gives_dicts = isinstance(reader, JsonlReader)
         self.gives_views = isinstance(reader, IpcReader)
         self._size = self._size_in_memory()
@@ -156,7 +160,10 @@ class BlockInput:
         if None not in known:
             return [index for index in known if index is not None]
         with counts.counting():
-            logger.info(f"Counting the rows of {known.count(None)} files in {self._inputs.folder.path}, once")
+            logger.info(
+                f"Counting the rows of {known.count(None)} files in {self._inputs.folder.path}, "
+                "once"
+            )
 
             def count(number: int) -> FileIndex:
                 index = known[number] or counts.get(number)
@@ -179,10 +186,13 @@ class BlockInput:
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)
         file.close()
-        return replace(file.index, schema=self._schemas.setdefault(file.index.schema, file.index.schema))
+        return replace(
+            file.index, schema=self._schemas.setdefault(file.index.schema, file.index.schema)
+        )
 
     def _size_in_memory(self) -> int:
-        """Returns the size of rows in memory, in quarters of their size by the files, from a sample of three files.
+        """Returns the size of rows in memory, in quarters of their size by the files, from a sample
+        of three files.
 
         Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
@@ -196,7 +206,9 @@ class BlockInput:
         group = next(group for group in self._index[number].groups if group.rows)
         in_file = max(1, group.bytes)
         file = self._open(number, self._index[number])
-        rows = file.read(0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)), None)
+        rows = file.read(
+            0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)), None
+        )
         file.close()
         return -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows)))
 

@@ -1,4 +1,5 @@
-"""TrainingCheckpoints: model, optimizer, input and random numbers of a training, saved together at one step.
+"""TrainingCheckpoints: model, optimizer, input and random numbers of a training, saved together at
+one step.
 
     with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
         states = {"model": model, "optimizer": optimizer}
@@ -10,8 +11,9 @@
                 step += 1
                 checkpoints.maybe_save(step, loader=loader, metrics={"loss": loss}, **states)
 
-All ranks make the same calls at the same steps. A save stops the training for a copy of the states in the host's
-memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram, FAST'21).
+All ranks make the same calls at the same steps. A save stops the training for a copy of the states
+in the host's memory; a thread writes the copy (CheckFreq, Mohan, Phanishayee and Chidambaram,
+FAST'21).
 """
 
 from __future__ import annotations
@@ -42,14 +44,27 @@ from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.common.retrying import READING, failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointLocked,
+    CkptError,
+    ConfigError,
+    StorageFailed,
+)
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.sharded import METADATA, contents_of, load_parts, not_plain, save_parts, shapes
+from datatrove_ckpt.torch.sharded import (
+    METADATA,
+    contents_of,
+    load_parts,
+    not_plain,
+    save_parts,
+    shapes,
+)
 from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
@@ -73,22 +88,26 @@ _WARN_SECONDS = 10.0  # of waiting for a copy
 
 
 class TrainingCheckpoints:
-    """The checkpoints of one training. Use it in a ``with`` block, so that signals save and that the end waits.
+    """The checkpoints of one training. Use it in a ``with`` block, so that signals save and that
+    the end waits.
 
     Args:
         folder: where steps are saved: a disk of each node, or one that nodes share.
-        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest step of rank 0's folder
-            is copied, as soon as the copy before has ended. Steps that a folder lacks are restored from there.
+        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest
+            step of rank 0's folder is copied, as soon as the copy before has ended. Steps that a
+            folder lacks are restored from there.
         every_steps: ``maybe_save`` saves at multiples of it.
-        every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a minute, then Daly's
-            interval, from the measured pause and ``mtbf_seconds``. None: "auto" without ``every_steps``.
+        every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a
+            minute, then Daly's interval, from the measured pause and ``mtbf_seconds``. None: "auto"
+            without ``every_steps``.
         mtbf_seconds: mean time between failures of the whole job, for "auto".
         keep_last: how many of the newest steps stay.
         keep_best: how many stay of those with the lowest ``metrics[best]``.
         keep_every: steps that are multiples of it stay, too.
         best: name of the metric; "-accuracy": the highest.
         asynchronous: False: a save returns when it is on the disk.
-        only_plain: restore tensors and plain values only. False: any object, which runs code that a file names.
+        only_plain: restore tensors and plain values only. False: any object, which runs code that a
+            file names.
 
     Attributes:
         metrics: those of the restored step.
@@ -176,11 +195,12 @@ class TrainingCheckpoints:
         """
         if self._epoch is None:
             raise ConfigError(
-                f"{self._last} was saved without its epoch: give maybe_save and save epoch=, or count steps."
+                f"{self._last} was saved without its epoch: give maybe_save and save epoch=, or "
+                "count steps."
             )
         return self._epoch
 
-    # the block ----------------------------------------------------------------------------------------------------
+    # the block -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         self._preemption.__enter__()
@@ -190,7 +210,10 @@ class TrainingCheckpoints:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if not self._preemption.shutdown.is_fast:
@@ -202,7 +225,10 @@ class TrainingCheckpoints:
             preemption.__exit__(kind, error, trace)
 
     def close(self, raises: bool = True) -> None:
-        """Waits until the latest save is on the disk and in the remote. Raises ``failure`` if ``raises`` is set."""
+        """Waits until the latest save is on the disk and in the remote.
+
+        Raises ``failure`` if ``raises`` is set.
+        """
         self._writing.join()
         if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
@@ -214,7 +240,9 @@ class TrainingCheckpoints:
 
     def _close_at_exit(self) -> None:
         if self._writing.is_running or self._uploading.is_running:
-            logger.warning("TrainingCheckpoints is not used in a with block: the end waits for its last save.")
+            logger.warning(
+                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
+            )
             self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
@@ -226,9 +254,14 @@ class TrainingCheckpoints:
             assert self._steps.store is not None
             if time.monotonic() > warn_at:
                 warn_at = math.inf
-                logger.warning(f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends that.")
+                logger.warning(
+                    f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends "
+                    "that."
+                )
             if shutdown.cause != cause:
-                self._not_copied = StorageFailed(f"The copy to {self._steps.store.url} did not end.")
+                self._not_copied = StorageFailed(
+                    f"The copy to {self._steps.store.url} did not end."
+                )
                 return False
         return True
 
@@ -236,10 +269,11 @@ class TrainingCheckpoints:
         if self._preemption.shutdown.is_fast:
             raise KeyboardInterrupt  # a second signal
 
-    # save ---------------------------------------------------------------------------------------------------------
+    # save ----------------------------------------------------------------------------------------
 
     def maybe_save(self, step: int, **what: Any) -> bool:
-        """Saves as ``save`` does if a save is due. Call it after each step. Returns whether it has saved.
+        """Saves as ``save`` does if a save is due. Call it after each step. Returns whether it has
+        saved.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
@@ -272,7 +306,9 @@ class TrainingCheckpoints:
 
     def _look(self, now: float) -> tuple[float, bool]:
         """Lets all ranks agree on why to stop (0: they go on), and whether to save."""
-        self._preemption.stop_before(self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS)
+        self._preemption.stop_before(
+            self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
+        )
         cause = self._preemption.shutdown.cause
         stops = 0.0
         if cause in signal.Signals.__members__:
@@ -313,15 +349,17 @@ class TrainingCheckpoints:
             epoch: the number of this epoch, if the loader reads no dataset of ours.
             metrics: numbers to choose the best step by.
             writer: called in each rank with a folder for what saves itself. It is not asynchronous.
-            states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model; or of which each
-                rank has a part, as those of FSDP2 (``fully_shard``). Such parts are not written asynchronously.
+            states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model;
+                or of which each rank has a part, as those of FSDP2 (``fully_shard``). Such parts
+                are not written asynchronously.
 
         A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
         Raises:
-            ConfigError: a state has no ``state_dict``, or it differs between ranks or holds what no restore takes;
-                there is a writer or FSDP, and nodes have folders of their own; the step is before the last one; or
-                folder or remote hold steps, and nothing was restored.
+            ConfigError: a state has no ``state_dict``, or it differs between ranks or holds what no
+                restore takes; there is a writer or FSDP, and nodes have folders of their own; the
+                step is before the last one; or folder or remote hold steps, and nothing was
+                restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -331,7 +369,10 @@ class TrainingCheckpoints:
         _check_names(stateful)
         for key, state in stateful.items():
             if not hasattr(state, "state_dict"):
-                raise ConfigError(f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer.")
+                raise ConfigError(
+                    f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
+                    "writer."
+                )
         step = self._checked_step(step)
         try:
             numbers = {key: float(value) for key, value in (metrics or {}).items()}
@@ -349,18 +390,26 @@ class TrainingCheckpoints:
         own = random_state(), self._input_state(loader)
         alike, together = contents_of(states)
         if (writer is not None or together) and not self._is_shared:
-            raise ConfigError("save: a writer, or a state of FSDP, needs a folder that all nodes share.")
+            raise ConfigError(
+                "save: a writer, or a state of FSDP, needs a folder that all nodes share."
+            )
         own_shapes = {key: shapes(content) for key, content in alike.items()}
-        gathered = self._ranks.gather((own, own_shapes, self._not_plain({"loader": own[1]} | alike | together)))
+        gathered = self._ranks.gather(
+            (own, own_shapes, self._not_plain({"loader": own[1]} | alike | together))
+        )
         for _, others, problem in gathered:
             if problem:
                 raise ConfigError(
-                    f"save: {problem}: no restore would take it, as such a file may run any code. Save plain values "
+                    f"save: {problem}: no restore would take it, as such a file may run any code. "
+                    "Save plain values "
                     "and tensors, or set only_plain=False."
                 )
             for key in others.keys() | own_shapes.keys():
                 if others.get(key) != own_shapes.get(key):
-                    raise ConfigError(f"save: {key} differs between the ranks. Give what belongs to one to a writer.")
+                    raise ConfigError(
+                        f"save: {key} differs between the ranks. Give what belongs to one to a "
+                        "writer."
+                    )
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
@@ -370,12 +419,17 @@ class TrainingCheckpoints:
             if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
                 return
         contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
-        contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: [each[1] for each, _, _ in gathered]}
+        contents |= {
+            _RANDOM: [each[0] for each, _, _ in gathered],
+            _INPUT: [each[1] for each, _, _ in gathered],
+        }
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
         self._hand_over(name, contents, numbers, began)
 
-    def _hand_over(self, name: StepName, contents: Contents, metrics: dict[str, float], began: float) -> None:
+    def _hand_over(
+        self, name: StepName, contents: Contents, metrics: dict[str, float], began: float
+    ) -> None:
         if self._is_owner and self._asynchronous:
             try:
                 contents = self._snapshot.take(contents)
@@ -392,7 +446,9 @@ class TrainingCheckpoints:
     def _not_plain(self, contents: Contents) -> str:
         if not self._only_plain:
             return ""
-        return next(filter(None, (not_plain(content, key) for key, content in contents.items())), "")
+        return next(
+            filter(None, (not_plain(content, key) for key, content in contents.items())), ""
+        )
 
     def _checked_step(self, step: int) -> int:
         if not hasattr(step, "__index__") or index(step) < 0:
@@ -400,16 +456,22 @@ class TrainingCheckpoints:
         step = index(step)
         if step < self._last.step:
             raise ConfigError(
-                f"save: step {step} comes after step {self._last.step}. Count on from what restore_latest returned; a "
+                f"save: step {step} comes after step {self._last.step}. Count on from what "
+                "restore_latest returned; a "
                 "training from the start takes a new folder."
             )
         return step
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         if metrics and self._keep_best and self._best not in metrics:
-            logger.warning(f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0.")
+            logger.warning(
+                f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0."
+            )
         if input_state is not None and input_state["epoch"] is None:
-            logger.warning("The loader does not tell its epoch: give maybe_save and save epoch=, or count steps.")
+            logger.warning(
+                "The loader does not tell its epoch: give maybe_save and save epoch=, or count "
+                "steps."
+            )
 
     def _input_state(self, loader: DataLoader | None) -> Contents | None:
         if loader is None:
@@ -442,13 +504,17 @@ class TrainingCheckpoints:
         names = [*self._steps.names(), *there]
         if names and not self._has_looked:
             raise ConfigError(
-                f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. Call "
+                f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
+                "Call "
                 "restore_latest() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
-        """Makes a call in each rank. Returns whether all of them succeeded; if not, the save has failed."""
+        """Makes a call in each rank.
+
+        Returns whether all of them succeeded; if not, the save has failed.
+        """
 
         def without_result() -> None:
             call()
@@ -463,7 +529,9 @@ class TrainingCheckpoints:
     def _failed(self, name: StepName, error: Exception) -> None:
         self._not_saved = error
         self._saved_at = time.monotonic()
-        logger.error(f"{name} is not saved: {error} The training goes on; the last complete step is kept.")
+        logger.error(
+            f"{name} is not saved: {error} The training goes on; the last complete step is kept."
+        )
         if self._is_owner:
             with suppress(Exception):
                 self._steps.abandon(name)
@@ -471,7 +539,9 @@ class TrainingCheckpoints:
 
     # the writing thread, of a folder's owner
 
-    def _write(self, name: StepName, contents: Contents, metrics: dict[str, float], pause: float) -> None:
+    def _write(
+        self, name: StepName, contents: Contents, metrics: dict[str, float], pause: float
+    ) -> None:
         began = time.monotonic()
         try:
             self._make_room(name, metrics)
@@ -479,7 +549,9 @@ class TrainingCheckpoints:
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
             size = sum(size for size, _ in manifest["files"].values())
-            self._note("saved", name, bytes=size, pause_seconds=pause, write_seconds=self._write_seconds)
+            self._note(
+                "saved", name, bytes=size, pause_seconds=pause, write_seconds=self._write_seconds
+            )
             self._not_saved = None
             self._remove_old(self._manifests)
         except Exception as error:
@@ -489,7 +561,10 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
 
     def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
-        """Removes old steps before the save if there is no room for another step. The newest step stays."""
+        """Removes old steps before the save if there is no room for another step.
+
+        The newest step stays.
+        """
         if not self._manifests:
             return
         newest = max(self._manifests)
@@ -497,7 +572,9 @@ class TrainingCheckpoints:
         if shutil.disk_usage(self._steps.folder).free < size:
             self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
 
-    def _remove_old(self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None) -> None:
+    def _remove_old(
+        self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
+    ) -> None:
         kept = self._kept(manifests) | {self._copied, newest}
         for name in [name for name in self._manifests if name not in kept]:
             self._steps.remove(name)
@@ -506,11 +583,15 @@ class TrainingCheckpoints:
     def _kept(self, manifests: Mapping[StepName, Manifest]) -> set[StepName]:
         names = sorted(manifests)
         kept = {*names[-self._keep_last :], *self._by_metric(manifests)[: self._keep_best]}
-        return kept | {name for name in names if self._keep_every and name.step % self._keep_every == 0}
+        return kept | {
+            name for name in names if self._keep_every and name.step % self._keep_every == 0
+        }
 
     def _by_metric(self, manifests: Mapping[StepName, Manifest]) -> list[StepName]:
         found = {name: manifest["metrics"].get(self._best) for name, manifest in manifests.items()}
-        known = [name for name, value in found.items() if value is not None and math.isfinite(value)]
+        known = [
+            name for name, value in found.items() if value is not None and math.isfinite(value)
+        ]
         return sorted(known, key=lambda name: (self._sign * found[name], name))
 
     @property
@@ -541,7 +622,7 @@ class TrainingCheckpoints:
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
 
-    # restore ------------------------------------------------------------------------------------------------------
+    # restore -------------------------------------------------------------------------------------
 
     def restore_latest(
         self, *, loader: DataLoader | None = None, reader: Writer | None = None, **states: Any
@@ -549,7 +630,8 @@ class TrainingCheckpoints:
         """Restores the newest step that is whole. Logs which newer steps are not, and why.
 
         Args:
-            loader: has not begun yet. That of a ``ReaderDataset`` resumes with any number of ranks, see ``restore``.
+            loader: has not begun yet. That of a ``ReaderDataset`` resumes with any number of ranks,
+                see ``restore``.
             reader: called in each rank with the folder that the ``writer`` had.
             states: objects with ``load_state_dict``, by the names that ``save`` was given.
 
@@ -576,7 +658,8 @@ class TrainingCheckpoints:
             self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
         finally:
             if not self._has_claimed:
-                self._steps.unlock()  # until the first save: a process that only reads keeps no training out
+                # Until the first save: a process that only reads keeps no training out.
+                self._steps.unlock()
         if self._ranks.rank == 0:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
@@ -591,12 +674,18 @@ class TrainingCheckpoints:
             with suppress(Exception):
                 self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
 
-    def _choose(self, choose: Callable[[Iterable[StepName]], list[StepName]]) -> tuple[StepName, list[str]] | None:
-        """Returns the last chosen step that all folders have whole, and the later ones. None: there is no step."""
+    def _choose(
+        self, choose: Callable[[Iterable[StepName]], list[StepName]]
+    ) -> tuple[StepName, list[str]] | None:
+        """Returns the last chosen step that all folders have whole, and the later ones.
+
+        None: there is no step.
+        """
         self._writing.join()
         self._has_looked = True
         found = self._ranks.together(self._names)
-        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")  # of rank 0's folder
+        # Of rank 0's folder.
+        self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         passed: list[str] = []
         for name in reversed(choose(sorted(set().union(*found)))):
             damage = next(filter(None, self._ranks.together(partial(self._damage, name))), "")
@@ -609,7 +698,9 @@ class TrainingCheckpoints:
                 logger.warning(f"{name} is passed over: {damage}")
         if not passed:
             return None
-        raise CheckpointCorrupt(f"{self._steps.folder} has no step that is whole: {' '.join(passed)}")
+        raise CheckpointCorrupt(
+            f"{self._steps.folder} has no step that is whole: {' '.join(passed)}"
+        )
 
     def _names(self) -> list[StepName]:
         if not self._is_owner:
@@ -634,7 +725,8 @@ class TrainingCheckpoints:
             return names
 
     def _damage(self, name: StepName) -> str:
-        """Returns why the folder's copy of the step cannot be used. Fetches a missing copy from the remote.
+        """Returns why the folder's copy of the step cannot be used. Fetches a missing copy from the
+        remote.
 
         Raises:
             StorageFailed: this cannot be found out.
@@ -644,7 +736,9 @@ class TrainingCheckpoints:
         try:
             try:
                 self._steps.check(name)
-                self._steps.check_training(self._steps.manifest(name), str(self._steps.folder / str(name)))
+                self._steps.check_training(
+                    self._steps.manifest(name), str(self._steps.folder / str(name))
+                )
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
                     raise
@@ -672,14 +766,21 @@ class TrainingCheckpoints:
                     state.load_state_dict(found)
                 else:
                     load_parts(
-                        key, states, self._steps.folder / str(name) / folder, self._ranks.group, self._only_plain
+                        key,
+                        states,
+                        self._steps.folder / str(name) / folder,
+                        self._ranks.group,
+                        self._only_plain,
                     )
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
         left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
         if left and self._ranks.rank == 0:
             keys = ", ".join(sorted(left))
-            logger.warning(f"{name} also holds {keys}: not restored, as restore_latest and rollback were not given it.")
+            logger.warning(
+                f"{name} also holds {keys}: not restored, as restore_latest and rollback were not "
+                "given it."
+            )
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
         self.metrics = self._steps.manifest(name)["metrics"]
@@ -687,12 +788,18 @@ class TrainingCheckpoints:
         if len(generators) == self._ranks.size:
             set_random_state(generators[self._ranks.rank])
         else:
-            logger.info(f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random states stay.")
+            logger.info(
+                f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random "
+                "states stay."
+            )
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
             keep_workers(loader)
-            seed_workers(loader, xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()))
+            seed_workers(
+                loader,
+                xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()),
+            )
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         if loader is None:
@@ -714,11 +821,12 @@ class TrainingCheckpoints:
                 self._epoch += 1
         else:
             raise ConfigError(
-                f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the input of a "
+                f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
+                "input of a "
                 "ReaderDataset, Pack or Mix goes on with another number."
             )
 
-    # roll back ----------------------------------------------------------------------------------------------------
+    # roll back -----------------------------------------------------------------------------------
 
     def rollback(
         self,
@@ -732,13 +840,16 @@ class TrainingCheckpoints:
     ) -> int:
         """Goes back to an older step, after a spike of the loss.
 
-        The older step with the input as chosen becomes the newest checkpoint at once, and steps after it are removed.
+        The older step with the input as chosen becomes the newest checkpoint at once, and steps
+        after it are removed.
 
         Args:
             to: the step; "best": that of the best metric.
             before: the newest step before this one.
-            loader: the one in use with ``skip_input``; else a new one, with which the loop begins again (``epoch``).
-            skip_input: the input goes on from where it stands, so what broke the model does not come again.
+            loader: the one in use with ``skip_input``; else a new one, with which the loop begins
+                again (``epoch``).
+            skip_input: the input goes on from where it stands, so what broke the model does not
+                come again.
 
         Returns:
             The step. The training goes on from it.
@@ -823,12 +934,15 @@ def _check_names(states: Iterable[str]) -> None:
     for key in states:
         if not re.fullmatch(r"\w[\w.-]*", key):
             raise ConfigError(
-                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first no '.'."
+                f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
+                "no '.'."
             )
 
 
 class _Task:
-    """At most one call at a time, in a thread that does not keep the process alive, or immediately."""
+    """At most one call at a time, in a thread that does not keep the process alive, or
+    immediately.
+    """
 
     def __init__(self, asynchronous: bool) -> None:
         self._asynchronous = asynchronous

@@ -1,8 +1,10 @@
-"""ReaderDataset: any of this package's readers as a torch dataset whose position can be saved and restored.
+"""ReaderDataset: any of this package's readers as a torch dataset whose position can be saved and
+restored.
 
     reader = ParquetReader("s3://bucket/corpus")
     dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0)
-    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)   # torchdata.stateful_dataloader
+    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)   #
+                                                                         torchdata.stateful_dataloader
     first_epoch = 0
     if saved:                                                            # the files of all ranks
         first_epoch = restore(loader, saved)
@@ -54,23 +56,25 @@ class ReaderDataset(StatefulIterable):
     """The documents of a reader.
 
     Args:
-        reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``. It is copied, and its own state does not change.
-            Its ``skip`` and ``limit`` count rows of the whole input.
+        reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``. It is copied, and its own
+            state does not change. Its ``skip`` and ``limit`` count rows of the whole input.
         rank: the rank of this process in the training.
         world_size: the number of processes in the training.
-        shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the reader's own, or in the
-            order of the files if it has none.
-        transform: makes a sample from a document, or from a row if there are ``columns``. The default one keeps text
-            and id, or the row.
-        columns: read only these columns, and make no documents: a sample is a dict of them, in which a list of
-            numbers (token rows) is a numpy array.
-        even: None: ranks differ by one sample at most. "drop": all have the same number, and the last samples are left
-            out. "repeat": all have the same number, and the first samples come again.
-        shuffle_window: how much is shuffled at once, over all ranks and workers: a number of rows, or bytes with a unit
-            ("128MB"). No worker holds more than this, and one more part of it while it reads on.
-        batch_size: that of the loader. With it, workers take turns by the batch: only the last batch of a rank is
-            smaller, so ``len(loader)`` is exact, and the global batch of a step does not depend on the topology. None:
-            workers take turns by the sample.
+        shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the
+            reader's own, or in the order of the files if it has none.
+        transform: makes a sample from a document, or from a row if there are ``columns``. The
+            default one keeps text and id, or the row.
+        columns: read only these columns, and make no documents: a sample is a dict of them, in
+            which a list of numbers (token rows) is a numpy array.
+        even: None: ranks differ by one sample at most. "drop": all have the same number, and the
+            last samples are left out. "repeat": all have the same number, and the first samples
+            come again.
+        shuffle_window: how much is shuffled at once, over all ranks and workers: a number of rows,
+            or bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
+            while it reads on.
+        batch_size: that of the loader. With it, workers take turns by the batch: only the last
+            batch of a rank is smaller, so ``len(loader)`` is exact, and the global batch of a step
+            does not depend on the topology. None: workers take turns by the sample.
 
     Raises:
         ConfigError: the rows of the reader cannot be counted, or an argument is not allowed.
@@ -92,14 +96,24 @@ class ReaderDataset(StatefulIterable):
     ) -> None:
         super().__init__()
         if not 0 <= rank < world_size:
-            raise ConfigError(f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}.")
-        if isinstance(columns, str) or (columns is not None and (not columns or len({*columns}) < len(columns))):
-            raise ConfigError(f'columns must be a list of different names, such as ["input_ids"], not {columns!r}.')
+            raise ConfigError(
+                f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."
+            )
+        if isinstance(columns, str) or (
+            columns is not None and (not columns or len({*columns}) < len(columns))
+        ):
+            raise ConfigError(
+                'columns must be a list of different names, such as ["input_ids"], not '
+                f"{columns!r}."
+            )
         if not isinstance(reader, FilesReader):
             raise ConfigError(
-                f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, ParquetReader or "
-                "IpcReader of datatrove_ckpt.readers; for a folder of save_to_disk, IpcReader(folder, "
-                "glob_pattern='data-*.arrow'). A stream of datasets, or images and sound of it, need no reader: give "
+                f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
+                "ParquetReader or "
+                "IpcReader of datatrove_ckpt.readers; for a folder of save_to_disk, "
+                "IpcReader(folder, "
+                "glob_pattern='data-*.arrow'). A stream of datasets, or images and sound of it, "
+                "need no reader: give "
                 "the dataset itself to StatefulDataLoader, Pack or Mix."
             )
         if shuffle_seed is None:
@@ -127,20 +141,24 @@ class ReaderDataset(StatefulIterable):
         if window.limit < 2 * mean and self.rank == 0:
             unit = "rows" if window.rows else "bytes"
             logger.warning(
-                f"shuffle_window={given!r} is less than two row groups or other parts of a file, which have "
+                f"shuffle_window={given!r} is less than two row groups or other parts of a file, "
+                "which have "
                 f"{mean:.0f} {unit} each: rows of different parts hardly mix. Make it at least "
                 f"{OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller row groups."
             )
 
     def __len__(self) -> int:
         """Returns the number of samples of this rank in an epoch. Rows without a document count."""
-        return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self.settings.even)
+        return Topology(self.world_size, 1).of_rank(
+            self._index.table.total, self.rank, self.settings.even
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
 
         Raises:
-            CheckpointMismatch: the epoch before gave nothing, because its state was of the end of another one.
+            CheckpointMismatch: the epoch before gave nothing, because its state was of the end of
+                another one.
         """
         self._check_used(epoch)
         self._shared.set_epoch(epoch)
@@ -158,7 +176,7 @@ class ReaderDataset(StatefulIterable):
         plan = Plan(self._index.table, self.settings, slot, epoch, then)
         return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next)
 
-    # States --------------------------------------------------------------------------------------------------------
+    # States --------------------------------------------------------------------------------------
 
     def _start_state(self) -> State:
         order = self.settings.order | {"shares": None}
@@ -182,17 +200,19 @@ class ReaderDataset(StatefulIterable):
 
 
 def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -> int:
-    """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each rank.
+    """Lets a loader resume in the epoch in which states of all ranks were saved. Call it in each
+    rank.
 
     Args:
-        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or ``Mix``. It has not begun
-            yet.
-        states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with them; or one state
-            of ``merge``.
+        loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or
+            ``Mix``. It has not begun yet.
+        states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with
+            them; or one state of ``merge``.
 
     Returns:
-        The number of the epoch with which the loop of epochs continues: that of the states, or the next one if no rank
-        had a sample left. Then nothing is loaded, because torchdata begins a loader that had finished once more.
+        The number of the epoch with which the loop of epochs continues: that of the states, or the
+        next one if no rank had a sample left. Then nothing is loaded, because torchdata begins a
+        loader that had finished once more.
 
     Raises:
         ConfigError: the loader has no such dataset, or there is no state of one.
@@ -203,8 +223,10 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     dataset = loader.dataset
     if not isinstance(dataset, StatefulIterable):
         raise ConfigError(
-            f"restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a {type(dataset).__name__}. "
-            "Use loader.load_state_dict(), with the state of this rank, and the same number of ranks and workers."
+            "restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a "
+            f"{type(dataset).__name__}. "
+            "Use loader.load_state_dict(), with the state of this rank, and the same number of "
+            "ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
     found = [list(find_states(state, is_ours)) for state in loaded]

@@ -39,7 +39,9 @@ class Settings:
         if self.even not in ("drop", "repeat", None):
             raise ConfigError(f'even must be "drop", "repeat" or None, not {self.even!r}.')
         if type(self.batch) is not int or self.batch < 1:
-            raise ConfigError(f"batch_size must be an integer from 1 on, or None, not {self.batch!r}.")
+            raise ConfigError(
+                f"batch_size must be an integer from 1 on, or None, not {self.batch!r}."
+            )
 
     @property
     def order(self) -> State:
@@ -55,7 +57,9 @@ def parse_window(window: int | str) -> Window:
             return Window(bytes=max(1, size))
     elif type(window) is int and window > 0:
         return Window(rows=window, bytes=None)
-    raise ConfigError(f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.')
+    raise ConfigError(
+        f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.'
+    )
 
 
 class Plan:
@@ -66,7 +70,12 @@ class Plan:
     """
 
     def __init__(
-        self, table: BlockTable, settings: Settings, slot: Slot, epoch: int, then: DatasetState | None = None
+        self,
+        table: BlockTable,
+        settings: Settings,
+        slot: Slot,
+        epoch: int,
+        then: DatasetState | None = None,
     ) -> None:
         self.slot = slot
         self.settings = settings
@@ -83,7 +92,9 @@ class Plan:
         else:
             self.order = order_by_rows(table, settings.seed, epoch, settings.window)
         self._remaining = Remaining(self.order.rows, self.done)
-        self.samples = self._topology.of_worker(self._remaining.rows, slot.rank, slot.worker, settings.even)
+        self.samples = self._topology.of_worker(
+            self._remaining.rows, slot.rank, slot.worker, settings.even
+        )
 
     def _continue(self, then: DatasetState) -> None:
         then.check_order(self.settings.order)
@@ -118,7 +129,8 @@ class Plan:
         this = f"{self.slot}, batch_size={self.settings.batch}, even={self.settings.even!r}"
         if made_by != this:
             raise CheckpointMismatch(
-                f"The state was made by {made_by}, and this is {this}. A state belongs to its worker. To continue with "
+                f"The state was made by {made_by}, and this is {this}. A state belongs to its "
+                "worker. To continue with "
                 "another number of ranks or workers, give the states of all ranks to "
                 "datatrove_ckpt.torch.restore(loader, states)."
             )
@@ -127,8 +139,8 @@ class Plan:
 def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:
     """Returns the number of shares of whole files; 0: shares are cut by rows.
 
-    By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then whole files are better,
-    if they make even shares.
+    By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then
+    whole files are better, if they make even shares.
     """
     count = topology.slots if topology.batch == 1 else topology.ranks
     if count == 1 or (settings.seed is not None and not table.is_stream.any()):
@@ -140,7 +152,11 @@ def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> i
 
 def _of_all(then: DatasetState, slot: Slot) -> DatasetState:
     """Makes a state of all of the state of the only slot, for another slot."""
-    if then.slot is None or then.slot == slot or (then.slot.world_size, then.slot.workers) != (1, 1):
+    if (
+        then.slot is None
+        or then.slot == slot
+        or (then.slot.world_size, then.slot.workers) != (1, 1)
+    ):
         return then
     return merge_states([then])
 
@@ -196,14 +212,22 @@ class Epoch(Iterator[object]):
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
-        A loader without workers that resumes with a state of the last batch of the epoch before reads nothing.
+        A loader without workers that resumes with a state of the last batch of the epoch before
+        reads nothing.
         """
-        if self._after_end and not self._is_used and self._plan.samples and next_epoch != self._plan.epoch:
+        if (
+            self._after_end
+            and not self._is_used
+            and self._plan.samples
+            and next_epoch != self._plan.epoch
+        ):
             self._after_end = False
             epoch = self._plan.epoch
             raise CheckpointMismatch(
-                f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch {epoch - 1}, and the "
-                f"loader ends there. Resume the loop of epochs at {epoch - 1}: the rest of it is empty, and epoch "
+                f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "
+                f"{epoch - 1}, and the "
+                f"loader ends there. Resume the loop of epochs at {epoch - 1}: the rest of it is "
+                "empty, and epoch "
                 f"{epoch} follows."
             )
 
@@ -227,7 +251,9 @@ class Epoch(Iterator[object]):
         return source.samples(*places)
 
     def _make(self, row: Row) -> object:
-        """Makes a document of a row, or returns the row if there are columns; None: damaged, or no document."""
+        """Makes a document of a row, or returns the row if there are columns; None: damaged, or no
+        document.
+        """
         if row.data is None:
             return None
         if self._columns is not None:
@@ -237,7 +263,8 @@ class Epoch(Iterator[object]):
     def _instead_of(self, source: RowSource, number: int) -> object:
         """Returns a sample in place of the worker's row with this number, which holds no document.
 
-        Ranks that must be even get the worker's next document twice, which depends on the order alone. Others: None.
+        Ranks that must be even get the worker's next document twice, which depends on the order
+        alone. Others: None.
         """
         is_even = self._plan.settings.even is not None
         if not self._skipped:
@@ -245,7 +272,10 @@ class Epoch(Iterator[object]):
             what = "this epoch has fewer samples than len() says"
             if is_even:
                 what = "another document comes twice"
-            logger.warning(f"Row {row.number} of {row.name!r} holds no document, so {what}. Further ones are skipped.")
+            logger.warning(
+                f"Row {row.number} of {row.name!r} holds no document, so {what}. Further ones are "
+                "skipped."
+            )
         self._skipped += 1
         if not is_even:
             return None

@@ -40,14 +40,24 @@ class Index:
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
-        self.table = BlockTable(self.blocks, self.blocks.sequential, reader.skip, reader.limit, size)
+        self.table = BlockTable(
+            self.blocks, self.blocks.sequential, reader.skip, reader.limit, size
+        )
         self._inputs = inputs = self.blocks._inputs
         files = inputs.digest(len(inputs.names)).state()
-        # How the files are sampled, and a hash of the samples. The ETags of remote files cost nothing.
+        # How the files are sampled, and a hash of the samples. The ETags of remote files cost
+        # nothing.
         samples = "\n".join(map(inputs.sample, range(len(inputs.names))))
-        content = ["bytes" if inputs.folder.is_local() else "tags", xxh3_64_hexdigest(samples.encode())]
+        content = [
+            "bytes" if inputs.folder.is_local() else "tags",
+            xxh3_64_hexdigest(samples.encode()),
+        ]
         own = {"skip": reader.skip, "limit": reader.limit, "content": content}
-        self.state: State = {"files": files, "rows": self.table.total, "blocks": self.table.hash} | own
+        self.state: State = {
+            "files": files,
+            "rows": self.table.total,
+            "blocks": self.table.hash,
+        } | own
         """Names, sizes and samples of all files, and the number of rows of each block."""
 
     def check(self, then: State) -> None:
@@ -59,19 +69,23 @@ class Index:
         for key in ("skip", "limit"):
             if then[key] != now[key]:
                 raise CheckpointMismatch(
-                    f"The state was made with {key}={then[key]}, and this reader has {key}={now[key]}. Use the same, "
+                    f"The state was made with {key}={then[key]}, and this reader has "
+                    f"{key}={now[key]}. Use the same, "
                     "or start without the state."
                 )
         if [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]:
             raise CheckpointMismatch(
-                "The input has changed: the files have the same names and sizes as when the state was made, but they "
-                f"had {then['rows']} rows, and have {now['rows']}, or their row groups have other sizes, or skip or "
+                "The input has changed: the files have the same names and sizes as when the state "
+                "was made, but they "
+                f"had {then['rows']} rows, and have {now['rows']}, or their row groups have other "
+                "sizes, or skip or "
                 f"limit is another one. {remedy()}"
             )
         kept = then["content"]
         if kept != now["content"] and kept[0] == now["content"][0]:
             raise CheckpointMismatch(
-                "The input has changed: the files have the same names, sizes and numbers of rows as when the state was "
+                "The input has changed: the files have the same names, sizes and numbers of rows "
+                "as when the state was "
                 f"made, but the content of one is another. {remedy()}"
             )
 
@@ -93,7 +107,9 @@ class _Loaded:
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         piece, places = self._find(rows)
         pieces = self.window.pieces
-        return pieces.block[piece], pieces.start[piece] + places - (np.cumsum(pieces.rows) - pieces.rows)[piece]
+        return pieces.block[piece], pieces.start[piece] + places - (
+            np.cumsum(pieces.rows) - pieces.rows
+        )[piece]
 
     def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
         places = self.window.order[rows]
@@ -103,7 +119,9 @@ class _Loaded:
 class RowSource:
     """Rows of an order. Holds only the open window of each share that it reads."""
 
-    def __init__(self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None
+    ) -> None:
         self._index = index
         self._order = order
         self._columns = columns
@@ -123,7 +141,10 @@ class RowSource:
         return [found[place] for place in range(len(shares))]
 
     def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
-        """Reads the rows as plain dicts, in which lists of numbers are arrays. None: a damaged line."""
+        """Reads the rows as plain dicts, in which lists of numbers are arrays.
+
+        None: a damaged line.
+        """
         found: dict[int, JsonObject | None] = {}
         made: Sequence[JsonObject | None]
         for places, part, _, _ in self._parts(shares, rows):
@@ -134,8 +155,12 @@ class RowSource:
             found.update(zip(places.tolist(), made, strict=True))
         return [found[place] for place in range(len(shares))]
 
-    def _parts(self, shares: Numbers, rows: Numbers) -> Iterator[tuple[Numbers, Rows, int, Numbers]]:
-        """Yields rows in parts: which these are, the rows, their share, and their numbers in its window."""
+    def _parts(
+        self, shares: Numbers, rows: Numbers
+    ) -> Iterator[tuple[Numbers, Rows, int, Numbers]]:
+        """Yields rows in parts: which these are, the rows, their share, and their numbers in its
+        window.
+        """
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
@@ -151,7 +176,8 @@ class RowSource:
             return
         self._open.pop(share, None)  # frees its memory before the next window is read
         window = self._order.shares[share].window(number)
-        # In the order of the files, so that a large row group is decoded once for all of its blocks in the window.
+        # In the order of the files, so that a large row group is decoded once for all of its blocks
+        # in the window.
         read = np.argsort(window.pieces.block, kind="stable")
         parts = self._read(window, read)
         loaded: Batches | list[JsonObject | None]

@@ -1,7 +1,7 @@
 """JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
 
-A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1 MiB of whole lines. A
-compressed file stays open, so parts in order are decompressed once.
+A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1
+MiB of whole lines. A compressed file stays open, so parts in order are decompressed once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ _SKIP_BYTES = 2**20
 
 
 class LineBlocks(BlockFile):
-    """One JSONL file. ``keys``: columns that some line of the input had, to which this file adds its own."""
+    """One JSONL file. ``keys``: columns that some line of the input had, to which this file adds
+    its own.
+    """
 
-    def __init__(self, reader: JsonlReader, name: str, known: FileIndex | None, keys: set[str]) -> None:
+    def __init__(
+        self, reader: JsonlReader, name: str, known: FileIndex | None, keys: set[str]
+    ) -> None:
         self._keys = keys
         self._reader = reader
         self._name = name
@@ -37,7 +41,9 @@ class LineBlocks(BlockFile):
         self._at = 0  # offset in the content
         self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
         self._part = b""
-        self.set_index(known or FileIndex(tuple(self._count()), sequential=not self._is_plain), known)
+        self.set_index(
+            known or FileIndex(tuple(self._count()), sequential=not self._is_plain), known
+        )
         self._offsets = [0, *accumulate(group.bytes for group in self.index.groups)]
 
     def read(self, first: int, rows: int, columns: Sequence[str] | None) -> list[Row | None]:
@@ -52,7 +58,8 @@ class LineBlocks(BlockFile):
         if columns is None:
             return parsed
         if not self._keys.issuperset(columns):
-            # Keys that no line of the first block has are refused. Later blocks may lack a key that few lines have.
+            # Keys that no line of the first block has are refused. Later blocks may lack a key that
+            # few lines have.
             found = {key: None for row in parsed if row for key in row}
             check_columns([*found, *self._keys.difference(found)], columns, self._name)
             self._keys.update(columns)
@@ -72,7 +79,10 @@ class LineBlocks(BlockFile):
                 yield Group(_count_lines(part), len(part))
 
     def _lines(self, number: int) -> list[bytes]:
-        """Reads the lines of a part. Raises CheckpointMismatch if they are not those that were counted."""
+        """Reads the lines of a part.
+
+        Raises CheckpointMismatch if they are not those that were counted.
+        """
         offset = self._offsets[number]
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):
@@ -109,7 +119,9 @@ class LineBlocks(BlockFile):
 
 
 def _count_lines(part: bytes) -> int:
-    """Counts lines that are not blank: fast for most files, without blank lines and carriage returns."""
+    """Counts lines that are not blank: fast for most files, without blank lines and carriage
+    returns.
+    """
     if b"\r" in part:
         return len(_split(part))
     content = np.frombuffer(part, dtype=np.uint8)

@@ -1,7 +1,8 @@
-"""How the states of all workers of all ranks become one that any number of ranks and workers can load.
+"""How the states of all workers of all ranks become one that any number of ranks and workers can
+load.
 
-``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of its sources, and what
-its packers had left, or the sum of its draws.
+``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of
+its sources, and what its packers had left, or the sum of its draws.
 """
 
 from __future__ import annotations
@@ -13,24 +14,32 @@ from os import PathLike
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.seals import find_states, load_file, sealed
-from datatrove_ckpt.torch.states import DatasetState, Slot, check_same, check_steps, in_order, is_state, merge_states
+from datatrove_ckpt.torch.states import (
+    DatasetState,
+    Slot,
+    check_same,
+    check_steps,
+    in_order,
+    is_state,
+    merge_states,
+)
 from datatrove_ckpt.torch.topology import Remaining
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
 def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Makes one state of those of all ranks, for any number of ranks and workers: no sample of the epoch of a
-    ``ReaderDataset`` is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
+    """Makes one state of those of all ranks, for any number of ranks and workers: no sample of the
+    epoch of a ``ReaderDataset`` is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
 
     Args:
-        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something that holds it, or
-            a file that ``torch.save`` has made of it.
+        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something
+            that holds it, or a file that ``torch.save`` has made of it.
 
     Raises:
-        CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of different epochs,
-            settings, inputs or steps; or a loader has made it between two of its snapshots; or a source has rows that
-            are not counted.
+        CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of
+            different epochs, settings, inputs or steps; or a loader has made it between two of its
+            snapshots; or a source has rows that are not counted.
         CheckpointCorrupt: a state or file is damaged.
         ConfigError: there is no state of a ``ReaderDataset``, ``Pack`` or ``Mix`` in them.
     """
@@ -40,34 +49,42 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
 
 
 def check_snapshots(content: object) -> None:
-    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it holds.
+    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it
+    holds.
 
     Only torchdata's loader can resume there: it drops the batches that it had given since.
     """
     for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
-            f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so where its workers "
-            "were is not known. Use StatefulDataLoader with snapshot_every_n_steps=1 and in_order=True, its defaults, "
+            f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so "
+            "where its workers "
+            "were is not known. Use StatefulDataLoader with snapshot_every_n_steps=1 and "
+            "in_order=True, its defaults, "
             "or resume with the number of ranks and workers that saved the state."
         )
 
 
 def is_ours(content: object) -> bool:
     """Returns whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
-    return is_state(content) or (isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys())
+    return is_state(content) or (
+        isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys()
+    )
 
 
 def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
     """Merges the states of all workers. ``alone``: see ``merge_states``."""
     if not states:
         raise ConfigError(
-            "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the loaders' state_dict()."
+            "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "
+            "loaders' state_dict()."
         )
     found = [state for state in states if state is not None and is_ours(state)]
     if len(found) < len(states):
         raise CheckpointMismatch(
-            "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state belongs to its "
-            "worker: use loader.load_state_dict() with the state of this rank, and as many ranks and workers as before."
+            "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state "
+            "belongs to its "
+            "worker: use loader.load_state_dict() with the state of this rank, and as many ranks "
+            "and workers as before."
         )
     check_same(found, ("kind", "options", "epoch"), State.get)
     first = found[0]
@@ -111,7 +128,9 @@ def _mixes(states: Sequence[State]) -> State:
 
 
 def _of_source(workers: Sequence[State]) -> State:
-    """Merges one source of all workers, in the first pass that is not over: later workers had all of it."""
+    """Merges one source of all workers, in the first pass that is not over: later workers had all
+    of it.
+    """
     live = [one for one in workers if one["is_live"]]
     here = min(live or workers, key=lambda one: int(one["passes"]))
     states = []
@@ -146,6 +165,8 @@ def _end(state: State | None, other: State | None) -> State | None:
         own = {"slot": state["slot"], "finished": True, "rest": {}}
         return {**other, **own, "source": source}
     raise CheckpointMismatch(
-        "The workers are in different passes of a source that is a Mix itself: their states belong to them. Use "
-        "loader.load_state_dict() with the state of this rank, and the same number of ranks and workers."
+        "The workers are in different passes of a source that is a Mix itself: their states belong "
+        "to them. Use "
+        "loader.load_state_dict() with the state of this rank, and the same number of ranks and "
+        "workers."
     )

@@ -3,7 +3,8 @@
     mix = Mix([web, code], weights=[0.7, 0.3], seed=0)
     loader = StatefulDataLoader(mix, batch_size=32, num_workers=4)
 
-The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state has the sum of all n.
+The source of the n-th sample is a hash of seed, epoch, rank, worker and n. A merged state has the
+sum of all n.
 """
 
 from __future__ import annotations
@@ -26,44 +27,58 @@ from datatrove_ckpt.torch.states import Slot
 AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
 
 _END = object()
-_PASS = 32  # bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own has
+# Bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own
+# has.
+_PASS = 32
 
 
 class Mix(StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
-    Each worker draws from its own shares of the sources. Another number of ranks or workers continues with the states
-    of all (``restore``, ``merge``), if the sources' rows are counted. The rest of each source is dealt out anew, and
-    other draws follow, which depend on the states alone. No sample comes twice, and with "drop" or "repeat" none is
-    left out. With "repeat" a source continues in the first pass that is not over for all, so samples of later passes,
-    which some workers had begun, may come once more.
+    Each worker draws from its own shares of the sources. Another number of ranks or workers
+    continues with the states of all (``restore``, ``merge``), if the sources' rows are counted. The
+    rest of each source is dealt out anew, and other draws follow, which depend on the states alone.
+    No sample comes twice, and with "drop" or "repeat" none is left out. With "repeat" a source
+    continues in the first pass that is not over for all, so samples of later passes, which some
+    workers had begun, may come once more.
 
     Args:
         sources: stateful iterables.
         weights: how often each source is drawn, relative to the others.
         seed: of the draws.
-        at_end: what follows when a source ends. "stop": the epoch ends, and the rest of the others is not read.
-            "drop": the others continue, with their weights, until all have ended; each sample is seen once.
-            "repeat": the source begins again, in another order if it shuffles, until each has ended at least once.
+        at_end: what follows when a source ends. "stop": the epoch ends, and the rest of the others
+            is not read. "drop": the others continue, with their weights, until all have ended; each
+            sample is seen once. "repeat": the source begins again, in another order if it shuffles,
+            until each has ended at least once.
 
     Raises:
         ConfigError: a setting cannot work.
     """
 
     def __init__(
-        self, sources: Sequence[Source], weights: Sequence[float], seed: int = 0, at_end: AtEnd = "stop"
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        seed: int = 0,
+        at_end: AtEnd = "stop",
     ) -> None:
         super().__init__(sources)
         if not sources or len(sources) != len(weights):
-            raise ConfigError(f"weights must have one number for each source: {len(sources)}, not {len(weights)}.")
+            raise ConfigError(
+                f"weights must have one number for each source: {len(sources)}, not {len(weights)}."
+            )
         if not all(isfinite(weight) and weight > 0 for weight in weights):
-            raise ConfigError(f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused sources.")
+            raise ConfigError(
+                f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused "
+                "sources."
+            )
         if at_end not in get_args(AtEnd):
             raise ConfigError(f"at_end must be 'stop', 'drop' or 'repeat', not {at_end!r}.")
         self.weights = [float(weight) for weight in weights]
         self.seed = seed
         self.at_end = at_end
-        self.warned: set[int] = set()  # sources that gave no sample: one warning of each in a process
+        # Sources that gave no sample: one warning of each in a process.
+        self.warned: set[int] = set()
 
     def __len__(self) -> int:
         """Returns the number of samples of an epoch, if all are read once.
@@ -72,7 +87,10 @@ class Mix(StatefulWrapper):
             TypeError: with another ``at_end`` than "drop", or if a source does not know its length.
         """
         if self.at_end != "drop":
-            raise TypeError(f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set max_steps.")
+            raise TypeError(
+                f"A Mix with at_end={self.at_end!r} does not know how many samples it has. Set "
+                "max_steps."
+            )
         sources: list[Any] = self._sources
         return sum(map(len, sources))
 
@@ -145,7 +163,9 @@ class _Source:
 class Mixing(Iterator[object]):
     """One pass of a ``Mix``."""
 
-    def __init__(self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int) -> None:
+    def __init__(
+        self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int
+    ) -> None:
         self.finished = False
         self._mix = mix
         self._epoch = epoch
@@ -158,7 +178,9 @@ class Mixing(Iterator[object]):
         while not self.finished:
             number = xxh3_64_intdigest(f"{self._draws}/{self._drawn}".encode()) / 2**64
             # The product may round up to the sum.
-            source = self._live[min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)]
+            source = self._live[
+                min(bisect_right(self._sums, number * self._sums[-1]), len(self._live) - 1)
+            ]
             sample = next(source.iterator, _END)
             if sample is not _END:
                 source.has_given = True
@@ -181,7 +203,9 @@ class Mixing(Iterator[object]):
         source.last = end_state(source.iterable)
         if not source.has_given and source.number not in self._mix.warned:
             self._mix.warned.add(source.number)
-            logger.warning(f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample.")
+            logger.warning(
+                f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample."
+            )
         if self._mix.at_end == "stop":
             self.finished = True
         elif self._mix.at_end == "drop" or not source.has_given:

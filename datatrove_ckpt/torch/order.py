@@ -1,18 +1,22 @@
-"""The order of an epoch: which row of which block stands at which position. Pure: no files, no torch.
+"""The order of an epoch: which row of which block stands at which position. Pure: no files, no
+torch.
 
-Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a position (the number of
-samples before it) is all that a state needs, and another number of ranks or workers can continue there.
+Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
+position (the number of samples before it) is all that a state needs, and another number of ranks or
+workers can continue there.
 
     blocks -> shuffled, so that each stretch has blocks of all files in proportion
            -> cut into canonical shares of equal numbers of rows
            -> each share is read window by window; the rows of a window come in shuffled order
            -> position p is row p // shares of share p % shares, while all shares have rows
 
-Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). Here a worker reads only some of the
-blocks: with as many workers as shares, each block is read once. The number of shares follows from the window and the
-input alone. Blocks of a compressed file keep their order, and a share reads up to ``OPEN_STREAMS`` of them at a time.
+Canonical shares are the idea of MosaicML Streaming (``num_canonical_nodes``). Here a worker reads
+only some of the blocks: with as many workers as shares, each block is read once. The number of
+shares follows from the window and the input alone. Blocks of a compressed file keep their order,
+and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
-Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with its version.
+Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with
+its version.
 """
 
 from __future__ import annotations
@@ -66,7 +70,12 @@ class BlockTable:
     """
 
     def __init__(
-        self, blocks: Iterable[Block], streams: Iterable[int] = (), skip: int = 0, limit: int = -1, size: int = 1
+        self,
+        blocks: Iterable[Block],
+        streams: Iterable[int] = (),
+        skip: int = 0,
+        limit: int = -1,
+        size: int = 1,
     ) -> None:
         columns = [(block.file, block.first, block.rows, block.bytes) for block in blocks]
         table = np.array(columns, dtype=np.int64).reshape(-1, 4)
@@ -78,7 +87,9 @@ class BlockTable:
         self.start: Numbers = np.clip(skip - (ends - rows), 0, rows)
         self.rows: Numbers = np.clip(last - (ends - rows), 0, rows) - self.start
         self.rows = np.maximum(self.rows, 0)
-        self.bytes: Numbers = np.maximum(size * in_file * self.rows // np.maximum(rows, 1), _ROW_BYTES * self.rows)
+        self.bytes: Numbers = np.maximum(
+            size * in_file * self.rows // np.maximum(rows, 1), _ROW_BYTES * self.rows
+        )
         self.is_stream = np.isin(self.file, np.fromiter(streams, np.int64))
         self.total = int(self.rows.sum())
 
@@ -119,8 +130,8 @@ class Pieces:
 class OpenWindow:
     """A window of one share.
 
-    ``order[i]``: the ``i``-th row of the window, counted over all its pieces. ``first``: the number of the first row in
-    the share. ``shuffled``: the next window does not begin where this one ends.
+    ``order[i]``: the ``i``-th row of the window, counted over all its pieces. ``first``: the number
+    of the first row in the share. ``shuffled``: the next window does not begin where this one ends.
     """
 
     pieces: Pieces
@@ -131,11 +142,17 @@ class OpenWindow:
 
 class Share:
     def __init__(
-        self, pieces: Pieces, weights: Numbers, limit: float, salt: int | None, files: Numbers | None = None
+        self,
+        pieces: Pieces,
+        weights: Numbers,
+        limit: float,
+        salt: int | None,
+        files: Numbers | None = None,
     ) -> None:
         """``salt``: of the permutations; None: rows in the order of the input.
 
-        ``files``: the file of each block, if a window has one stretch of each file only. Then files take turns.
+        ``files``: the file of each block, if a window has one stretch of each file only. Then files
+        take turns.
         """
         self._pieces = pieces
         self._salt = salt
@@ -191,7 +208,9 @@ class EpochOrder:
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
     """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
     if seed is None:
-        return EpochOrder([Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)])
+        return EpochOrder(
+            [Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)]
+        )
     salt = hashed(seed, epoch)
     if table.is_stream.any():
         count = 1
@@ -206,11 +225,17 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
     ends = np.cumsum(pieces.rows)
     parts = [_rows_between(pieces, ends, low, high) for low, high in pairwise(cuts)]
     limit = window.limit / count
-    return EpochOrder([Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)])
+    return EpochOrder(
+        [Share(part, weights[part.block], limit, hashed(salt, n)) for n, part in enumerate(parts)]
+    )
 
 
-def order_by_files(table: BlockTable, seed: int | None, epoch: int, window: Window, count: int) -> EpochOrder:
-    """Makes ``count`` shares of whole files, which may differ in length, with at least ``OPEN_BLOCKS`` in a window."""
+def order_by_files(
+    table: BlockTable, seed: int | None, epoch: int, window: Window, count: int
+) -> EpochOrder:
+    """Makes ``count`` shares of whole files, which may differ in length, with at least
+    ``OPEN_BLOCKS`` in a window.
+    """
     share_of = deal_files(table, count)[table.file[table.used]]
     weights = table.weights(window)
     limit = max(window.limit / count, min(window.limit, OPEN_BLOCKS * table.mean(window)))
@@ -254,7 +279,9 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
         return blocks
     files, inverse = np.unique(table.file[blocks], return_inverse=True)
     # The blocks file by file, in random order; the blocks of a stream in their own order.
-    within = np.where(table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt))
+    within = np.where(
+        table.is_stream[blocks], np.arange(len(blocks), dtype=np.uint64), _hashes(blocks, salt)
+    )
     own = np.lexsort((within, inverse))
     blocks = blocks[own]
     of_file = inverse[own]
@@ -268,7 +295,9 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
     if len(streams):
         groups = -(-len(streams) // OPEN_STREAMS)
         group_of = np.zeros(len(files))
-        group_of[streams[np.argsort(_hashes(files[streams], hashed(salt, "files")))]] = np.arange(len(streams)) % groups
+        group_of[streams[np.argsort(_hashes(files[streams], hashed(salt, "files")))]] = (
+            np.arange(len(streams)) % groups
+        )
         keys = np.where(table.is_stream[blocks], (group_of[of_file] + keys) / groups, keys)
     found: Numbers = blocks[np.argsort(keys, kind="stable")]
     return found
@@ -288,7 +317,8 @@ def _in_turns(pieces: Pieces, files: Numbers, order: Numbers, salt: int) -> Numb
     """
     numbers, of_file = np.unique(files[pieces.block], return_inverse=True)
     file = np.repeat(of_file, pieces.rows)
-    by_file = order[np.argsort(file[order], kind="stable")]  # file by file, each file's rows shuffled
+    # File by file, each file's rows shuffled.
+    by_file = order[np.argsort(file[order], kind="stable")]
     rows = np.bincount(file, minlength=len(numbers))
     turn = np.arange(len(order)) - np.repeat(np.cumsum(rows) - rows, rows)
     chance = _hashes(by_file, hashed(salt, "turns")) / 2.0**64
@@ -303,7 +333,9 @@ def hashed(*key: object) -> int:
 def _hashes(numbers: Numbers, salt: int) -> npt.NDArray[np.uint64]:
     """splitmix64 of each number."""
     with np.errstate(over="ignore"):
-        mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt)
+        mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        ) + np.uint64(salt)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
@@ -314,7 +346,10 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """Cuts the rows from ``low`` to ``high``, counted over all pieces. ``ends``: sums of their rows."""
+    """Cuts the rows from ``low`` to ``high``, counted over all pieces.
+
+    ``ends``: sums of their rows.
+    """
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:

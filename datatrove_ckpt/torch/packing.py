@@ -3,7 +3,8 @@
     rows = ReaderDataset(reader, rank, world_size, transform=tokenize)   # {"input_ids": [...]}
     loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
 
-No token is lost between two samples or at a stop: the tokens without a sample are part of the state.
+No token is lost between two samples or at a stop: the tokens without a sample are part of the
+state.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ _FIRST = "first of its row"  # a column of our own
 class Pack(StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
-    Each worker packs its own share of the rows. Another number of ranks or workers continues with the states of all
-    (``restore``, ``merge``), if the source's rows are counted: each row is packed once, and the rest of each packer
-    goes to a new packer, as a row of its own. At the end of the epoch each new packer drops or fills up one sample.
+    Each worker packs its own share of the rows. Another number of ranks or workers continues with
+    the states of all (``restore``, ``merge``), if the source's rows are counted: each row is packed
+    once, and the rest of each packer goes to a new packer, as a row of its own. At the end of the
+    epoch each new packer drops or fills up one sample.
 
     Args:
-        source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of token ids: lists, numpy
-            arrays, CPU tensors.
+        source: a stateful iterable of rows: dicts with ``columns``, or else plain sequences of
+            token ids: lists, numpy arrays, CPU tensors.
         length: tokens in a sample.
         columns: the keys of a row that have one value per token. Other keys are dropped.
-        separator: put after each row that has tokens: one number for all columns, or one for each. None: nothing.
-        pad: fills up the last sample of an epoch: one number for all columns, or one for each. None: the last tokens of
-            an epoch that make no whole sample are dropped.
-        positions: adds ``position_ids``, which count from 0 in each row and in each sample, for attention that does not
-            cross rows.
+        separator: put after each row that has tokens: one number for all columns, or one for each.
+            None: nothing.
+        pad: fills up the last sample of an epoch: one number for all columns, or one for each.
+            None: the last tokens of an epoch that make no whole sample are dropped.
+        positions: adds ``position_ids``, which count from 0 in each row and in each sample, for
+            attention that does not cross rows.
 
     Raises:
         ConfigError: a setting cannot work, or a row has no such columns.
@@ -61,7 +64,9 @@ class Pack(StatefulWrapper):
         if length < 1:
             raise ConfigError(f"length must be at least 1 token, not {length}.")
         if isinstance(columns, str) or not columns:
-            raise ConfigError(f"columns must be a list of keys, such as ['input_ids'], not {columns!r}.")
+            raise ConfigError(
+                f"columns must be a list of keys, such as ['input_ids'], not {columns!r}."
+            )
         self.length = length
         self.columns = list(columns)
         self.separator = self._for_columns("separator", separator)
@@ -74,7 +79,10 @@ class Pack(StatefulWrapper):
         if not isinstance(fill, Mapping):
             return dict.fromkeys(self.columns, fill)
         if set(fill) != set(self.columns):
-            raise ConfigError(f"{name} must have a number for each column of {self.columns}, not for {list(fill)}.")
+            raise ConfigError(
+                f"{name} must have a number for each column of {self.columns}, not for "
+                f"{list(fill)}."
+            )
         return dict(fill)
 
     def _options(self) -> State:
@@ -100,7 +108,9 @@ class Pack(StatefulWrapper):
 class Packing(Iterator[dict[str, Tokens]]):
     """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
-    def __init__(self, pack: Pack, source: Source, rests: Sequence[dict[str, Tokens]], given: int) -> None:
+    def __init__(
+        self, pack: Pack, source: Source, rests: Sequence[dict[str, Tokens]], given: int
+    ) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
@@ -142,8 +152,13 @@ class Packing(Iterator[dict[str, Tokens]]):
         tokens = [_tokens(row, name, len(columns)) for name in columns]
         size = len(tokens[0])
         if any(len(other) != size for other in tokens):
-            lengths = ", ".join(f"{len(other)} {name}" for name, other in zip(columns, tokens, strict=True))
-            raise ConfigError(f"The columns of a row differ in length: {lengths}. Each must have one value per token.")
+            lengths = ", ".join(
+                f"{len(other)} {name}" for name, other in zip(columns, tokens, strict=True)
+            )
+            raise ConfigError(
+                f"The columns of a row differ in length: {lengths}. Each must have one value per "
+                "token."
+            )
         self._hold(dict(zip(columns, tokens, strict=True)), self._pack.separator)
 
     def _hold(self, row: dict[str, Tokens], separator: dict[str, int] | None = None) -> None:
@@ -156,7 +171,8 @@ class Packing(Iterator[dict[str, Tokens]]):
             held = self._held[name]
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
-                    f"{name!r} of a row is {these.dtype}, and that of the row before it {held[-1].dtype}: joined, one "
+                    f"{name!r} of a row is {these.dtype}, and that of the row before it "
+                    f"{held[-1].dtype}: joined, one "
                     "of them would change. Give all rows one type in the dataset's transform."
                 )
             held.append(these)
@@ -214,12 +230,15 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
     if isinstance(row, Mapping):
         if name not in row:
             raise ConfigError(
-                f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the dataset's transform, or set "
+                f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the "
+                "dataset's transform, or set "
                 "columns to keys that have one value per token."
             )
         row = row[name]
     elif columns > 1:
-        raise ConfigError(f"With several columns each row must be a dict with them, not a {type(row).__name__}.")
+        raise ConfigError(
+            f"With several columns each row must be a dict with them, not a {type(row).__name__}."
+        )
     try:
         tokens = np.asarray(row)
     except ValueError:  # parts of several lengths
@@ -233,14 +252,20 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
 
 def _no_tokens(row: object, name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of {what}"
+        f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of "
+        f"{what}"
     )
 
 
 def _encoded(tokens: Tokens) -> list[str]:
-    """Encodes an array as its type and its bytes in base64. Integers get the smallest type that holds them."""
+    """Encodes an array as its type and its bytes in base64.
+
+    Integers get the smallest type that holds them.
+    """
     if tokens.dtype.kind in "iu" and tokens.size:
-        tokens = tokens.astype(np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max())))
+        tokens = tokens.astype(
+            np.promote_types(np.min_scalar_type(tokens.min()), np.min_scalar_type(tokens.max()))
+        )
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"))
     return [tokens.dtype.str, base64.b64encode(tokens.tobytes()).decode()]
 

@@ -1,7 +1,7 @@
 """Parquet as blocks: a slice of a row group, without holding more of the group than the slice.
 
-pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and dropped. A slice
-continues where the last one ended, because most are read in order.
+pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and
+dropped. A slice continues where the last one ended, because most are read in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _BUFFER_BYTES = 2**20
 class _GroupRows:
     """The rows of one row group, from its beginning on. ``row``: how many were read."""
 
-    def __init__(self, group: int, columns: Sequence[str] | None, batches: Iterator[pa.RecordBatch]) -> None:
+    def __init__(
+        self, group: int, columns: Sequence[str] | None, batches: Iterator[pa.RecordBatch]
+    ) -> None:
         self.key = (group, columns)
         self.row = 0
         self._batches = batches
@@ -47,7 +49,9 @@ class _GroupRows:
 
 
 class ParquetBlocks(TableFile):
-    """One Parquet file. ``size``: bytes of a row in memory, in quarters of its bytes by the file's footer."""
+    """One Parquet file. ``size``: bytes of a row in memory, in quarters of its bytes by the file's
+    footer.
+    """
 
     def __init__(self, folder: DataFolder, name: str, known: FileIndex | None, size: int) -> None:
         import pyarrow.parquet as pq
@@ -58,14 +62,18 @@ class ParquetBlocks(TableFile):
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
-                self._file = pq.ParquetFile(self._source, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+                self._file = pq.ParquetFile(
+                    self._source, buffer_size=_BUFFER_BYTES, pre_buffer=False
+                )
                 metadata = self._file.metadata
                 groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         except BaseException:
             self._source.close()
             raise
         self._schema = self._file.schema_arrow
-        self.set_index(self.index_of(Group(group.num_rows, group.total_byte_size) for group in groups), known)
+        self.set_index(
+            self.index_of(Group(group.num_rows, group.total_byte_size) for group in groups), known
+        )
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
         import pyarrow as pa
@@ -88,8 +96,13 @@ class ParquetBlocks(TableFile):
         self._group = None  # also if this fails
         if found is None or found.key != (group, columns) or found.row > row:
             sizes = self.index.groups[group]
-            rows = min(_BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)))
-            batches = self._file.iter_batches(rows, row_groups=[group], columns=columns and list(columns))
+            rows = min(
+                _BATCH_ROWS,
+                max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)),
+            )
+            batches = self._file.iter_batches(
+                rows, row_groups=[group], columns=columns and list(columns)
+            )
             found = _GroupRows(group, columns, iter(batches))
         for _ in found.read(row - found.row):
             pass

@@ -18,7 +18,8 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """All ranks of torch.distributed, or one without it. Each rank makes one, and makes the same calls.
+    """All ranks of torch.distributed, or one without it. Each rank makes one, and makes the same
+    calls.
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
     """
@@ -42,7 +43,10 @@ class Ranks:
         return values
 
     def together(self, call: Callable[[], _T]) -> list[_T]:
-        """Makes a call in each rank. Returns the results of all ranks; raises this rank's error, or another rank's."""
+        """Makes a call in each rank.
+
+        Returns the results of all ranks; raises this rank's error, or another rank's.
+        """
         result: list[_T] = []
         error: Exception | None = None
         told: CkptError | None = None
@@ -72,7 +76,9 @@ class Ranks:
         return [float(value) for value in tensor.tolist()]
 
     def owner(self, folder: Path) -> int:
-        """Returns the lowest rank that sees this very folder: a disk of its node, or a shared one."""
+        """Returns the lowest rank that sees this very folder: a disk of its node, or a shared
+        one.
+        """
         if self.group is None:
             return 0
         own = folder / f".id-{uuid.uuid4().hex}"

@@ -1,9 +1,10 @@
 """Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-JSONL is counted by reading all of it, 1 to 2 GB per second from a page cache. The counts of an input are one small file
-in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else ``datatrove-ckpt/rows`` in the user's cache folder.
-Of nodes that share the folder the first one counts. A count is used while size, time of change and sample of the file
-are the same (see ``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
+JSONL is counted by reading all of it, 1 to 2 GB per second from a page cache. The counts of an
+input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else
+``datatrove-ckpt/rows`` in the user's cache folder. Of nodes that share the folder the first one
+counts. A count is used while size, time of change and sample of the file are the same (see
+``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -39,11 +40,16 @@ def cache_folder() -> Path | None:
         return None
     if own is not None:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "datatrove-ckpt" / "rows"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "datatrove-ckpt" / "rows"
+    )
 
 
 class RowCounts:
-    """The counts of one input. ``kind``: what they depend on beside the files, such as the format."""
+    """The counts of one input.
+
+    ``kind``: what they depend on beside the files, such as the format.
+    """
 
     def __init__(self, inputs: Inputs, kind: str) -> None:
         self._inputs = inputs
@@ -67,10 +73,13 @@ class RowCounts:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Lets one process at a time count, if the file system can lock, and keeps the counts at the end."""
+        """Lets one process at a time count, if the file system can lock, and keeps the counts at
+        the end.
+        """
         with ExitStack() as stack:
             if self._path is not None:
-                with suppress(OSError):  # a folder that cannot be written, or a file system without locks
+                # A folder that cannot be written, or a file system without locks.
+                with suppress(OSError):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
                     try:
@@ -92,7 +101,9 @@ class RowCounts:
         return ""
 
     def get(self, number: int) -> FileIndex | None:
-        """Returns the count of a file; None if it is not known, or if the file has changed since."""
+        """Returns the count of a file; None if it is not known, or if the file has changed
+        since.
+        """
         found = self._files.get(self._inputs.names[number])
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):
@@ -108,7 +119,13 @@ class RowCounts:
         rows = [group.rows for group in index.groups]
         sizes = [group.bytes for group in index.groups]
         schema = b64encode(index.schema).decode()
-        entry = {"key": key, "rows": rows, "bytes": sizes, "sequential": index.sequential, "schema": schema}
+        entry = {
+            "key": key,
+            "rows": rows,
+            "bytes": sizes,
+            "sequential": index.sequential,
+            "schema": schema,
+        }
         with self._lock:
             self._files[self._inputs.names[number]] = entry
             is_due = time.monotonic() - self._saved > _SAVE_SECONDS
@@ -121,12 +138,16 @@ class RowCounts:
                 return
             self._saved = time.monotonic()
             content = orjson.dumps({"files": self._files})
-            part = self._path.with_suffix(f".{uuid.uuid4().hex}")  # nodes may share the folder, and process ids
+            # Nodes may share the folder, and process ids.
+            part = self._path.with_suffix(f".{uuid.uuid4().hex}")
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 part.write_bytes(content)
                 part.replace(self._path)
             except OSError as error:
-                logger.warning(f"The rows that were counted cannot be kept, so the next start counts again: {error}")
+                logger.warning(
+                    "The rows that were counted cannot be kept, so the next start counts again: "
+                    f"{error}"
+                )
                 with suppress(OSError):
                     part.unlink()

@@ -1,7 +1,7 @@
 """Checksums of states. A damaged state is an error, and never other samples.
 
-Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values. States of earlier releases
-have none, and are accepted.
+Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values. States of
+earlier releases have none, and are accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def sealed(state: State) -> State:
 
 
 def _plain(value: object) -> object:
-    """Returns what JSON keeps of a value; the type alone of other values, in states of foreign sources."""
+    """Returns what JSON keeps of a value; the type alone of other values, in states of foreign
+    sources.
+    """
     if isinstance(value, Mapping):
         return sorted((str(key), _plain(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
@@ -44,7 +46,9 @@ def check_seals(content: object, name: str = "") -> None:
     for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
         if sealed(state)[_KEY] != state[_KEY]:
             where = f" in {name!r}" if name else ""
-            raise CheckpointCorrupt(f"The state{where} is damaged: its checksum is that of another content. {REMEDY}")
+            raise CheckpointCorrupt(
+                f"The state{where} is damaged: its checksum is that of another content. {REMEDY}"
+            )
 
 
 def load_file(state: State | str | PathLike[str]) -> object:
@@ -71,7 +75,8 @@ def load_file(state: State | str | PathLike[str]) -> object:
         except Exception as error:  # whatever pickle, zipfile and torch raise
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
-                f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not write it, or it holds "
+                f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
+                "write it, or it holds "
                 f"more than torch.load(weights_only=True) takes ({reason}). {REMEDY}"
             ) from error
     check_seals(content, str(state))

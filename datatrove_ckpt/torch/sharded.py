@@ -1,4 +1,5 @@
-"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and whether they are plain.
+"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and
+whether they are plain.
 
 ``torch.distributed.checkpoint`` (DCP) restores parts on any number of ranks, also without FSDP.
 """
@@ -31,18 +32,24 @@ _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns the content of states that are alike in all ranks, and of those of which each rank has a part.
+    """Returns the content of states that are alike in all ranks, and of those of which each rank
+    has a part.
 
     Raises:
-        ConfigError: a state is FSDP1's, which differs with its settings; or the model of an optimizer is missing.
+        ConfigError: a state is FSDP1's, which differs with its settings; or the model of an
+            optimizer is missing.
     """
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
         fsdp = sys.modules.get("torch.distributed.fsdp")
         if isinstance(state, nn.Module):
-            if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()):
-                raise ConfigError(f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer.")
+            if fsdp is not None and any(
+                isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()
+            ):
+                raise ConfigError(
+                    f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
+                )
             found = [*state.parameters(), *state.buffers()]
         elif isinstance(state, Optimizer):
             found = [each for group in state.param_groups for each in group["params"]]
@@ -62,8 +69,13 @@ def _is_part(value: object) -> bool:
 
 
 def state_of(key: str, states: States) -> object:
-    """Returns the state that all ranks save or load together, with the object's own tensors or parts of them."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    """Returns the state that all ranks save or load together, with the object's own tensors or
+    parts of them.
+    """
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
 
     state = states[key]
     if isinstance(state, nn.Module):
@@ -78,7 +90,9 @@ def _model_of(key: str, states: States) -> nn.Module:
     for state in states.values():
         if isinstance(state, nn.Module) and wanted <= {id(each) for each in state.parameters()}:
             return state
-    raise ConfigError(f"{key} needs its model beside it: parameters of FSDP have their names from there.")
+    raise ConfigError(
+        f"{key} needs its model beside it: parameters of FSDP have their names from there."
+    )
 
 
 def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
@@ -89,10 +103,15 @@ def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> Non
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
-def load_parts(key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool) -> None:
+def load_parts(
+    key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool
+) -> None:
     """Gives the object its state, in all ranks of the group."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
 
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: object, value: io.BytesIO) -> None:
@@ -105,7 +124,13 @@ def load_parts(key: str, states: States, folder: Path, group: ProcessGroup | Non
             _Metadata(file).load()
     content = state_of(key, states)
     reader = dcp.FileSystemReader(folder)
-    dcp.load(content, storage_reader=reader, planner=Planner(), process_group=group, no_dist=group is None)
+    dcp.load(
+        content,
+        storage_reader=reader,
+        planner=Planner(),
+        process_group=group,
+        no_dist=group is None,
+    )
     state = states[key]
     if isinstance(state, nn.Module):
         set_model_state_dict(state, content)
@@ -138,7 +163,7 @@ _OTHERS = {
 }
 
 
-# all states ------------------------------------------------------------------------------------------------------
+# all states --------------------------------------------------------------------------------------
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
@@ -158,13 +183,17 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 def shapes(content: object) -> str:
     """Hashes the places, shapes and types of the tensors."""
     found = [
-        (key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves(content, "") if isinstance(leaf, torch.Tensor)
+        (key, tuple(leaf.shape), leaf.dtype)
+        for key, leaf in leaves(content, "")
+        if isinstance(leaf, torch.Tensor)
     ]
     return xxh3_64_hexdigest(repr(found).encode())
 
 
 def not_plain(content: object, key: str) -> str:
-    """Describes a value that no restore would take, as such a file may run any code; "": there is none."""
+    """Describes a value that no restore would take, as such a file may run any code; "": there is
+    none.
+    """
     for place, leaf in leaves(content, key):
         if type(leaf) in _PLAIN or _is_part(leaf):
             continue

@@ -16,7 +16,10 @@ _T = TypeVar("_T")
 
 
 class Snapshot:
-    """Copies in the host's memory. A copy uses the buffers of the one before again, so only one is in use at a time."""
+    """Copies in the host's memory.
+
+    A copy uses the buffers of the one before again, so only one is in use at a time.
+    """
 
     def __init__(self) -> None:
         self._old: dict[int, torch.Tensor] = {}  # by number, because states keep their order
@@ -47,10 +50,15 @@ class Snapshot:
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+        ):
             return copy.deepcopy(tensor).cpu()
         view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), view)  # tied weights
+        # Tied weights.
+        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), view)
         if tensor.numel() and same in self._same:
             return self._same[same]
         number = len(self._new)

@@ -1,8 +1,9 @@
-"""What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what copies in workers see.
+"""What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what
+copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging Face, whose states
-they hold. The state of a source must be that of its latest iterator, as in torchdata, whose StatefulDataLoader needs
-iterable datasets of torch.
+``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging
+Face, whose states they hold. The state of a source must be that of its latest iterator, as in
+torchdata, whose StatefulDataLoader needs iterable datasets of torch.
 """
 
 from __future__ import annotations
@@ -83,14 +84,20 @@ class Iterations:
         """Raises ConfigError if an earlier iteration is neither at its end nor dropped."""
         if self._running(before=-1):
             raise ConfigError(
-                f"There are two iterations over one {type(owner).__name__}: another one began before this one had "
-                "ended, and there is one position only, that of the latest. Give each loader a dataset of its own, and "
+                f"There are two iterations over one {type(owner).__name__}: another one began "
+                "before this one had "
+                "ended, and there is one position only, that of the latest. Give each loader a "
+                "dataset of its own, and "
                 "drop an iterator that is not needed any more."
             )
 
     def _running(self, before: int | None = None) -> list[ref[Handle]]:
         handles = [(reference, reference()) for reference in self._begun[:before]]
-        return [reference for reference, handle in handles if handle is not None and not handle.has_ended]
+        return [
+            reference
+            for reference, handle in handles
+            if handle is not None and not handle.has_ended
+        ]
 
     def __reduce__(self) -> tuple[type[Iterations], tuple[()]]:
         return Iterations, ()  # copies in workers iterate themselves
@@ -112,8 +119,8 @@ _ENDED = 2
 class Shared:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number; None: the process of the
-    training loop.
+    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number;
+    None: the process of the training loop.
     """
 
     def __init__(self) -> None:
@@ -155,15 +162,18 @@ class Shared:
         self._mark(_ENDED, worker)
 
     def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
-        """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which would come once more.
+        """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which
+        would come once more.
 
         torchdata's loader drops an iterator that resumes there, and begins another.
         """
         numbers = [None] if worker is None else range(workers)
         if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
             raise CheckpointMismatch(
-                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all of the epoch would "
-                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before each."
+                f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all "
+                "of the epoch would "
+                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
+                "each."
             )
 
     @property
@@ -203,13 +213,16 @@ def _cell(what: int, worker: int | None) -> int:
 
 
 _LOADED_TOO_LATE = (
-    "A state was loaded into the dataset after the loader had started its workers, which have copies. Load it before "
+    "A state was loaded into the dataset after the loader had started its workers, which have "
+    "copies. Load it before "
     "the first epoch, or make a new loader."
 )
 
 
 class Loaded:
-    """The state from which the next iteration resumes, once in each worker: these have copies of it."""
+    """The state from which the next iteration resumes, once in each worker: these have copies of
+    it.
+    """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -301,20 +314,24 @@ class StatefulIterable(_Iterable):
         except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
-            self._running = NoSamples(error)  # raised here, it would end the workers only after seconds
+            # Raised here, it would end the workers only after seconds.
+            self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
         return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
-        """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come again."""
+        """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come
+        again.
+        """
         shared = self._shared
         epoch = shared.epoch
         if state is None:
             shared.refuse_again(epoch, number, workers)
             if self.shuffle_seed is not None and shared.epoch_begins_again(number):
                 logger.warning(
-                    f"Epoch {epoch} begins again, in the same order as before. Call set_epoch(epoch) before each epoch."
+                    f"Epoch {epoch} begins again, in the same order as before. Call "
+                    "set_epoch(epoch) before each epoch."
                 )
             return epoch
         then = int(state["epoch"])
@@ -323,7 +340,8 @@ class StatefulIterable(_Iterable):
             if has_ended and epoch == then + 1:
                 return epoch
             raise CheckpointMismatch(
-                f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop of epochs at {then}, "
+                f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop "
+                f"of epochs at {then}, "
                 f"or start epoch {epoch} without the state."
             )
         shared.adopt_epoch(then)
@@ -335,13 +353,15 @@ class StatefulIterable(_Iterable):
         """Returns the position of the latest iteration. Plain JSON.
 
         Raises:
-            ConfigError: workers of a loader read the samples, and only they know how far they are; or there are two
-                iterations at once; or a ``Pack`` or ``Mix`` was not read at all.
+            ConfigError: workers of a loader read the samples, and only they know how far they are;
+                or there are two iterations at once; or a ``Pack`` or ``Mix`` was not read at all.
         """
         if this_worker()[0] is None and self._shared.workers_read:
             raise ConfigError(
-                "The workers of the DataLoader read the samples, and the dataset here does not know how far they are. "
-                "Use StatefulDataLoader of torchdata.stateful_dataloader, and save loader.state_dict() instead of "
+                "The workers of the DataLoader read the samples, and the dataset here does not "
+                "know how far they are. "
+                "Use StatefulDataLoader of torchdata.stateful_dataloader, and save "
+                "loader.state_dict() instead of "
                 "dataset.state_dict()."
             )
         if self._running is not None:
@@ -352,12 +372,13 @@ class StatefulIterable(_Iterable):
         return sealed(self._start_state())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Lets the next iteration resume at a state of this rank, or at one of all ranks (``merge``).
+        """Lets the next iteration resume at a state of this rank, or at one of all ranks
+        (``merge``).
 
         Raises:
             CheckpointCorrupt: the state is damaged.
-            CheckpointMismatch: the state is of another class, release, order, setting or input. Another epoch or worker
-                is found when the iteration begins.
+            CheckpointMismatch: the state is of another class, release, order, setting or input.
+                Another epoch or worker is found when the iteration begins.
         """
         self.check_state(state_dict)
         self._loaded.put(state_dict)
@@ -379,11 +400,16 @@ class StatefulWrapper(StatefulIterable):
     def __init__(self, sources: Sequence[Source]) -> None:
         super().__init__()
         for number, source in enumerate(sources):
-            missing = [name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(source, name)]
+            missing = [
+                name
+                for name in ("__iter__", "state_dict", "load_state_dict")
+                if not hasattr(source, name)
+            ]
             if missing:
                 raise ConfigError(
                     f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
-                    f"{' and no '.join(missing)}: its position cannot be saved. Use a ReaderDataset, or another "
+                    f"{' and no '.join(missing)}: its position cannot be saved. Use a "
+                    "ReaderDataset, or another "
                     "iterable with a state."
                 )
         self._sources = list(sources)
@@ -425,8 +451,10 @@ class StatefulWrapper(StatefulIterable):
             return self._new_pass(epoch, slot, None)
         if state["slot"] is not None and Slot(*state["slot"]) != slot:
             raise CheckpointMismatch(
-                f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and this is {slot}. Resume "
-                "with the same world_size and num_workers, and each rank with its own state, or give the states of all "
+                f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and this "
+                f"is {slot}. Resume "
+                "with the same world_size and num_workers, and each rank with its own state, or "
+                "give the states of all "
                 "ranks to datatrove_ckpt.torch.restore(loader, states)."
             )
         if state["finished"]:
@@ -435,7 +463,8 @@ class StatefulWrapper(StatefulIterable):
 
     def _start_state(self) -> State:
         raise ConfigError(
-            f"This {type(self).__name__} was not iterated in this process, so it has no position. If workers of a "
+            f"This {type(self).__name__} was not iterated in this process, so it has no position. "
+            "If workers of a "
             "loader read it, use torchdata's StatefulDataLoader, and its state_dict()."
         )
 
@@ -449,14 +478,17 @@ class StatefulWrapper(StatefulIterable):
         name = type(self).__name__
         if state.get("kind") != name or state.get("version") != _VERSION:
             raise CheckpointMismatch(
-                f"This is no state of {name} (version {_VERSION}): it says {state.get('kind')!r} (version "
-                f"{state.get('version')}). Load it into what made it, or start the epoch again without it."
+                f"This is no state of {name} (version {_VERSION}): it says {state.get('kind')!r} "
+                "(version "
+                f"{state.get('version')}). Load it into what made it, or start the epoch again "
+                "without it."
             )
         then = state["options"]
         for key, now in self._options().items():
             if then.get(key) != now:
                 raise CheckpointMismatch(
-                    f"The state of {name} was made with {key}={then.get(key)!r}, now {now!r}. {_REMEDY}"
+                    f"The state of {name} was made with {key}={then.get(key)!r}, now {now!r}. "
+                    f"{_REMEDY}"
                 )
         for source, its in self._sources_with(state):
             if hasattr(source, "check_state"):
@@ -495,7 +527,10 @@ _HEAD = ("kind", "version", "options", "epoch", "slot")
 
 
 def end_state(source: Source) -> State | None:
-    """Returns the state of a source at its end. None for foreign sources: their state may be of their next epoch."""
+    """Returns the state of a source at its end.
+
+    None for foreign sources: their state may be of their next epoch.
+    """
     if not hasattr(source, "check_state"):
         return None
     return source.state_dict()
@@ -515,7 +550,9 @@ def place_of(source: object) -> tuple[int, int] | None:
 
 
 def at_epoch(source: Source, epoch: int) -> Source:
-    """Returns a copy of the source at this epoch if possible, because others may read the original's number."""
+    """Returns a copy of the source at this epoch if possible, because others may read the
+    original's number.
+    """
     if hasattr(source, "at_epoch"):
         copied: Source = source.at_epoch(epoch)
         return copied
@@ -525,7 +562,9 @@ def at_epoch(source: Source, epoch: int) -> Source:
 
 
 def this_worker() -> tuple[int | None, int]:
-    """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of workers."""
+    """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of
+    workers.
+    """
     try:
         from torch.utils.data import get_worker_info
     except ImportError:

@@ -1,7 +1,9 @@
-"""States of ``ReaderDataset``, and how the states of all ranks become one that any topology can load.
+"""States of ``ReaderDataset``, and how the states of all ranks become one that any topology can
+load.
 
-A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and what other
-topologies have read before (``done``). A merged state has no slot: ``done`` holds everything.
+A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and
+what other topologies have read before (``done``). A merged state has no slot: ``done`` holds
+everything.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class Slot(NamedTuple):
     workers: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of world_size={self.world_size}, worker {self.worker} of num_workers={self.workers}"
+        return (
+            f"rank {self.rank} of world_size={self.world_size}, worker {self.worker} of "
+            f"num_workers={self.workers}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,15 +75,25 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
-        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged one."""
+        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
+        one.
+        """
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
-                f"The state is of version {content.get('version')!r} of {content.get('kind') or 'an unknown dataset'}, "
-                f"and this release reads version {VERSION} of {_KIND}. Resume with the release that made it."
+                f"The state is of version {content.get('version')!r} of "
+                f"{content.get('kind') or 'an unknown dataset'}, "
+                f"and this release reads version {VERSION} of {_KIND}. Resume with the release "
+                "that made it."
             )
-        found = {key: value for key, value in content.items() if key not in ("kind", "version", "checksum")}
+        found = {
+            key: value
+            for key, value in content.items()
+            if key not in ("kind", "version", "checksum")
+        }
         if found.keys() != {field.name for field in fields(cls)}:
-            raise CheckpointCorrupt(f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}")
+            raise CheckpointCorrupt(
+                f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
+            )
         found["done"] = tuple(Round.from_json(each) for each in content["done"])
         found["slot"] = content["slot"] and Slot(*content["slot"])
         return cls(**found)
@@ -87,16 +102,22 @@ class DatasetState:
         if self.slot is None or self.topology is None:
             return self.ended
         left = Remaining(self.input["rows"], self.done).rows
-        return self.samples >= self.topology.of_worker(left, self.slot.rank, self.slot.worker, self.even)
+        return self.samples >= self.topology.of_worker(
+            left, self.slot.rank, self.slot.worker, self.even
+        )
 
     def check_order(self, now: State) -> None:
         """Raises CheckpointMismatch if the state was made with another seed or window."""
-        for key, name in (("shuffle_seed", "shuffle_seed"), ("window", "shuffle_window (rows, bytes)")):
+        for key, name in (
+            ("shuffle_seed", "shuffle_seed"),
+            ("window", "shuffle_window (rows, bytes)"),
+        ):
             old = self.order[key]
             new = now[key]
             if old != new:
                 raise CheckpointMismatch(
-                    f"The state was made with {name}={old}, and this is {new}. Use the same, or start without the "
+                    f"The state was made with {name}={old}, and this is {new}. Use the same, or "
+                    "start without the "
                     "state."
                 )
 
@@ -105,14 +126,17 @@ def is_state(content: object) -> bool:
     return isinstance(content, Mapping) and content.get("kind") == _KIND
 
 
-def check_same(states: Sequence[_T], keys: Iterable[str], get: Callable[[_T, str], object] = getattr) -> None:
+def check_same(
+    states: Sequence[_T], keys: Iterable[str], get: Callable[[_T, str], object] = getattr
+) -> None:
     """Raises CheckpointMismatch if a value differs between the states of ranks and workers."""
     for key in keys:
         found = list({str(get(state, key)): None for state in states})
         if len(found) > 1:
             old, new = (one[:200] for one in found[:2])
             raise CheckpointMismatch(
-                f"The states are not of one run: {key} is {old} in one and {new} in another. Give the states "
+                f"The states are not of one run: {key} is {old} in one and {new} in another. Give "
+                "the states "
                 "that the ranks saved at the same step."
             )
 
@@ -126,18 +150,26 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
     found: dict[Slot, _T] = {}
     for slot, state in zip(slots, states, strict=True):
         if slot in found:
-            raise CheckpointMismatch(f"There are two states of {slot}. Give one state of each rank.")
+            raise CheckpointMismatch(
+                f"There are two states of {slot}. Give one state of each rank."
+            )
         found[slot] = state
     _, ranks, _, workers = slots[0]
-    wanted = [Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)]
+    wanted = [
+        Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)
+    ]
     for slot in wanted:
         if slot not in found:
-            raise CheckpointMismatch(f"The state of {slot} is missing. Give the states of all ranks.")
+            raise CheckpointMismatch(
+                f"The state of {slot} is missing. Give the states of all ranks."
+            )
     return [found[slot] for slot in wanted]
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
-    """Merges. ``alone``: the loaders read these datasets, so the ranks of one step had equally many samples."""
+    """Merges. ``alone``: the loaders read these datasets, so the ranks of one step had equally many
+    samples.
+    """
     first = states[0]
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))
     if first.slot is None or first.topology is None:
@@ -148,10 +180,14 @@ def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetS
         given = [state.samples - state.skipped for state in states]
         check_steps([state.slot.rank for state in states if state.slot], given, ended, first.batch)
     done = (*first.done, Round(first.topology, tuple(state.samples for state in states)))
-    return replace(first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended))
+    return replace(
+        first, done=done, slot=None, samples=0, skipped=0, batch=1, even=None, ended=all(ended)
+    )
 
 
-def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool], batch: int = 1) -> None:
+def check_steps(
+    ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool], batch: int = 1
+) -> None:
     """Raises CheckpointMismatch if ranks that have not ended are more than a batch apart.
 
     Without ``batch_size`` the batches of the loader are not known, and a difference is a warning.
@@ -171,9 +207,12 @@ def check_steps(ranks: Sequence[int], given: Sequence[int], ended: Sequence[bool
     low, low_rank = found[0]
     high, high_rank = found[-1]
     what = (
-        f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} samples, rank {high_rank} "
+        f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} "
+        f"samples, rank {high_rank} "
         f"had {high}."
     )
     if batch > 1:
         raise CheckpointMismatch(f"{what} Give the states that all ranks saved at the same step.")
-    logger.warning(f"{what} If the model is that of one of these steps, samples are trained twice, or never.")
+    logger.warning(
+        f"{what} If the model is that of one of these steps, samples are trained twice, or never."
+    )

@@ -1,15 +1,20 @@
 """The folders of ``TrainingCheckpoints``: a saved step is complete or absent.
 
-    step-00000100      the newest is the one of the most rollbacks, then steps; after two: step-00000100.2
-      manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of itself
+    step-00000100      the newest is the one of the most rollbacks, then steps; after two:
+                       step-00000100.2
+      manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of
+                       itself
       input.pt         states of all ranks' loaders; random.pt: of their random generators
-      states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a part
+      states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
+                       part
       writer/          what the caller's writer made
-    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock removes them
+    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
+                       removes them
     .lock              held by the process that writes
     history.jsonl      what was saved, restored, rolled back
 
-In the remote the manifest is written last, and removed first. Its ``owner`` names the process that copies there.
+In the remote the manifest is written last, and removed first. Its ``owner`` names the process that
+copies there.
 """
 
 from __future__ import annotations
@@ -31,7 +36,13 @@ import xxhash
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, ConfigError, Fenced, VersionMismatch
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointLocked,
+    ConfigError,
+    Fenced,
+    VersionMismatch,
+)
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -71,7 +82,8 @@ class StepName(NamedTuple):
 
 
 class Steps:
-    """The saved steps in one folder, and in one place of a remote. One rank at a time changes a folder.
+    """The saved steps in one folder, and in one place of a remote. One rank at a time changes a
+    folder.
 
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
@@ -101,7 +113,8 @@ class Steps:
         except CheckpointLocked:
             holder = files.name_holder(files.lock_holder(path) or {})
             raise CheckpointLocked(
-                f"{self.folder}: another training, or an earlier process of this one, saves into it: {holder}. Stop "
+                f"{self.folder}: another training, or an earlier process of this one, saves into "
+                f"it: {holder}. Stop "
                 "it, or choose another folder."
             ) from None
         self._clean()
@@ -118,7 +131,7 @@ class Steps:
             elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
 
-    # write --------------------------------------------------------------------------------------------------------
+    # write ---------------------------------------------------------------------------------------
 
     def begin(self, name: StepName) -> Path:
         staging = self.folder / f".saving-{name}"
@@ -131,12 +144,22 @@ class Steps:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
     def finish(
-        self, name: StepName, contents: Contents, metrics: dict[str, float], of: Manifest | None = None
+        self,
+        name: StepName,
+        contents: Contents,
+        metrics: dict[str, float],
+        of: Manifest | None = None,
     ) -> Manifest:
         self.write(name, contents, metrics, of)
         return self.publish(name)
 
-    def write(self, name: StepName, contents: Contents, metrics: dict[str, float], of: Manifest | None = None) -> None:
+    def write(
+        self,
+        name: StepName,
+        contents: Contents,
+        metrics: dict[str, float],
+        of: Manifest | None = None,
+    ) -> None:
         """Writes the missing files. ``of``: the manifest of the step that this is a copy of."""
         staging = self.folder / f".saving-{name}"
         entries = dict[str, _Entry]()
@@ -146,7 +169,12 @@ class Steps:
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
-        manifest = {"format": _FORMAT, "training": self.training, "step": name.step, "rollbacks": name.rollbacks}
+        manifest = {
+            "format": _FORMAT,
+            "training": self.training,
+            "step": name.step,
+            "rollbacks": name.rollbacks,
+        }
         manifest |= {"at": time.time(), "metrics": metrics, **(of or {}), "files": entries}
         files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
@@ -171,15 +199,19 @@ class Steps:
         return aside
 
     def note(self, **record: object) -> None:
-        files.disk.append(self.folder / "history.jsonl", orjson.dumps(record | {"at": time.time()}) + b"\n")
+        files.disk.append(
+            self.folder / "history.jsonl", orjson.dumps(record | {"at": time.time()}) + b"\n"
+        )
 
-    # read ---------------------------------------------------------------------------------------------------------
+    # read ----------------------------------------------------------------------------------------
 
     def names(self) -> list[StepName]:
         return _step_names(path.name for path in self.folder.iterdir())
 
     def manifest(self, name: StepName) -> Manifest:
-        """Raises CheckpointCorrupt if the manifest is missing or damaged, VersionMismatch for another version."""
+        """Raises CheckpointCorrupt if the manifest is missing or damaged, VersionMismatch for
+        another version.
+        """
         path = self.folder / str(name) / _MANIFEST
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
@@ -211,9 +243,11 @@ class Steps:
             try:
                 return torch.load(path, map_location="cpu", weights_only=only_plain)
             except pickle.UnpicklingError as error:
-                raise ConfigError(f"{path} holds more than plain values and tensors: set only_plain=False.") from error
+                raise ConfigError(
+                    f"{path} holds more than plain values and tensors: set only_plain=False."
+                ) from error
 
-    # remote -------------------------------------------------------------------------------------------------------
+    # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
         assert self.store is not None
@@ -256,7 +290,9 @@ class Steps:
         """Raises ConfigError if a step in the remote is of another training."""
         others = [name for name, manifest in there.items() if manifest["training"] != self.training]
         if self.store is not None and self.training and others:
-            raise ConfigError(f"{self.store.url} holds {max(others)} of another training. Choose another remote.")
+            raise ConfigError(
+                f"{self.store.url} holds {max(others)} of another training. Choose another remote."
+            )
 
     def own_remote(self) -> None:
         """Raises Fenced if a later process copies there: this node was given up for lost."""
@@ -268,7 +304,10 @@ class Steps:
             raise Fenced(f"A later process of this training copies to {self.store.url}.")
 
     def fetch(self, name: StepName) -> None:
-        """Copies a step from the remote. Raises CheckpointCorrupt if it is damaged or another training's."""
+        """Copies a step from the remote.
+
+        Raises CheckpointCorrupt if it is damaged or another training's.
+        """
         assert self.store is not None
         manifest = self.remote_manifest(name)
         self.check_training(manifest, f"{self.store.url}/{name}")
@@ -277,11 +316,15 @@ class Steps:
             for file, entry in manifest["files"].items():
                 files.disk.make_dirs((staging / file).parent)
                 if _write(staging / file, self.store.get_file(f"{name}/{file}")) != entry:
-                    raise CheckpointCorrupt(f"{self.store.url}/{name}/{file} has not the bytes it was saved with.")
+                    raise CheckpointCorrupt(
+                        f"{self.store.url}/{name}/{file} has not the bytes it was saved with."
+                    )
         except Exception as error:
             self.abandon(name)
             if isinstance(error, FileNotFoundError):
-                raise CheckpointCorrupt(f"{self.store.url}/{name} lacks a file: {error}.") from error
+                raise CheckpointCorrupt(
+                    f"{self.store.url}/{name} lacks a file: {error}."
+                ) from error
             raise
         self.finish(name, {}, {}, manifest)
 
@@ -361,7 +404,9 @@ def _opened(data: bytes, where: str, name: StepName) -> Manifest:
     if not is_whole:
         raise CheckpointCorrupt(f"{where} is damaged.")
     if version != _FORMAT:  # no older step may take its place
-        raise VersionMismatch(f"{where} is of another version of this package ({version}, not {_FORMAT}).")
+        raise VersionMismatch(
+            f"{where} is of another version of this package ({version}, not {_FORMAT})."
+        )
     if saved != name:
         raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
     return dict(manifest)

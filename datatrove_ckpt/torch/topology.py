@@ -1,9 +1,10 @@
 """Who reads which positions of an epoch: ranks and workers take turns.
 
-Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s has the positions
-from ``s * world_size * batch_size`` on, for any number of ranks and workers. (Without ``batch_size`` workers take turns
-by the row, too.) After a ``Round`` the remaining positions are dealt out anew. A state holds the rounds so far: 30
-bytes for each change of the topology.
+Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s
+has the positions from ``s * world_size * batch_size`` on, for any number of ranks and workers.
+(Without ``batch_size`` workers take turns by the row, too.) After a ``Round`` the remaining
+positions are dealt out anew. A state holds the rounds so far: 30 bytes for each change of the
+topology.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Topology:
 
     @property
     def slots(self) -> int:
-        """The number of workers. They are numbered in turn: all ranks' first ones, then all ranks' second ones."""
+        """The number of workers.
+
+        They are numbered in turn: all ranks' first ones, then all ranks' second ones.
+        """
         return self.ranks * self.workers
 
     def of_rank(self, rows: int, rank: int, even: Even) -> int:
@@ -50,7 +54,9 @@ class Topology:
         return turns * self.batch + min(max(rest - worker * self.batch, 0), self.batch)
 
     def places(self, rank: int, worker: int, samples: Numbers) -> Numbers:
-        """Returns the places, in the list that is dealt out, of a worker's samples with these numbers."""
+        """Returns the places, in the list that is dealt out, of a worker's samples with these
+        numbers.
+        """
         turn = samples // self.batch
         offset = samples % self.batch
         return ((turn * self.workers + worker) * self.batch + offset) * self.ranks + rank
@@ -111,11 +117,15 @@ class Remaining:
             self.rows = len(holes) + max(0, self.rows - one._end)
 
     def positions(self, places: Numbers) -> Numbers:
-        """Returns the positions in the epoch of these places in the remaining list, which repeats after its end."""
+        """Returns the positions in the epoch of these places in the remaining list, which repeats
+        after its end.
+        """
         found = places % max(1, self.rows)
         for holes, end in reversed(self._steps):
             beyond = end + found - len(holes)
             if len(holes):
-                beyond = np.where(found < len(holes), holes[np.minimum(found, len(holes) - 1)], beyond)
+                beyond = np.where(
+                    found < len(holes), holes[np.minimum(found, len(holes) - 1)], beyond
+                )
             found = beyond
         return found

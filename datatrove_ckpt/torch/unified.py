@@ -1,7 +1,7 @@
 """One schema for all files of an input, whose columns may have other types in each.
 
-If pyarrow unified the types within a shuffled window, a row's type would depend on its neighbours, and on where a run
-was resumed. Here the types of all files count.
+If pyarrow unified the types within a shuffled window, a row's type would depend on its neighbours,
+and on where a run was resumed. Here the types of all files count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Unified:
 
     Args:
         schemas: each serialized schema, and a file that has it.
-        columns: the columns that are read, which all files must have; None: all columns of all files.
+        columns: the columns that are read, which all files must have; None: all columns of all
+            files.
 
     Raises:
         ConfigError: a file lacks a column, or the types of a column cannot be unified.
@@ -37,7 +38,9 @@ class Unified:
             check_columns(schema.names, wanted, name)
             for column in wanted:
                 kinds.setdefault(column, {}).setdefault(schema.field(column).type, name)
-        self._schema = pa.schema([(column, _unify(column, files)) for column, files in kinds.items()])
+        self._schema = pa.schema(
+            [(column, _unify(column, files)) for column, files in kinds.items()]
+        )
 
     def apply(self, table: pa.Table, name: str) -> pa.Table:
         import pyarrow as pa
@@ -54,8 +57,10 @@ class Unified:
                 columns.append(_cast(table[field.name], field.type))
             except pa.ArrowException as error:
                 raise InputError(
-                    f"The input file {name!r} has {field.name!r} as {table[field.name].type}, other files have it in "
-                    f"types that make it {field.type}, and a value does not fit: {error}. Write the files with one "
+                    f"The input file {name!r} has {field.name!r} as {table[field.name].type}, "
+                    "other files have it in "
+                    f"types that make it {field.type}, and a value does not fit: {error}. Write "
+                    "the files with one "
                     "type, or read without shuffle_seed."
                 ) from error
         return pa.table(columns, schema=schema)
@@ -72,8 +77,10 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
             found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
         except pa.ArrowException as error:
             raise ConfigError(
-                f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in files before it, "
-                "which are no values of one column. Write the files with one type, choose other columns, or read "
+                f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in "
+                "files before it, "
+                "which are no values of one column. Write the files with one type, choose other "
+                "columns, or read "
                 "without shuffle_seed."
             ) from error
     return found

@@ -1,8 +1,9 @@
 """Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
-torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the loader raises before the
-training can save. Here they ignore signals, also ``terminate``, and multiprocessing waits for them at the exit: so a
-thread of each worker watches for the end of the training.
+torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the
+loader raises before the training can save. Here they ignore signals, also ``terminate``, and
+multiprocessing waits for them at the exit: so a thread of each worker watches for the end of the
+training.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class OutlivesSignals:
 
     def __call__(self, worker: int) -> None:
         for name in SIGNALS:
-            signal.signal(signal.Signals[name], _ignore)  # not SIG_IGN, which programs that a worker starts would have
+            # Not SIG_IGN, which programs that a worker starts would have.
+            signal.signal(signal.Signals[name], _ignore)
         threading.Thread(target=self._end, daemon=True).start()
         if self._usual is not None:
             self._usual(worker)
@@ -69,9 +71,12 @@ def seed_workers(loader: DataLoader, seed: int) -> None:
 
 @cache
 def _is_over(process: int) -> torch.Tensor:
-    """Makes a flag in memory that this process shares with its workers, which is set when it ends."""
+    """Makes a flag in memory that this process shares with its workers, which is set when it
+    ends.
+    """
     found = torch.zeros(1, dtype=torch.bool).share_memory_()
-    # Before multiprocessing waits for the workers: in a process that it started itself, without atexit.
+    # Before multiprocessing waits for the workers: in a process that it started itself, without
+    # atexit.
     multiprocessing.util.Finalize(None, found.fill_, args=(True,), exitpriority=100)
     atexit.register(found.fill_, True)
     return found

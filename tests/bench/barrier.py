@@ -1,8 +1,9 @@
-"""What the ends of tasks cost: ``python -m tests.bench.barrier [--documents 3200] [--tasks 1 10 40]``.
+"""What the ends of tasks cost: ``python -m tests.bench.barrier [--documents 3200] [--tasks 1 10
+40]``.
 
-The same documents, as one task and as several, by one worker or by ``--workers``, over a server that answers after as
-long as the document says. The lengths have a long tail, as those of reasoning models. "ideal": all places of the server
-are always taken.
+The same documents, as one task and as several, by one worker or by ``--workers``, over a server
+that answers after as long as the document says. The lengths have a long tail, as those of reasoning
+models. "ideal": all places of the server are always taken.
 """
 
 from __future__ import annotations
@@ -33,20 +34,31 @@ def make_input(folder: Path, tasks: int, seconds: list[float]) -> None:
     size = -(-len(seconds) // tasks)
     for task in range(tasks):
         part = seconds[task * size : (task + 1) * size]
-        rows = [{"id": f"{task}-{n}", "text": f"{task}-{n} {one:.3f}"} for n, one in enumerate(part)]
+        rows = [
+            {"id": f"{task}-{n}", "text": f"{task}-{n} {one:.3f}"} for n, one in enumerate(part)
+        ]
         (folder / f"{task:03d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(
-    server: FakeServer, folder: Path, tasks: int, ranks_at_once: int, seconds: list[float], workers: int = 1
+    server: FakeServer,
+    folder: Path,
+    tasks: int,
+    ranks_at_once: int,
+    seconds: list[float],
+    workers: int = 1,
 ) -> float:
     """Returns the seconds of a job, in which each document must have been asked once."""
     from datatrove.pipeline.writers import JsonlWriter
 
     make_input(folder / "input", tasks, seconds)
     server.asked.clear()
-    config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, max_concurrent_generations=AT_ONCE // workers)
-    writer = JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+    config = InferenceConfig(
+        "endpoint", "fake", endpoint_url=server.url, max_concurrent_generations=AT_ONCE // workers
+    )
+    writer = JsonlWriter(
+        str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    )
     step = InferenceRunner(ask, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
     pipeline = [JsonlReader(str(folder / "input")), step]
     logs = str(folder / "logs")
@@ -59,14 +71,22 @@ def run(
     return took
 
 
-def measure(documents: int, cases: list[tuple[int, int]], longest: float = 10.0, workers: int = 1) -> list[float]:
-    """The seconds of each case, a number of tasks and how many of them run at once; first the ideal."""
+def measure(
+    documents: int, cases: list[tuple[int, int]], longest: float = 10.0, workers: int = 1
+) -> list[float]:
+    """The seconds of each case, a number of tasks and how many of them run at once; first the
+    ideal.
+    """
     chance = random.Random(0)
-    seconds = [longest * min(1.0, max(0.025, chance.lognormvariate(-2.5, 0.8))) for _ in range(documents)]
+    seconds = [
+        longest * min(1.0, max(0.025, chance.lognormvariate(-2.5, 0.8))) for _ in range(documents)
+    ]
     found = [sum(seconds) / AT_ONCE]
     with FakeServer(delay=_seconds_of) as server, tempfile.TemporaryDirectory() as name:
         for tasks, at_once in cases:
-            found.append(run(server, Path(name, f"{tasks}-{at_once}"), tasks, at_once, seconds, workers))
+            found.append(
+                run(server, Path(name, f"{tasks}-{at_once}"), tasks, at_once, seconds, workers)
+            )
     return found
 
 

@@ -1,9 +1,11 @@
-"""Compares the speed of two commits: ``python -m tests.bench.commits A B [--documents 20000 --rounds 5]``.
+"""Compares the speed of two commits: ``python -m tests.bench.commits A B [--documents 20000
+--rounds 5]``.
 
-Each commit gets a git worktree of its own in a temporary folder. A folder with a checkout stands for itself, so ``.``
-is what is not committed yet. Both run with this interpreter, its packages and this folder's mock server, in turn: A, B,
-B, A, A, ... Both must have what ``systems.py`` uses. Ratios are those of a round, and of all rounds
-the median, the lowest and the highest: an absolute figure of a busy machine says nothing.
+Each commit gets a git worktree of its own in a temporary folder. A folder with a checkout stands
+for itself, so ``.`` is what is not committed yet. Both run with this interpreter, its packages and
+this folder's mock server, in turn: A, B, B, A, A, ... Both must have what ``systems.py`` uses.
+Ratios are those of a round, and of all rounds the median, the lowest and the highest: an absolute
+figure of a busy machine says nothing.
 """
 
 from __future__ import annotations
@@ -44,20 +46,29 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
 def compare(commits: list[str], documents: int, rounds: int) -> dict[str, list[Result]]:
     """The results of each commit's runs, in the order of the rounds."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commits-")))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commits-"))
+        )
         sides = dict(zip("AB", commits, strict=True))
-        packages = {side: stack.enter_context(checkout(commit, folder / side)) for side, commit in sides.items()}
+        packages = {
+            side: stack.enter_context(checkout(commit, folder / side))
+            for side, commit in sides.items()
+        }
         source = make_input(folder, "jsonl", documents, 2000)
         work = str(folder / "work")
         run = Run("ours", "", str(source), work, checkpoints=f"{work}/checkpoints")
         server = stack.enter_context(mock_server())
         run.url = server.url
-        return interleaved("AB", rounds, lambda side: run_once(server, run, 0.0, documents, package=packages[side]))
+        return interleaved(
+            "AB", rounds, lambda side: run_once(server, run, 0.0, documents, package=packages[side])
+        )
 
 
 def main() -> None:
     parser = tables.parser(__doc__)
-    parser.add_argument("commits", nargs=2, metavar="COMMIT", help="A and B: commits, or folders with a checkout")
+    parser.add_argument(
+        "commits", nargs=2, metavar="COMMIT", help="A and B: commits, or folders with a checkout"
+    )
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
@@ -69,7 +80,9 @@ def main() -> None:
         middle = [statistics.median(result[key] for result in side) for side in (a, b)]
         rows.append([name, *middle, statistics.median(ratios), min(ratios), max(ratios)])
     rows.append(["requests lost", wrong(a), wrong(b), None, None, None])
-    print(f"A: {options.commits[0]}, B: {options.commits[1]}; {options.documents} documents, {options.rounds} rounds\n")
+    print(
+        f"A: {options.commits[0]}, B: {options.commits[1]}; {options.documents} documents, {options.rounds} rounds\n"
+    )
     table(["", "A", "B", "B/A", "lowest", "highest"], rows)
 
 

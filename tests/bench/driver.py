@@ -1,7 +1,8 @@
-"""The benchmarks: ``python -m tests.bench.driver COMMAND``; docs/internals/benchmarks.md lists the commands.
+"""The benchmarks: ``python -m tests.bench.driver COMMAND``; docs/internals/benchmarks.md lists the
+commands.
 
-Figures of a busy machine are noise. What counts are ratios of runs that followed each other, so systems run in turn,
-each in a fresh process, several times, and medians are printed.
+Figures of a busy machine are noise. What counts are ratios of runs that followed each other, so
+systems run in turn, each in a fresh process, several times, and medians are printed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Bench:
 
     def run(self, system: str, documents: int, latency: float = 0.0, **settings: Any) -> Result:
         """One run with checkpoints on disk, unless told otherwise, over ``documents`` documents."""
-        source = make_input(self.folder, "jsonl", settings.pop("input", documents), self.options.size)
+        source = make_input(
+            self.folder, "jsonl", settings.pop("input", documents), self.options.size
+        )
         settings.setdefault("folder", str(self.folder / "work"))
         settings.setdefault("checkpoints", f"{settings['folder']}/checkpoints")
         run = Run(system, self.server.url, str(source), **settings)
@@ -57,13 +60,18 @@ class Bench:
                 count = _documents(options.documents, latency, concurrency, options.seconds)
                 one = partial(self._throughput_once, latency / 1000, concurrency, count)
                 results = interleaved(options.systems, options.repetitions, one)
-                print(f"latency {latency:g} ms, concurrency {concurrency}, {count} documents of {options.size} bytes\n")
+                print(
+                    f"latency {latency:g} ms, concurrency {concurrency}, {count} documents of {options.size} bytes\n"
+                )
                 _print_throughput(results, latency / 1000, concurrency)
 
     def _throughput_once(self, latency: float, concurrency: int, count: int, system: str) -> Result:
-        # What is 20 times slower need not run 20 times as long: its queues only grow with its documents.
+        # What is 20 times slower need not run 20 times as long: its queues only grow with its
+        # documents.
         documents = min(count, 20_000) if system == "datatrove" else count
-        return self.run(system, documents, latency, input=count, stop_after=documents, concurrency=concurrency)
+        return self.run(
+            system, documents, latency, input=count, stop_after=documents, concurrency=concurrency
+        )
 
     def report(self) -> None:
         """The table of docs/internals/benchmarks.md, and README's figures."""
@@ -73,7 +81,9 @@ class Bench:
 
 
 def _documents(most: int, latency_ms: float, concurrency: int, seconds: float) -> int:
-    """With a latency, what an ideal client does in ``seconds``, or half of that: less would be ramp-up and drain."""
+    """With a latency, what an ideal client does in ``seconds``, or half of that: less would be
+    ramp-up and drain.
+    """
     ideal = math.ceil(seconds * concurrency / latency_ms * 1000) if latency_ms else 0
     return min(max(most, ideal // 2), ideal) if latency_ms else most
 
@@ -95,15 +105,25 @@ def main() -> None:
     parser = tables.parser(__doc__)
     commands = {"throughput": Bench.throughput, "report": Bench.report}
     parser.add_argument("command", choices=commands)
-    parser.add_argument("--folder", default="/tmp/datatrove-ckpt-bench", help="inputs and runs; on the disk to measure")
+    parser.add_argument(
+        "--folder",
+        default="/tmp/datatrove-ckpt-bench",
+        help="inputs and runs; on the disk to measure",
+    )
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--size", type=int, default=2000, help="characters per document")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--latency", type=float, nargs="+", default=[0, 200], help="ms")
-    parser.add_argument("--seconds", type=float, default=10, help="that a run with a latency takes at most, ideally")
+    parser.add_argument(
+        "--seconds", type=float, default=10, help="that a run with a latency takes at most, ideally"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 256, 1024, 5000])
-    parser.add_argument("--systems", nargs="+", default=["ours", "datatrove", "bare"], help="see systems.py")
-    parser.add_argument("--json", type=Path, help="add each run's figures to this file, a line of JSON each")
+    parser.add_argument(
+        "--systems", nargs="+", default=["ours", "datatrove", "bare"], help="see systems.py"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="add each run's figures to this file, a line of JSON each"
+    )
     options = parser.parse_args()
     with mock_server() as server:
         print(f"{options.command}: {commands[options.command].__doc__}\n", flush=True)

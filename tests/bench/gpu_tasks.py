@@ -1,9 +1,11 @@
-"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--tasks 1 10 40] [--ranks-at-once 1]``.
+"""What the ends of tasks cost a real GPU: ``python -m tests.bench.gpu_tasks [--tasks 1 10 40]
+[--ranks-at-once 1]``.
 
 The same documents, as one task and as many, in one worker, over one server: the continuous batching
-of transformers with a Llama of random weights, so no model has to be fetched. The lengths of the answers have a long
-tail, as those of reasoning models. The first run warms up, and is not measured. The second has no datatrove and no
-HTTP: as many requests at once are given to the engine in its process.
+of transformers with a Llama of random weights, so no model has to be fetched. The lengths of the
+answers have a long tail, as those of reasoning models. The first run warms up, and is not measured.
+The second has no datatrove and no HTTP: as many requests at once are given to the engine in its
+process.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Engine:
         )
         with torch.device("cuda"):
             model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
+        settings = GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024
+        )
         self.tokens = 0
         self._waiting: dict[str, asyncio.Future[int]] = {}
         self._loop = asyncio.get_running_loop()
@@ -74,7 +78,9 @@ class Engine:
         return await future
 
     async def batch(self, lengths: list[int]) -> float:
-        """Returns the seconds that the engine needs for answers of these lengths, with as many at once as a job has."""
+        """Returns the seconds that the engine needs for answers of these lengths, with as many at
+        once as a job has.
+        """
         left = iter(lengths)
 
         async def work() -> None:
@@ -89,9 +95,15 @@ class Engine:
         payload = await request.json()
         number = await self.generate(payload["max_tokens"])
         name = f"{time.monotonic_ns()}"
-        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "x"},
+            "finish_reason": "length",
+        }
         usage = {"prompt_tokens": PROMPT, "completion_tokens": number}
-        return web.json_response({"id": name, "model": "random", "choices": [choice], "usage": usage})
+        return web.json_response(
+            {"id": name, "model": "random", "choices": [choice], "usage": usage}
+        )
 
 
 async def serve(started: threading.Event, found: dict[str, Any]) -> None:
@@ -100,7 +112,9 @@ async def serve(started: threading.Event, found: dict[str, Any]) -> None:
     found["loop"] = asyncio.get_running_loop()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", engine.complete)
-    app.router.add_get("/v1/models", lambda request: web.json_response({"data": [{"id": "random"}]}))
+    app.router.add_get(
+        "/v1/models", lambda request: web.json_response({"data": [{"id": "random"}]})
+    )
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -112,7 +126,9 @@ async def serve(started: threading.Event, found: dict[str, Any]) -> None:
 
 async def rollout(document: Any, generate: Any) -> Any:
     """One request, of as many tokens as the document says."""
-    return await generate({"messages": [{"role": "user", "content": "x"}], "max_tokens": document.metadata["tokens"]})
+    return await generate(
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": document.metadata["tokens"]}
+    )
 
 
 def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
@@ -121,7 +137,10 @@ def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
     size = -(-len(lengths) // tasks)
     for task in range(tasks):
         mine = lengths[task * size : (task + 1) * size]
-        rows = [json.dumps({"id": f"{task}-{n}", "text": "x", "tokens": number}) for n, number in enumerate(mine)]
+        rows = [
+            json.dumps({"id": f"{task}-{n}", "text": "x", "tokens": number})
+            for n, number in enumerate(mine)
+        ]
         (folder / f"{task:03d}.jsonl").write_text("\n".join(rows) + "\n")
 
 
@@ -131,14 +150,24 @@ def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: 
 
     make_input(folder / "input", tasks, lengths)
     config = InferenceConfig(
-        "endpoint", "random", endpoint_url=url, max_concurrent_generations=AT_ONCE, server_patience_seconds=60
+        "endpoint",
+        "random",
+        endpoint_url=url,
+        max_concurrent_generations=AT_ONCE,
+        server_patience_seconds=60,
     )
-    writer = JsonlWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
-    step = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
+    writer = JsonlWriter(
+        str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    )
+    step = InferenceRunner(
+        rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
+    )
     began = time.monotonic()
     pipeline = [JsonlReader(str(folder / "input")), step]
     logs = str(folder / "logs")
-    LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=logs, ranks_at_once=ranks_at_once).run()
+    LocalPipelineExecutor(
+        pipeline, tasks=tasks, workers=1, logging_dir=logs, ranks_at_once=ranks_at_once
+    ).run()
     return time.monotonic() - began
 
 
@@ -149,7 +178,9 @@ def main() -> None:
     parser.add_argument("--ranks-at-once", type=int, help="1: tasks run in turn")
     options = parser.parse_args()
     chance = random.Random(0)
-    lengths = [min(512, max(16, int(chance.lognormvariate(4.2, 0.8)))) for _ in range(options.documents)]
+    lengths = [
+        min(512, max(16, int(chance.lognormvariate(4.2, 0.8)))) for _ in range(options.documents)
+    ]
     started, found = threading.Event(), dict[str, Any]()
     threading.Thread(target=lambda: asyncio.run(serve(started, found)), daemon=True).start()
     started.wait()
@@ -161,7 +192,9 @@ def main() -> None:
         rows.append(["the engine alone", f"{alone:.1f}", f"{sum(lengths) / alone:,.0f}", "1.00"])
         print(rows[-1], flush=True)
         for tasks in options.tasks:
-            seconds = run(Path(name, str(tasks)), found["url"], tasks, options.ranks_at_once, lengths)
+            seconds = run(
+                Path(name, str(tasks)), found["url"], tasks, options.ranks_at_once, lengths
+            )
             rate = f"{sum(lengths) / seconds:,.0f}"
             rows.append([tasks, f"{seconds:.1f}", rate, f"{alone / seconds:.2f}"])
             print(rows[-1], flush=True)

@@ -1,7 +1,9 @@
-"""What a document costs: ``python -m tests.bench.guard [COMMIT]``. ``tests/integration/test_speed.py`` holds it.
+"""What a document costs: ``python -m tests.bench.guard [COMMIT]``.
+``tests/integration/test_speed.py`` holds it.
 
-CPU time per document, divided by that of a bare loop of aiohttp that sends the same requests, in turn: a figure that
-hardly depends on the machine. Of each, the least of all rounds counts, as whatever runs beside it only adds.
+CPU time per document, divided by that of a bare loop of aiohttp that sends the same requests, in
+turn: a figure that hardly depends on the machine. Of each, the least of all rounds counts, as
+whatever runs beside it only adds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ _DOCUMENTS, _ROUNDS = 10_000, 5
 
 def costs(package: Path = ROOT) -> dict[str, list[float]]:
     """Microseconds of CPU time per document in each round: ours, and the bare loop's."""
-    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-guard-") as folder, mock_server() as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="datatrove-ckpt-guard-") as folder,
+        mock_server() as server,
+    ):
         source = make_input(Path(folder), "jsonl", _DOCUMENTS, 2000)
 
         def run(system: str) -> dict[str, float]:
@@ -37,9 +42,15 @@ def ratio(found: dict[str, list[float]]) -> float:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, checkout(*sys.argv[1:] or ["."], Path(folder) / "it") as package:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        checkout(*sys.argv[1:] or ["."], Path(folder) / "it") as package,
+    ):
         found = costs(package)
-    print(f"{ratio(found):.2f}:", {system: [round(each) for each in us] for system, us in found.items()})
+    print(
+        f"{ratio(found):.2f}:",
+        {system: [round(each) for each in us] for system, us in found.items()},
+    )
 
 
 if __name__ == "__main__":

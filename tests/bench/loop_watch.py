@@ -1,17 +1,20 @@
 """How long an event loop was kept from its work, told apart from what a busy machine does to it.
 
-``gap``: the longest time between two ticks of a 1 ms ticker. A full turn of the loop lies in it, so with thousands of
-answers arriving at once it is long without anything being wrong, and so it is on a busy machine.
+``gap``: the longest time between two ticks of a 1 ms ticker. A full turn of the loop lies in it, so
+with thousands of answers arriving at once it is long without anything being wrong, and so it is on
+a busy machine.
 
 Of each callback, Linux tells what its time went to:
 
 - ``cpu``: it computed itself, garbage collection included.
-- ``gil``: it waited while other threads of the process computed, so presumably for the interpreter's lock. That is the
-  smaller one of two times: what the thread neither ran nor waited for a core (``schedstat``), and what CPU time the
-  process' other threads took meanwhile. The first alone would count a lock whose holder has no core, the second alone
-  what others compute without the lock.
+- ``gil``: it waited while other threads of the process computed, so presumably for the
+  interpreter's lock. That is the smaller one of two times: what the thread neither ran nor waited
+  for a core (``schedstat``), and what CPU time the process' other threads took meanwhile. The first
+  alone would count a lock whose holder has no core, the second alone what others compute without
+  the lock.
 
-Both are nearly the same on a busy machine. Waiting for a disk shows in neither: see test_loop_health.py.
+Both are nearly the same on a busy machine. Waiting for a disk shows in neither: see
+test_loop_health.py.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ _KEPT = 8
 
 
 class _Clock:
-    """(wall, CPU of this thread, CPU of the others, waiting for a core) in seconds, of the thread that made it."""
+    """(wall, CPU of this thread, CPU of the others, waiting for a core) in seconds, of the thread
+    that made it.
+    """
 
     def __init__(self) -> None:
         path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
@@ -39,7 +44,9 @@ class _Clock:
 
     def read(self) -> tuple[float, float, float, float]:
         wall, cpu = time.perf_counter(), time.thread_time()
-        delay = int(os.pread(self._file, 100, 0).split()[1]) / 1e9 if self._file is not None else 0.0
+        delay = (
+            int(os.pread(self._file, 100, 0).split()[1]) / 1e9 if self._file is not None else 0.0
+        )
         return wall, cpu, time.process_time() - cpu, delay
 
 
@@ -58,7 +65,9 @@ class _Watch:
         weight = max(cpu, gil)
         if len(self.longest) < _KEPT or weight > self.longest[0][0]:
             entry = (weight, self.count, cpu, gil, _name(handle))
-            (heapq.heappush if len(self.longest) < _KEPT else heapq.heapreplace)(self.longest, entry)
+            (heapq.heappush if len(self.longest) < _KEPT else heapq.heapreplace)(
+                self.longest, entry
+            )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,7 +92,10 @@ def _name(handle: Any) -> str:
 
 
 def watched(work: Callable[[], None], result: dict[str, Any]) -> Callable[[], None]:
-    """The same work, with its (one, pure Python) event loop watched. What is found goes into ``result``."""
+    """The same work, with its (one, pure Python) event loop watched.
+
+    What is found goes into ``result``.
+    """
     watch = _Watch()
     plain_run, plain_once = asyncio.events.Handle._run, asyncio.BaseEventLoop.run_forever
 

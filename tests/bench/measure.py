@@ -1,4 +1,6 @@
-"""Runs systems against the mock server, in turn, and reckons medians from what they and the server report."""
+"""Runs systems against the mock server, in turn, and reckons medians from what they and the server
+report.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class MockServer:
 @contextmanager
 def mock_server() -> Iterator[MockServer]:
     command = [sys.executable, "-m", "tests.bench.mock_server"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield MockServer(int(process.stdout.readline()))
@@ -55,8 +59,12 @@ def mock_server() -> Iterator[MockServer]:
             process.terminate()
 
 
-def run_once(server: MockServer, run: Run, latency: float, documents: int, package: Path = ROOT) -> Result:
-    """One run in a fresh process, in an empty folder, of the package in the checkout ``package``."""
+def run_once(
+    server: MockServer, run: Run, latency: float, documents: int, package: Path = ROOT
+) -> Result:
+    """One run in a fresh process, in an empty folder, of the package in the checkout
+    ``package``.
+    """
     clear(run)
     Path(run.folder).mkdir(parents=True, exist_ok=True)
     server.reset(latency)
@@ -68,7 +76,9 @@ def run_once(server: MockServer, run: Run, latency: float, documents: int, packa
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     whole = cpu_seconds(resource.RUSAGE_CHILDREN) - before
     if process.returncode:
-        raise SystemExit(f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}")
+        raise SystemExit(
+            f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}"
+        )
     result: Result = json.loads(process.stdout.splitlines()[-1])
     counts = server.counts()
     wall = result["ended"] - result["started"]
@@ -93,7 +103,9 @@ def clear(run: Run) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def interleaved(names: Iterable[str], repetitions: int, one: Callable[[str], Result]) -> dict[str, list[Result]]:
+def interleaved(
+    names: Iterable[str], repetitions: int, one: Callable[[str], Result]
+) -> dict[str, list[Result]]:
     """A, B, C, C, B, A, A, ...: what disturbs the machine for a while disturbs all alike."""
     names = list(names)
     results: dict[str, list[Result]] = {name: [] for name in names}
@@ -113,7 +125,9 @@ def ratio(some: list[Result], others: list[Result], key: str) -> float:
 
 
 def wrong(results: list[Result]) -> str:
-    """Requests lost (+) or repeated (-), or documents asked the wrong number of times; "0" when all was right."""
+    """Requests lost (+) or repeated (-), or documents asked the wrong number of times; "0" when all
+    was right.
+    """
     if all(result["counted_right"] for result in results):
         return "0"
     return ", ".join(str(result["lost"]) if result["lost"] else "mixed" for result in results)

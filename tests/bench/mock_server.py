@@ -1,10 +1,12 @@
-"""A server that is never the bottleneck: answers what no model would have to think about, and counts.
+"""A server that is never the bottleneck: answers what no model would have to think about, and
+counts.
 
     python -m tests.bench.mock_server
 
-Prints its port, and ends with whoever started it, killed or not: when its stdin closes. Each payload is expected to
-hold ``#<number>#``, the number of its document, so that lost and repeated requests show by document. What holds none is
-answered, not counted: some clients probe before they ask.
+Prints its port, and ends with whoever started it, killed or not: when its stdin closes. Each
+payload is expected to hold ``#<number>#``, the number of its document, so that lost and repeated
+requests show by document. What holds none is answered, not counted: some clients probe before they
+ask.
 
     GET /v1/models                         readiness
     POST /v1/chat/completions              an answer, after the latency
@@ -12,7 +14,8 @@ answered, not counted: some clients probe before they ask.
     GET /reset?latency-ms=200              counts from zero, with another latency
     GET /restarted                         the next request is the first; the counts go on
 
-Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is installed.
+Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is
+installed.
 """
 
 from __future__ import annotations
@@ -38,7 +41,11 @@ _ANSWER = json.dumps(
     {
         "id": "mock",
         "choices": [
-            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "An answer. " * 20}}
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": "An answer. " * 20},
+            }
         ],
         "usage": {"prompt_tokens": 500, "completion_tokens": 60, "total_tokens": 560},
     }
@@ -96,7 +103,9 @@ class Server(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        while len(self._received) >= self._needed and (end := self._received.find(b"\r\n\r\n")) >= 0:
+        while (
+            len(self._received) >= self._needed and (end := self._received.find(b"\r\n\r\n")) >= 0
+        ):
             head = bytes(self._received[:end])
             length = _LENGTH.search(head)
             self._needed = end + 4 + (int(length[1]) if length else 0)

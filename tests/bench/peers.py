@@ -1,19 +1,23 @@
-"""Ours beside datatrove's runner, Ray Data and curator: the same documents, the same server, one kill -9 each.
+"""Ours beside datatrove's runner, Ray Data and curator: the same documents, the same server, one
+kill -9 each.
 
-    python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python
+    python -m tests.bench.peers --python ray=ray-env/bin/python --python
+    curator=curator-env/bin/python
 
-Each system runs in an interpreter of its own (``--python NAME=PATH``; else this one). One that cannot be imported there
-is a row that says so. What they need beside this package's own environment, all versions as pip finds them:
+Each system runs in an interpreter of its own (``--python NAME=PATH``; else this one). One that
+cannot be imported there is a row that says so. What they need beside this package's own
+environment, all versions as pip finds them:
 
     datatrove   pip install aiofiles aiosqlite httpx
     ray         pip install "ray[data]" aiohttp
     curator     pip install bespokelabs-curator
 
-A system runs twice. The first run is left alone: documents/s from the first request to the end of its work, and CPU
-seconds of all its processes, from start to end. They are found by an environment variable that they inherit, because
-Ray's daemons leave their parents. Their times are read from /proc: those of the first process when it has ended, those
-of the others twenty times a second. The second run is killed (SIGKILL, all processes) when half of the documents are
-answered, and the same command starts again: seconds to its first request, requests for documents that were requested
+A system runs twice. The first run is left alone: documents/s from the first request to the end of
+its work, and CPU seconds of all its processes, from start to end. They are found by an environment
+variable that they inherit, because Ray's daemons leave their parents. Their times are read from
+/proc: those of the first process when it has ended, those of the others twenty times a second. The
+second run is killed (SIGKILL, all processes) when half of the documents are answered, and the same
+command starts again: seconds to its first request, requests for documents that were requested
 before, and what the output holds in the end, by its id column. A row counts if it holds the answer.
 """
 
@@ -45,7 +49,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _ANSWER = "An answer."
 PEERS = {
     "ours": ("datatrove_ckpt", ["datatrove-ckpt", "datatrove"]),
-    "datatrove": ("datatrove.pipeline.inference.run_inference, aiofiles, aiosqlite, httpx", ["datatrove", "httpx"]),
+    "datatrove": (
+        "datatrove.pipeline.inference.run_inference, aiofiles, aiosqlite, httpx",
+        ["datatrove", "httpx"],
+    ),
     "ray": ("ray.data.checkpoint, aiohttp", ["ray", "aiohttp", "pyarrow"]),
     "curator": ("bespokelabs.curator", ["bespokelabs-curator", "litellm", "datasets"]),
 }
@@ -67,11 +74,20 @@ class Tree:
         self._mark = f"{_MARK}={token}".encode()
         self._is_member: dict[int, bool] = {}
         self._cpu: dict[int, float] = {}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", _MARK: token}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            _MARK: token,
+        }
         self.started = time.monotonic()
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     @property
@@ -80,7 +96,10 @@ class Tree:
         return sum(self._cpu.values())
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Kills all when the first process has ended, after ``seconds``, or ``until``. Whether it ended by itself."""
+        """Kills all when the first process has ended, after ``seconds``, or ``until``.
+
+        Whether it ended by itself.
+        """
         ended = None
         try:
             while not ended and time.monotonic() < self.started + seconds and not until():
@@ -88,7 +107,8 @@ class Tree:
                 self._look()
                 ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         finally:
-            while members := self._look():  # of a zombie, too: it has the time of a process to its end
+            # Of a zombie, too: it has the time of a process to its end.
+            while members := self._look():
                 for pid in members:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -101,7 +121,9 @@ class Tree:
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
             with suppress(OSError):  # it has ended
                 if pid not in self._is_member:
-                    self._is_member[pid] = self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    self._is_member[pid] = self._mark in Path(
+                        f"/proc/{pid}/environ"
+                    ).read_bytes().split(b"\0")
                 if self._is_member[pid]:
                     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                     self._cpu[pid] = (int(fields[11]) + int(fields[12])) / _TICKS
@@ -113,7 +135,9 @@ class Tree:
 class Peer:
     """One system, its interpreter, its folder."""
 
-    def __init__(self, name: str, python: str, server: MockServer, options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, python: str, server: MockServer, options: argparse.Namespace
+    ) -> None:
         self.name, self.server, self.options = name, server, options
         self.folder = options.folder / "peers" / name
         source = make_input(options.folder, "jsonl", options.documents, 2000)
@@ -158,10 +182,19 @@ class Peer:
         in_time = tree.run(self.options.limit)
         lines = log.read_text(errors="replace").splitlines() or [""]
         if not in_time or tree.process.returncode:
-            how = f"exit code {tree.process.returncode}" if in_time else f"no end in {self.options.limit:g} s"
+            how = (
+                f"exit code {tree.process.returncode}"
+                if in_time
+                else f"no end in {self.options.limit:g} s"
+            )
             raise PeerError(f"{how}: {lines[-1][:200]} (see {log})")
         result = next(line for line in reversed(lines) if line.startswith('{"run"'))
-        return {**json.loads(result), "began": tree.started, "cpu": tree.cpu, "first": self.server.counts()["first"]}
+        return {
+            **json.loads(result),
+            "began": tree.started,
+            "cpu": tree.cpu,
+            "first": self.server.counts()["first"],
+        }
 
     def _killed_in_the_middle(self) -> None:
         tree = Tree(self.command, self.folder / "log")
@@ -182,8 +215,13 @@ class Peer:
         return rows
 
     def _bytes(self) -> int:
-        """Of checkpoints and output. Allocated, as ``du`` has it: a preallocated or small file is what it takes."""
-        files = [path for part in ("checkpoints", "output") for path in (self.folder / part).rglob("*")]
+        """Of checkpoints and output.
+
+        Allocated, as ``du`` has it: a preallocated or small file is what it takes.
+        """
+        files = [
+            path for part in ("checkpoints", "output") for path in (self.folder / part).rglob("*")
+        ]
         return sum(path.stat().st_blocks * 512 for path in files if path.is_file())
 
 
@@ -201,18 +239,29 @@ def versions(name: str, python: str) -> list[str] | str:
 
 def row(name: str, result: Result) -> list[Any]:
     sizes = [result[key] / 1e6 for key in ("bytes_at_kill", "bytes")]
-    return [name, *(result[key] for key in ("rate", "cpu", "start", "resume", "twice", "lost", "doubled")), *sizes]
+    return [
+        name,
+        *(result[key] for key in ("rate", "cpu", "start", "resume", "twice", "lost", "doubled")),
+        *sizes,
+    ]
 
 
 def main() -> None:
     parser = tables.parser(__doc__)
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--systems", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="a system's interpreter")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="NAME=PATH", help="a system's interpreter"
+    )
     parser.add_argument("--concurrency", type=int, default=256)
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--limit", type=float, default=600, help="seconds that a run may take")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/datatrove-ckpt-bench"), help="on the disk to measure")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("/tmp/datatrove-ckpt-bench"),
+        help="on the disk to measure",
+    )
     options = parser.parse_args()
     pythons = dict(item.split("=", 1) for item in options.python)
     rows, found = [], []
@@ -231,7 +280,9 @@ def main() -> None:
                 rows.append([name, str(error)])
             print(rows[-1], file=sys.stderr, flush=True)
     machine = f"{os.cpu_count()} cores, {platform.platform()}"
-    print(f"{options.documents:,} documents of 2 kB, answers after {options.latency_ms:g} ms; {machine}\n")
+    print(
+        f"{options.documents:,} documents of 2 kB, answers after {options.latency_ms:g} ms; {machine}\n"
+    )
     print("\n".join(found), end="\n\n")
     table(_HEAD, [[*cells, *[None] * (len(_HEAD) - len(cells))] for cells in rows])
 

@@ -1,8 +1,10 @@
-"""What a job of many ranks costs its tools: ``python -m tests.bench.ranks [--ranks 10000] [--chunks 83] [TOOL ...]``.
+"""What a job of many ranks costs its tools: ``python -m tests.bench.ranks [--ranks 10000] [--chunks
+83] [TOOL ...]``.
 
-Rank 0 is real: it ran with a fake server, and was killed in its last chunk. The other ranks have copies of its files,
-with their own names, but no request cache. Output files are sparse: they have names and sizes. Each tool runs once, in
-a process of its own; of `run`, what it takes to its first request. ``tests/integration/test_scale.py`` holds it.
+Rank 0 is real: it ran with a fake server, and was killed in its last chunk. The other ranks have
+copies of its files, with their own names, but no request cache. Output files are sparse: they have
+names and sizes. Each tool runs once, in a process of its own; of `run`, what it takes to its first
+request. ``tests/integration/test_scale.py`` holds it.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Cost(NamedTuple):
 def make(folder: Path, ranks: int, chunks: int) -> None:
     """A job in the middle of its work, below an empty folder."""
     (folder / "input").mkdir()
-    rows = [json.dumps({"id": f"{n}", "text": f"text {n}"}) for n in range((chunks + 1) * PER_CHUNK)]
+    rows = [
+        json.dumps({"id": f"{n}", "text": f"text {n}"}) for n in range((chunks + 1) * PER_CHUNK)
+    ]
     first = folder / "input" / f"{0:06d}.jsonl"
     first.write_text("\n".join(rows) + "\n")
     for rank in range(1, ranks):
@@ -133,10 +137,16 @@ def measure(folder: Path, tool: str, ranks: int) -> Cost:
     with FakeServer(hold_after=0) as server, (folder / "said.txt").open("w") as said:
         write_job(folder, server.url, ranks)
         started = time.monotonic()
-        process = subprocess.Popen([*_MAIN, *TOOLS[tool]], cwd=folder, env=_environment(), stdout=said, stderr=said)
+        process = subprocess.Popen(
+            [*_MAIN, *TOOLS[tool]], cwd=folder, env=_environment(), stdout=said, stderr=said
+        )
         status, memory = Path(f"/proc/{process.pid}/status"), 0
-        while not server.payloads and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            found = re.search(r"VmHWM:\s*(\d+)", status.read_text())  # not ru_maxrss, which begins with our own memory
+        while (
+            not server.payloads
+            and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+        ):
+            # Not ru_maxrss, which begins with our own memory.
+            found = re.search(r"VmHWM:\s*(\d+)", status.read_text())
             memory = int(found[1]) if found else memory
             time.sleep(0.05)
         seconds = time.monotonic() - started
@@ -144,16 +154,22 @@ def measure(folder: Path, tool: str, ranks: int) -> Cost:
         _, code, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(code)
     expected = {"run": (-signal.SIGKILL,), "verify": (3,), "doctor": (0, 1)}.get(tool, (0,))
-    assert process.returncode in expected, f"{tool}: {process.returncode}: {(folder / 'said.txt').read_text()[-3000:]}"
+    assert process.returncode in expected, (
+        f"{tool}: {process.returncode}: {(folder / 'said.txt').read_text()[-3000:]}"
+    )
     return Cost(usage.ru_utime + usage.ru_stime, seconds, memory / 1024)
 
 
 def main() -> None:
     parser = tables.parser(__doc__)
-    parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; all without any")
+    parser.add_argument(
+        "tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; all without any"
+    )
     parser.add_argument("--ranks", type=int, default=10_000)
     parser.add_argument("--chunks", type=int, default=83)
-    parser.add_argument("--folder", type=Path, help="keeps the folders here, and takes those that are here")
+    parser.add_argument(
+        "--folder", type=Path, help="keeps the folders here, and takes those that are here"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-ranks-") as temporary:
         folder = arguments.folder or Path(temporary)
@@ -161,7 +177,9 @@ def main() -> None:
         if not any(folder.iterdir()):
             make(folder, arguments.ranks, arguments.chunks)
         costs = {tool: measure(folder, tool, arguments.ranks) for tool in arguments.tools or TOOLS}
-    table([f"{arguments.ranks} ranks", *Cost._fields], [[tool, *cost] for tool, cost in costs.items()])
+    table(
+        [f"{arguments.ranks} ranks", *Cost._fields], [[tool, *cost] for tool, cost in costs.items()]
+    )
 
 
 if __name__ == "__main__":

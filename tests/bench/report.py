@@ -1,4 +1,5 @@
-"""The table of docs/internals/benchmarks.md and README's figures: measured together, in some twelve minutes.
+"""The table of docs/internals/benchmarks.md and README's figures: measured together, in some twelve
+minutes.
 
 The table, and README's figures, which are taken from it, stand between two comments.
 """
@@ -24,38 +25,53 @@ Results = dict[str, list[Result]]
 
 
 def write_report(bench: Bench) -> None:
-    repetitions, count = bench.options.repetitions, bench.options.documents  # fewer than 20,000 are for a try
+    # Fewer than 20,000 are for a try.
+    repetitions, count = bench.options.repetitions, bench.options.documents
     flat = _compare(bench, 0.0, 256, count, ["ours", "datatrove", "bare"], repetitions)
     waiting = {
-        # An ideal minute for both: in ten seconds, how a run begins and ends is half of what is missing.
+        # An ideal minute for both: in ten seconds, how a run begins and ends is half of what is
+        # missing.
         256: _compare(bench, 0.2, 256, count * 384 // 100, ["ours", "bare"], 1)
         | _compare(bench, 0.2, 256, count * 64 // 100, ["datatrove"], 1),
         1024: _compare(bench, 0.2, 1024, count * 1536 // 100, ["ours", "bare"], 1),
         5000: _compare(bench, 0.2, 5000, count * 625 // 100, ["ours", "bare"], 1),
     }
-    cost = {0.0: _cost(bench, 0.0, count, repetitions), 0.2: _cost(bench, 0.2, count * 64 // 100, 1)}
+    cost = {
+        0.0: _cost(bench, 0.0, count, repetitions),
+        0.2: _cost(bench, 0.2, count * 64 // 100, 1),
+    }
     grown = bench.run("ours", 5 * count, chunk=5 * count, concurrency=5000)
     watched = bench.run("ours-asyncio", count, watch_loop=True)["loop"]
     rows = [*_speed_rows(flat, waiting), *_own_rows(cost, grown, watched)]
-    lost = {name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()}
+    lost = {
+        name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()
+    }
     _write_table(rows, f"{os.cpu_count()} cores; requests lost or repeated: {_losses(lost)}")
 
 
-def _compare(bench: Bench, latency: float, concurrency: int, count: int, systems: list[str], times: int) -> Results:
+def _compare(
+    bench: Bench, latency: float, concurrency: int, count: int, systems: list[str], times: int
+) -> Results:
     settings: dict[str, Any] = {"concurrency": concurrency}
     return interleaved(systems, times, lambda system: bench.run(system, count, latency, **settings))
 
 
 def _cost(bench: Bench, latency: float, count: int, times: int) -> Results:
     def one(place: str) -> Result:
-        return bench.run("ours", count, latency, **({"checkpoints": None} if place == "off" else {}))
+        return bench.run(
+            "ours", count, latency, **({"checkpoints": None} if place == "off" else {})
+        )
 
     return interleaved(("off", "on"), times, one)
 
 
 def _share(results: Results, name: str, concurrency: int) -> float | None:
     """Percent of concurrency / latency."""
-    return 100 * median(results[name], "serving_rate") / (concurrency / 0.2) if name in results else None
+    return (
+        100 * median(results[name], "serving_rate") / (concurrency / 0.2)
+        if name in results
+        else None
+    )
 
 
 def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
@@ -64,10 +80,16 @@ def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
 
     names = ["ours", "datatrove", "bare"]
     rows = [
-        row("documents/s, server answers at once", [median(flat[name], "rate") for name in names], 0),
+        row(
+            "documents/s, server answers at once", [median(flat[name], "rate") for name in names], 0
+        ),
         row("CPU s per 1000 documents", [median(flat[name], "cpu_per_1000") for name in names], 3),
         row("memory, MB", [median(flat[name], "memory") for name in names], 0),
-        row("s from the last request to the end of the run", [median(flat[name], "tail") for name in names], 2),
+        row(
+            "s from the last request to the end of the run",
+            [median(flat[name], "tail") for name in names],
+            2,
+        ),
     ]
     for concurrency, results in waiting.items():
         shares = [_share(results, name, concurrency) for name in names]
@@ -80,12 +102,32 @@ def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
     return rows
 
 
-def _own_rows(cost: dict[float, Results], grown: Result, watched: dict[str, Any]) -> list[list[str]]:
-    cpu, wall = ratio(cost[0.0]["on"], cost[0.0]["off"], "us"), ratio(cost[0.2]["on"], cost[0.2]["off"], "wall")
+def _own_rows(
+    cost: dict[float, Results], grown: Result, watched: dict[str, Any]
+) -> list[list[str]]:
+    cpu, wall = (
+        ratio(cost[0.0]["on"], cost[0.0]["off"], "us"),
+        ratio(cost[0.2]["on"], cost[0.2]["off"], "wall"),
+    )
     return [
-        ["checkpoints on, divided by off: CPU; time at 200 ms", f"{cpu:.2f} x; {wall:.3f} x", "", ""],
-        ["memory, MB: 100,000 documents, one chunk, 5,000 at once", f"{grown['memory']:.0f}", "", ""],
-        ["longest callback, ms: CPU; waiting for the GIL", f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}", "", ""],
+        [
+            "checkpoints on, divided by off: CPU; time at 200 ms",
+            f"{cpu:.2f} x; {wall:.3f} x",
+            "",
+            "",
+        ],
+        [
+            "memory, MB: 100,000 documents, one chunk, 5,000 at once",
+            f"{grown['memory']:.0f}",
+            "",
+            "",
+        ],
+        [
+            "longest callback, ms: CPU; waiting for the GIL",
+            f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}",
+            "",
+            "",
+        ],
     ]
 
 
@@ -108,7 +150,11 @@ def measured(path: Path) -> str:
 
 def summary(table: str) -> str:
     """README's lines, from the text of the table."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
     cells = {row[0]: row[1:] for row in rows}
     rate, cpu = cells["documents/s, server answers at once"], cells["CPU s per 1000 documents"]
     share = cells["% of ideal, server takes 200 ms, 1,024 at once"]
@@ -125,5 +171,7 @@ def _replace(path: Path, text: str) -> None:
     before, start, rest = page.partition(_START)
     _, end, after = rest.partition(_END)
     if not end:
-        raise SystemExit(f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there.")
+        raise SystemExit(
+            f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there."
+        )
     path.write_text(before + start + text + end + after)

@@ -1,12 +1,17 @@
-"""One run of one system, in a process of its own: settings as JSON in the first argument, what it cost on stdout.
+"""One run of one system, in a process of its own: settings as JSON in the first argument, what it
+cost on stdout.
 
-    ours, ours-asyncio   datatrove_ckpt.InferenceRunner, on uvloop where it is installed, and on asyncio's own loop
+    ours, ours-asyncio   datatrove_ckpt.InferenceRunner, on uvloop where it is installed, and on
+                         asyncio's own loop
     datatrove            datatrove's own InferenceRunner
-    bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the practical limit
-    ray                  Ray Data with its CheckpointConfig, and aiohttp in an async actor (of ``peers`` only)
+    bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the
+                         practical limit
+    ray                  Ray Data with its CheckpointConfig, and aiohttp in an async actor (of
+                         ``peers`` only)
     curator              bespokelabs-curator's LLM, and its cache (of ``peers`` only)
 
-A run begins after all imports, and ends when the runner returns. CPU and memory are of this process alone.
+A run begins after all imports, and ends when the runner returns. CPU and memory are of this process
+alone.
 """
 
 from __future__ import annotations
@@ -31,7 +36,10 @@ MODEL = "mock"
 
 @dataclass
 class Run:
-    """What is run, and how. ``output``: jsonl, jsonl.gz, jsonl.zst or parquet. ``checkpoints`` None: off."""
+    """What is run, and how.
+
+    ``output``: jsonl, jsonl.gz, jsonl.zst or parquet. ``checkpoints`` None: off.
+    """
 
     system: str
     url: str
@@ -47,7 +55,9 @@ class Run:
 
 async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
     """The rollout: one request."""
-    return await generate({"messages": [{"role": "user", "content": document.text}], "max_tokens": 64})
+    return await generate(
+        {"messages": [{"role": "user", "content": document.text}], "max_tokens": 64}
+    )
 
 
 def run_ours(run: Run) -> Callable[[], None]:
@@ -78,14 +88,23 @@ def _config(run: Run) -> dict[str, Any]:
 
 def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
     reader = readers.JsonlReader(run.source)
-    step = runner(ask, config, _writer(run), checkpoints_local_dir=run.checkpoints, records_per_chunk=run.chunk)
+    step = runner(
+        ask,
+        config,
+        _writer(run),
+        checkpoints_local_dir=run.checkpoints,
+        records_per_chunk=run.chunk,
+    )
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
 
 
 def _writer(run: Run) -> Any:
     from datatrove.pipeline import writers
 
-    folder, name = f"{run.folder}/output", "${rank}_chunk_${chunk_index}." + run.output.partition(".")[0]
+    folder, name = (
+        f"{run.folder}/output",
+        "${rank}_chunk_${chunk_index}." + run.output.partition(".")[0],
+    )
     if run.output == "parquet":
         return writers.ParquetWriter(folder, name, compression="zstd")
     compression = {"jsonl": None, "jsonl.gz": "gzip", "jsonl.zst": "zstd"}[run.output]
@@ -137,25 +156,43 @@ def run_ray(run: Run) -> Callable[[], None]:
         session: aiohttp.ClientSession | None = None
 
         async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-            self.session = self.session or aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self.session = self.session or aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0)
+            )
             return {**batch, "answer": await asyncio.gather(*map(self.ask, batch["text"]))}
 
         async def ask(self, text: str) -> str:
-            payload = {"messages": [{"role": "user", "content": text}], "max_tokens": 64, "model": MODEL}
+            payload = {
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": 64,
+                "model": MODEL,
+            }
             assert self.session is not None
-            async with self.session.post(f"{run.url}/v1/chat/completions", json=payload) as response:
+            async with self.session.post(
+                f"{run.url}/v1/chat/completions", json=payload
+            ) as response:
                 return str((await response.json())["choices"][0]["message"]["content"])
 
     def work() -> None:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.checkpoint_config = ray.data.checkpoint.CheckpointConfig("id", run.checkpoints)
         # What a checkpoint holds is a block: of as many documents as a chunk.
-        documents = ray.data.read_json(run.source, override_num_blocks=max(1, _lines(run.source) // run.chunk))
+        documents = ray.data.read_json(
+            run.source, override_num_blocks=max(1, _lines(run.source) // run.chunk)
+        )
         actors = ray.data.ActorPoolStrategy(size=1)
-        # It takes no CPU slot: on two cores, this actor and that of the checkpoint would leave none for reading.
-        asked = documents.map_batches(Ask, batch_size=run.concurrency // at_once, compute=actors, num_cpus=0)
+        # It takes no CPU slot: on two cores, this actor and that of the checkpoint would leave none
+        # for reading.
+        asked = documents.map_batches(
+            Ask, batch_size=run.concurrency // at_once, compute=actors, num_cpus=0
+        )
         asked.write_json(f"{run.folder}/output")
 
     return work
@@ -192,7 +229,9 @@ def run_curator(run: Run) -> Callable[[], None]:
         server = {"base_url": f"{run.url}/v1", "api_key": "none"}
         ask = Ask(MODEL, backend="openai", generation_params={"max_tokens": 64},
                   backend_params={**server, **no_limit, **at_once})  # fmt: skip
-        answers = ask(load_dataset("json", data_dir=run.source, split="train"), working_dir=run.checkpoints)
+        answers = ask(
+            load_dataset("json", data_dir=run.source, split="train"), working_dir=run.checkpoints
+        )
         answers.dataset.to_json(f"{run.folder}/output/answers.jsonl")
 
     return work

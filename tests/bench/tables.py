@@ -18,9 +18,17 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 def _shown(value: Any) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.1f}"
+        if abs(value) >= 10
+        else f"{value:.3f}"
+    )
 
 
 def parser(documentation: str | None) -> argparse.ArgumentParser:
     """``--help`` shows the module's docstring as it is."""
-    return argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
+    )

@@ -1,11 +1,13 @@
 """Input of a training loop: ``python -m tests.bench.training_input [--rows 100000] [--rounds 3]``.
 
-The same Parquet files (token rows of many lengths, texts, labels) read in batches by each way, in turn, each time in a
-process of its own. CPU is that of the second epoch, with system time; memory is the peak above that of the imports and
-the opened input. A resume is exact if a new process with the saved state gives the rest of the rows. Libraries that are
-not installed are left out: ``pip install grain mosaicml-streaming``.
+The same Parquet files (token rows of many lengths, texts, labels) read in batches by each way, in
+turn, each time in a process of its own. CPU is that of the second epoch, with system time; memory
+is the peak above that of the imports and the opened input. A resume is exact if a new process with
+the saved state gives the rest of the rows. Libraries that are not installed are left out: ``pip
+install grain mosaicml-streaming``.
 
-Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read files of their own, made before.
+Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read files of their own,
+made before.
 """
 
 from __future__ import annotations
@@ -40,16 +42,26 @@ FILES, BATCH, STOP, WINDOW = 8, 512, 70, 65_000
 
 def make(folder: Path, rows: int, mosaic: bool) -> None:
     random = np.random.default_rng(0)
-    words = ["".join(map(chr, random.integers(97, 123, size))) for size in random.integers(2, 11, 20_000)]
+    words = [
+        "".join(map(chr, random.integers(97, 123, size))) for size in random.integers(2, 11, 20_000)
+    ]
     (folder / "parquet").mkdir()
     for number in range(FILES):
         count = rows // FILES
         lengths = np.minimum(2048, random.lognormal(5.2, 0.8, count).astype(np.int32) + 1)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         ids = (random.zipf(1.2, ends[-1]) % 50_000).astype(np.int32)
-        texts = [" ".join(words[word] for word in row) for row in random.zipf(1.3, (count, 100)) % 20_000]
-        columns = [pa.ListArray.from_arrays(ends, ids), pa.array(texts), pa.array(random.integers(0, 10, count))]
-        pq.write_table(pa.table(columns, COLUMNS), folder / f"parquet/{number}.parquet", row_group_size=10_000)
+        texts = [
+            " ".join(words[word] for word in row) for row in random.zipf(1.3, (count, 100)) % 20_000
+        ]
+        columns = [
+            pa.ListArray.from_arrays(ends, ids),
+            pa.array(texts),
+            pa.array(random.integers(0, 10, count)),
+        ]
+        pq.write_table(
+            pa.table(columns, COLUMNS), folder / f"parquet/{number}.parquet", row_group_size=10_000
+        )
     if mosaic:
         from streaming import MDSWriter
 
@@ -83,7 +95,9 @@ class HuggingFace:
             "parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache
         )
         if shuffled:
-            self.input = self.input.shuffle(seed=1, **({"buffer_size": WINDOW} if streaming else {}))
+            self.input = self.input.shuffle(
+                seed=1, **({"buffer_size": WINDOW} if streaming else {})
+            )
         self.input = self.input.with_format(kind) if kind else self.input
         if streaming:
             self.state, self.load = self.input.state_dict, self.input.load_state_dict
@@ -100,7 +114,11 @@ class Raw:
         self.shuffled = shuffled
 
     def epoch(self, number: int) -> Iterator[Any]:
-        for batch in self.windows(number) if self.shuffled else (b for f in self.files for b in f.iter_batches(BATCH)):
+        for batch in (
+            self.windows(number)
+            if self.shuffled
+            else (b for f in self.files for b in f.iter_batches(BATCH))
+        ):
             ids, texts, labels = batch.columns
             ends = ids.offsets.to_numpy()
             rows = np.split(ids.values.to_numpy()[ends[0] : ends[-1]].copy(), ends[1:-1] - ends[0])
@@ -129,7 +147,9 @@ class Grain:
         from grain.experimental import ParquetIterDataset, WindowShuffleIterDataset
 
         made: Any = ParquetIterDataset(sorted(map(str, (folder / "parquet").iterdir())))
-        self.input = WindowShuffleIterDataset(made, window_size=WINDOW, seed=1) if shuffled else made
+        self.input = (
+            WindowShuffleIterDataset(made, window_size=WINDOW, seed=1) if shuffled else made
+        )
 
     def epoch(self, _: int) -> Iterator[Any]:
         self.rows = iter(self.input)
@@ -200,7 +220,13 @@ def child(way: str, folder: str, shuffled: str, task: str) -> None:
         rows = sum(len(batch["label"]) for batch in made.epoch(0))
         began, again = cpu_seconds(), sum(len(batch["label"]) for batch in made.epoch(1))
         print(
-            json.dumps({"us": (cpu_seconds() - began) / again * 1e6, "mib": highest_memory() - before, "rows": rows}),
+            json.dumps(
+                {
+                    "us": (cpu_seconds() - began) / again * 1e6,
+                    "mib": highest_memory() - before,
+                    "rows": rows,
+                }
+            ),
             flush=True,
         )
     elif not hasattr(made, "state"):
@@ -218,12 +244,29 @@ def child(way: str, folder: str, shuffled: str, task: str) -> None:
 
 
 def run(way: str, folder: Path, shuffled: bool, task: str) -> Any:
-    command = [sys.executable, "-m", "tests.bench.training_input", way, str(folder), str(shuffled), task]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.training_input",
+        way,
+        str(folder),
+        str(shuffled),
+        task,
+    ]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "DATATROVE_CKPT_CACHE": ""}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if process.returncode:
-        print(f"{way}, shuffled {shuffled}, {task}: {process.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-    return json.loads(process.stdout.splitlines()[-1]) if process.stdout.strip() and not process.returncode else None
+        print(
+            f"{way}, shuffled {shuffled}, {task}: {process.stderr.strip().splitlines()[-1]}",
+            file=sys.stderr,
+        )
+    return (
+        json.loads(process.stdout.splitlines()[-1])
+        if process.stdout.strip() and not process.returncode
+        else None
+    )
 
 
 def main() -> None:
@@ -233,24 +276,42 @@ def main() -> None:
     given = options.parse_args()
     ways = [way for way in WAYS if way not in NEEDS or importlib.util.find_spec(NEEDS[way])]
     for way in WAYS.keys() - ways:
-        print(f"{way} is left out: pip install {'mosaicml-streaming' if way == 'MosaicML' else way}")
+        print(
+            f"{way} is left out: pip install {'mosaicml-streaming' if way == 'MosaicML' else way}"
+        )
     rows: dict[str, list[Any]] = {way: [way] for way in ways}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, given.rows, "MosaicML" in ways)
         for shuffled in (False, True):
-            found = interleaved(ways, given.rounds, lambda way, s=shuffled: run(way, folder, s, "measure"))
+            found = interleaved(
+                ways, given.rounds, lambda way, s=shuffled: run(way, folder, s, "measure")
+            )
             for way in ways:
                 stop, rest = (run(way, folder, shuffled, task) for task in ("stop", "resume"))
                 exact = (
-                    None if None in (stop, rest) else "no state" if stop == "none" else "yes" if stop == rest else "no"
+                    None
+                    if None in (stop, rest)
+                    else "no state"
+                    if stop == "none"
+                    else "yes"
+                    if stop == rest
+                    else "no"
                 )
                 numbers = [one for one in found[way] if one]
                 rows[way] += [
-                    statistics.median(one[key] for one in numbers) if numbers else None for key in ("us", "mib")
+                    statistics.median(one[key] for one in numbers) if numbers else None
+                    for key in ("us", "mib")
                 ]
                 rows[way].append(exact)
-    header = ["", *(f"{what}{how}" for how in ("", ", shuffled") for what in ("us per row", "MiB", "resume exact"))]
+    header = [
+        "",
+        *(
+            f"{what}{how}"
+            for how in ("", ", shuffled")
+            for what in ("us per row", "MiB", "resume exact")
+        ),
+    ]
     print(markdown(header, rows.values()))
 
 

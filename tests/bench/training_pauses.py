@@ -1,8 +1,9 @@
-"""How long a save stops a training: ``python -m tests.bench.training_pauses [--gigabytes 1] [--rounds 5]``.
-``--device cuda`` measures a model on a GPU.
+"""How long a save stops a training: ``python -m tests.bench.training_pauses [--gigabytes 1]
+[--rounds 5]``. ``--device cuda`` measures a model on a GPU.
 
-The same tensors in the same folder, in one process: torch.save in line with fsync and rename; async_save of
-torch.distributed.checkpoint; TrainingCheckpoints. A pause is what the loop waits; written is when the next may begin.
+The same tensors in the same folder, in one process: torch.save in line with fsync and rename;
+async_save of torch.distributed.checkpoint; TrainingCheckpoints. A pause is what the loop waits;
+written is when the next may begin.
 """
 
 from __future__ import annotations
@@ -48,10 +49,15 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     width = int((options.gigabytes * 1e9 / 4 / 16) ** 0.5)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16))).to(options.device)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16))).to(
+        options.device
+    )
     pauses: dict[str, list[float]] = {}
     written: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder) as name, TrainingCheckpoints(Path(name, "ours")) as saved:
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as name,
+        TrainingCheckpoints(Path(name, "ours")) as saved,
+    ):
 
         def ours(model: nn.Module, folder: Path, number: int) -> Callable[[], object]:
             saved.save(number, model=model)

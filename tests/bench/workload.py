@@ -25,7 +25,9 @@ def rows(count: int, size: int) -> Iterator[dict[str, Any]]:
 
 
 def make_input(folder: Path, kind: str, count: int, size: int) -> Path:
-    """A folder with one file of ``count`` documents, jsonl or jsonl.gz; one that is there already is taken as it is."""
+    """A folder with one file of ``count`` documents, jsonl or jsonl.gz; one that is there already
+    is taken as it is.
+    """
     place = folder / "inputs" / f"{kind.replace('.', '-')}-{count}-{size}"
     if (place / "done").exists():
         return place / "data"

@@ -1,4 +1,6 @@
-"""A job with input, output, markers and mirror in a bucket, killed at every effect, ends with the same bytes there."""
+"""A job with input, output, markers and mirror in a bucket, killed at every effect, ends with the
+same bytes there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from tests.patience import ChangePolicy
 
 pytestmark = [
     pytest.mark.usefixtures("code_described_once"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # of files left open
+    # Of files left open.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 BUCKET = "hf://buckets/org/job"
@@ -72,7 +75,9 @@ def attempt(folder: Path, server: FakeServer) -> None:
         checkpoints_remote_dir=f"{BUCKET}/mirror",
         mirror_seconds=0,
     )
-    job = LocalPipelineExecutor([JsonlReader(f"{BUCKET}/input"), step], logging_dir=f"{BUCKET}/logs")
+    job = LocalPipelineExecutor(
+        [JsonlReader(f"{BUCKET}/input"), step], logging_dir=f"{BUCKET}/logs"
+    )
     try:
         job.run()
     finally:
@@ -97,7 +102,11 @@ def put_input(hub: FakeHub, documents: int) -> None:
 
 
 def output(hub: FakeHub) -> dict[str, bytes]:
-    return {n: c for n, c in hub.files(PLACE, kind="bucket").items() if n.startswith(("output/", "logs/completions"))}
+    return {
+        n: c
+        for n, c in hub.files(PLACE, kind="bucket").items()
+        if n.startswith(("output/", "logs/completions"))
+    }
 
 
 def crash(
@@ -125,7 +134,9 @@ def crash(
         pytest.param(3, True, ("request",), 3, 11, id="node lost, lists lag, each eleventh"),
         pytest.param(3, False, ("request", *EFFECTS), 0, 13, id="node kept, each thirteenth"),
         pytest.param(3, True, ("request",), 0, 1, id="node lost", marks=pytest.mark.full),
-        pytest.param(3, True, ("request",), 3, 1, id="node lost, lists lag", marks=pytest.mark.full),
+        pytest.param(
+            3, True, ("request",), 3, 1, id="node lost, lists lag", marks=pytest.mark.full
+        ),
         pytest.param(3, False, ("request", *EFFECTS), 0, 1, id="node kept", marks=pytest.mark.full),
     ],
 )

@@ -1,4 +1,6 @@
-"""A crash at every effect of a job, and at every effect of every recovery, ends in the same bytes."""
+"""A crash at every effect of a job, and at every effect of every recovery, ends in the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS, copy_tree, disk_in_place
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk, assert_same_output_after_every_crash
+from tests.crash_points import (
+    CopyingDisk,
+    CopyingPowerLossDisk,
+    assert_same_output_after_every_crash,
+)
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
 from tests.jobs import documents, runner, the_first_last, writer
@@ -34,13 +40,16 @@ from tests.power_loss import PowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
-# Those that change what a file holds or is called. A kill before a sync leaves what one before the next effect leaves.
+# Those that change what a file holds or is called. A kill before a sync leaves what one before the
+# next effect leaves.
 OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")
 
 
 @pytest.fixture(autouse=True)
 def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the storage thread take items one by one, so that there is a crash point between any two of them."""
+    """Makes the storage thread take items one by one, so that there is a crash point between any
+    two of them.
+    """
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
 
 
@@ -68,7 +77,9 @@ def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
 
     def attempt(folder: Path) -> None:
         shared = context(folder / "checkpoints" / "00000" / "commits.jsonl")
-        runner(folder, server, the_first_last, records_per_chunk=1, shared_context=shared).run(documents(number))
+        runner(folder, server, the_first_last, records_per_chunk=1, shared_context=shared).run(
+            documents(number)
+        )
 
     return attempt
 
@@ -78,7 +89,9 @@ def committed(log: Path) -> int:
 
 
 def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
-    """Checks that an undisturbed attempt commits out of order; otherwise the proof below covers a simpler job."""
+    """Checks that an undisturbed attempt commits out of order; otherwise the proof below covers a
+    simpler job.
+    """
     apart = folder.with_name("apart")
     copy_tree(folder, apart)
     attempt(apart)
@@ -88,7 +101,9 @@ def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
 
 
 def answered(folder: Path) -> Counter[str]:
-    """Returns what is answered according to cache, journals and commits, for documents whose text is their ordinal."""
+    """Returns what is answered according to cache, journals and commits, for documents whose text
+    is their ordinal.
+    """
     finished, cached = known_ordinals(folder / "checkpoints" / "00000")
     return Counter(f"text {ordinal}" for ordinal in finished | cached.keys())
 
@@ -165,16 +180,25 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
         def after_crash(folder: Path) -> None:
             kept.update(answered(folder))
 
-        assert_same_output_after_every_crash(attempt, folder, after_crash=after_crash, counted=OF_FILES)
+        assert_same_output_after_every_crash(
+            attempt, folder, after_crash=after_crash, counted=OF_FILES
+        )
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["parquet", None, "gzip", pytest.param("zstd", marks=pytest.mark.full)])
-def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(folder: Path, kind: str | None) -> None:
+@pytest.mark.parametrize(
+    "kind", ["parquet", None, "gzip", pytest.param("zstd", marks=pytest.mark.full)]
+)
+def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(
+    folder: Path, kind: str | None
+) -> None:
     with FakeServer(delay=slow_start) as server:
 
         def attempt(folder: Path) -> None:
-            given, output = documents(3), writer(folder, compression=kind if kind != "parquet" else None)
+            given, output = (
+                documents(3),
+                writer(folder, compression=kind if kind != "parquet" else None),
+            )
             if kind == "parquet":  # the type of a column is known in the last chunk only
                 name = "${rank}_chunk_${chunk_index}.parquet"
                 output = ParquetWriter(str(folder / "output"), name, expand_metadata=True)
@@ -196,7 +220,9 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(fol
     ],
     ids=["once", "out of order", "longer", "twice"],
 )
-def test_output_is_the_same_after_a_power_loss_at_every_effect(folder: Path, number: int, recoveries: bool) -> None:
+def test_output_is_the_same_after_a_power_loss_at_every_effect(
+    folder: Path, number: int, recoveries: bool
+) -> None:
     with FakeServer() as server:
         attempt = out_of_order(server, number)
         if number > 1:
@@ -237,7 +263,9 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
             kept.update(answered(folder))
             most = max(most, kept.total())
 
-        tried = assert_same_output_after_disk_errors(attempt, folder, codes=(code,), after_error=after_error)
+        tried = assert_same_output_after_disk_errors(
+            attempt, folder, codes=(code,), after_error=after_error
+        )
         assert most == number, "nothing was on disk that could be re-requested"
     print(f"{len(tried)} disk errors")
     assert len(tried) > 70
@@ -245,11 +273,15 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 @pytest.mark.timeout(600)
 @pytest.mark.matrix
-@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"])
+@pytest.mark.parametrize(
+    "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
+)
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch, disk_type: type[CopyingDisk]
 ) -> None:
-    """No line that was synced is lost but those that are left out on purpose, and no torn line stays."""
+    """No line that was synced is lost but those that are left out on purpose, and no torn line
+    stays.
+    """
     monkeypatch.setattr(history_log, "MAX_BYTES", 800)
     monkeypatch.setattr(history_log, "_THINNED_BYTES", 600)
     path = folder / "checkpoints" / "00000" / "history.jsonl"
@@ -280,12 +312,18 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     assert "rename history.jsonl" in report.points, "it was not replaced"
 
 
-# The proofs above must fail for a wrong order of steps. Each test below swaps two steps, or leaves one out.
-# -------------------------------------------------------------------------------------------------------------------
+# The proofs above must fail for a wrong order of steps. Each test below swaps two steps, or leaves
+# one out.
+# -------------------------------------------------------------------------------------------------
 
 
-def prove(folder: Path, disk_type: type[CopyingDisk] = CopyingDisk, counted: tuple[str, ...] = EFFECTS) -> None:
-    """A proof like those above. Where it must fail, crashes at some effects may be enough: then it fails sooner."""
+def prove(
+    folder: Path, disk_type: type[CopyingDisk] = CopyingDisk, counted: tuple[str, ...] = EFFECTS
+) -> None:
+    """A proof like those above.
+
+    Where it must fail, crashes at some effects may be enough: then it fails sooner.
+    """
     folder.mkdir(exist_ok=True)
     with FakeServer(delay=slow_start) as server:
 
@@ -296,7 +334,9 @@ def prove(folder: Path, disk_type: type[CopyingDisk] = CopyingDisk, counted: tup
 
 
 @pytest.mark.slow
-def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committing_before_publishing_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     links: list[tuple[Path, Path]] = []
     link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
 
@@ -328,7 +368,9 @@ def test_committing_before_publishing_is_noticed(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_deleting_the_journal_before_the_commit_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_the_journal_before_the_commit_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit, forget = RankFiles.commit, RankFiles._forget
 
     def forget_first(self: RankFiles, chunk: Any) -> None:
@@ -349,7 +391,11 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
     synced = PowerLossDisk._synced
 
     def forgetful(self: PowerLossDisk, path: Path) -> None:
-        if not (path.name == "output" if left_out == "its name" else "staging" in str(path) and path.is_file()):
+        if not (
+            path.name == "output"
+            if left_out == "its name"
+            else "staging" in str(path) and path.is_file()
+        ):
             synced(self, path)
 
     monkeypatch.setattr(PowerLossDisk, "_synced", forgetful)
@@ -357,18 +403,25 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(
         patched.setattr(OutputCheck, "refuse_lost", lambda self, commits, found: None)
         with pytest.raises((AssertionError, OutputMismatch)):
             prove(folder, CopyingPowerLossDisk, counted=("remove", "commit"))
-    with pytest.raises(OutputMismatch, match=r"is (truncated|missing)"):  # the next attempt looks, too
+    # The next attempt looks, too.
+    with pytest.raises(OutputMismatch, match=r"is (truncated|missing)"):
         prove(folder.with_name("again"), CopyingPowerLossDisk, counted=("remove", "commit"))
 
 
 def prove_commits_are_durable(folder: Path) -> int:
-    """Checks that a chunk whose journal was deleted is committed in everything that may survive a power loss."""
+    """Checks that a chunk whose journal was deleted is committed in everything that may survive a
+    power loss.
+    """
     checked = 0
     disk = CopyingPowerLossDisk(folder)
     with FakeServer(delay=slow_start) as server, disk_in_place(disk):
         runner(folder, server).run(documents(3))
     for number, crash in disk.left():
-        gone = {int(label[-11:-6]) for label in disk.points[:number] if label.startswith("remove chunk_")}
+        gone = {
+            int(label[-11:-6])
+            for label in disk.points[:number]
+            if label.startswith("remove chunk_")
+        }
         found = set(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
         assert gone <= found, f"{number} {crash}: lost a committed chunk"
         checked += len(gone)
@@ -380,7 +433,9 @@ def test_power_loss_never_costs_a_committed_chunk(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leaving_out_the_sync_of_the_commit_log_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_the_sync_of_the_commit_log_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files.AppendFile, "sync", lambda self: None)
     with pytest.raises(AssertionError, match="lost a committed chunk"):
         prove_commits_are_durable(folder)

@@ -1,4 +1,6 @@
-"""A rank that is killed before and after every request to the hub ends with the same files, each of them once."""
+"""A rank that is killed before and after every request to the hub ends with the same files, each of
+them once.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,18 @@ class CrashingClient:
     def _effect(self, label: str, kind: str) -> None:
         if self.disk is not None:
             with self.disk._lock:
-                self.disk.before("request" if self.writes is None or kind in self.writes else "look", (), label)
+                self.disk.before(
+                    "request" if self.writes is None or kind in self.writes else "look", (), label
+                )
 
 
 def crashing_client(monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
     """In the place of huggingface_hub's."""
     library = type(get_session())  # httpx's or httpx2's, as huggingface_hub has it
     crashing = CrashingClient(library.send)
-    monkeypatch.setattr(library, "send", lambda *arguments, **options: crashing.send(*arguments, **options))
+    monkeypatch.setattr(
+        library, "send", lambda *arguments, **options: crashing.send(*arguments, **options)
+    )
     return crashing
 
 
@@ -79,18 +85,24 @@ def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
 
 def attempt(folder: Path, server: FakeServer, seconds: float) -> None:
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet")
-    runner(folder, server, output_writer=writer, hub_commit_seconds=seconds).run(documents(DOCUMENTS))
+    runner(folder, server, output_writer=writer, hub_commit_seconds=seconds).run(
+        documents(DOCUMENTS)
+    )
 
 
 def wait_for_requests_in_flight() -> None:
-    """A dead process sends nothing more, but the threads of this one would, once the disk works again."""
+    """A dead process sends nothing more, but the threads of this one would, once the disk works
+    again.
+    """
     for thread in threading.enumerate():
         if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt hub"):
             thread.join(60)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"])
+@pytest.mark.parametrize(
+    ("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"]
+)
 def test_killed_at_every_request(
     hub: FakeHub, server: FakeServer, client: CrashingClient, ram: Path, seconds: float, lag: int
 ) -> None:
@@ -102,7 +114,9 @@ def test_killed_at_every_request(
         server.asked.clear()
         folder = ram / f"job{number}"
         folder.mkdir()
-        client.disk = CrashingDisk(number - 1 if expected is not None else 10**6, folder, counted=("request",))
+        client.disk = CrashingDisk(
+            number - 1 if expected is not None else 10**6, folder, counted=("request",)
+        )
         with disk_in_place(client.disk):
             attempt(folder, server, seconds)
         wait_for_requests_in_flight()

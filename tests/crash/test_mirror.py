@@ -1,4 +1,6 @@
-"""A crash at every effect of mirroring and of restoring, with the node's disk kept or lost, ends in the same bytes."""
+"""A crash at every effect of mirroring and of restoring, with the node's disk kept or lost, ends in
+the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,12 @@ def folder(ram: Path) -> Path:
 
 def mirrored(folder: Path, server: FakeServer, **changes: Any) -> InferenceRunner:
     """One document after the other, so that each run has the same effects."""
-    changes = {"checkpoints_remote_dir": str(folder / "remote"), "mirror_seconds": 0, "config": ONE_BY_ONE, **changes}
+    changes = {
+        "checkpoints_remote_dir": str(folder / "remote"),
+        "mirror_seconds": 0,
+        "config": ONE_BY_ONE,
+        **changes,
+    }
     return runner(folder, server, ask_twice, **changes)
 
 
@@ -101,14 +108,18 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
         def run(folder: Path) -> None:
             server.asked.clear()
             mirrored(folder, server).run(documents(number))
-            assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
+            assert not known & server.asked, (
+                f"asked again for what a version holds: {known & server.asked}"
+            )
             known.clear()
 
         def note(folder: Path) -> None:
             after_crash(folder)
             known.update(in_newest_version(folder))
 
-        return assert_same_output_after_every_crash(run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS)
+        return assert_same_output_after_every_crash(
+            run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +127,9 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
         pytest.param(lose_the_node, True, 2, id="node lost, torn puts"),
-        pytest.param(lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow),
+        pytest.param(
+            lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow
+        ),
         pytest.param(keep_the_node, True, 3, id="node kept, torn puts", marks=pytest.mark.slow),
         pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],
@@ -126,8 +139,12 @@ def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_w
 ) -> None:
     report = prove(folder, after_crash, torn, number)
     print(report)
-    assert torn or not [line for line in warnings if "are damaged" in line], "a kill leaves complete versions only"
-    effects = Counter(re.sub(r"[0-9a-f]{16}-\d+|\d{8}-[0-9a-f]{16}", "", point) for point in report.points)
+    assert torn or not [line for line in warnings if "are damaged" in line], (
+        "a kill leaves complete versions only"
+    )
+    effects = Counter(
+        re.sub(r"[0-9a-f]{16}-\d+|\d{8}-[0-9a-f]{16}", "", point) for point in report.points
+    )
     for effect in ("put ", "copy ", "put generation-.json", "delete generation-.json", "delete "):
         assert effects[effect] > 2, effects
 
@@ -141,15 +158,21 @@ def stopped_in_the_middle(folder: Path) -> None:
     assert in_newest_version(folder) == up_to("text 5 again")
 
 
-def prove_restoring(folder: Path, server: FakeServer, after_crash: Any, counted: tuple[str, ...]) -> CrashReport:
+def prove_restoring(
+    folder: Path, server: FakeServer, after_crash: Any, counted: tuple[str, ...]
+) -> CrashReport:
     known = in_newest_version(folder)
 
     def run(folder: Path) -> None:
         server.asked.clear()
         Job(folder).run(server)
-        assert not known & server.asked, f"asked again for what a version holds: {known & server.asked}"
+        assert not known & server.asked, (
+            f"asked again for what a version holds: {known & server.asked}"
+        )
 
-    return assert_same_output_after_every_crash(run, folder, torn=True, after_crash=after_crash, counted=counted)
+    return assert_same_output_after_every_crash(
+        run, folder, torn=True, after_crash=after_crash, counted=counted
+    )
 
 
 ALL = (*EFFECTS, *REMOTE_EFFECTS)
@@ -157,7 +180,8 @@ ALL = (*EFFECTS, *REMOTE_EFFECTS)
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("after_crash", "counted"), [(keep_the_node, OF_FILES), (keep_the_node, ALL), (lose_the_node, ALL)]
+    ("after_crash", "counted"),
+    [(keep_the_node, OF_FILES), (keep_the_node, ALL), (lose_the_node, ALL)],
 )
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
     folder: Path, after_crash: Any, counted: tuple[str, ...]
@@ -166,13 +190,20 @@ def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_fo
     with FakeServer() as server:
         report = prove_restoring(folder, server, after_crash, counted)
     print(report)
-    for step in ("create chunk_00001.jsonl", "write commits.jsonl", "commit replay.sqlite3", "rename 00000"):
+    for step in (
+        "create chunk_00001.jsonl",
+        "write commits.jsonl",
+        "commit replay.sqlite3",
+        "rename 00000",
+    ):
         assert any(point.startswith(step) for point in report.points), step
 
 
 @pytest.mark.timeout(3000)
 @pytest.mark.full
-def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_same_bytes(folder: Path) -> None:
+def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_same_bytes(
+    folder: Path,
+) -> None:
 
     def lose_it_once(folder: Path) -> None:
         if not (folder / "lost").exists():
@@ -187,7 +218,7 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
         print(assert_same_output_after_crash(run, folder, torn=True, after_crash=lose_it_once))
 
 
-# The proofs above are worth something only if a wrong order fails them. -----------------------------------------------
+# The proofs above are worth something only if a wrong order fails them. --------------------------
 
 
 @pytest.mark.slow
@@ -214,7 +245,9 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
 
 
 @pytest.mark.slow
-def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collecting_garbage_before_the_manifest_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting: list[tuple[Any, ...]] = []
     write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
 
@@ -225,7 +258,9 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder: Path, monkeyp
     monkeypatch.setattr(uploads, "KEPT_VERSIONS", 1)
     monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
     monkeypatch.setattr(Uploads, "_collect_garbage", collect_first)
-    with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
+    with pytest.raises(
+        CheckpointCorrupt, match="There is no version at all, but there are objects"
+    ):
         prove(folder, lose_the_node, False, 2)
 
 
@@ -245,6 +280,10 @@ def test_restoring_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyP
 
     stopped_in_the_middle(folder)
     monkeypatch.setattr(files.Disk, "rename", copy)
-    # run.json says how many commits there are, so the half-made folder is refused, and not worked on.
-    with pytest.raises(CheckpointCorrupt, match=r"commits\.jsonl is missing, but there were 1"), FakeServer() as server:
+    # run.json says how many commits there are, so the half-made folder is refused, and not worked
+    # on.
+    with (
+        pytest.raises(CheckpointCorrupt, match=r"commits\.jsonl is missing, but there were 1"),
+        FakeServer() as server,
+    ):
         prove_restoring(folder, server, keep_the_node, ALL)

@@ -1,11 +1,13 @@
-"""A model of the whole: random runs of one job, which complete, fail, are killed, lose power, and resume.
+"""A model of the whole: random runs of one job, which complete, fail, are killed, lose power, and
+resume.
 
-Each document's answers, and whether it is written, dropped or a dead letter at its n-th attempt, follow from its text
-alone. So the model knows what must be on disk from the texts, from where the input ended at each run, and from the
-passes over dead letters. It is compared with the disk after every run, however the run ended.
+Each document's answers, and whether it is written, dropped or a dead letter at its n-th attempt,
+follow from its text alone. So the model knows what must be on disk from the texts, from where the
+input ended at each run, and from the passes over dead letters. It is compared with the disk after
+every run, however the run ended.
 
-A kill keeps what was written, but data that was not synced may still be lost when the power fails in a later run. So
-each disk of a job passes on to the next one which data is durable.
+A kill keeps what was written, but data that was not synced may still be lost when the power fails
+in a later run. So each disk of a job passes on to the next one which data is durable.
 """
 
 from __future__ import annotations
@@ -48,14 +50,17 @@ from tests.jobs import runner
 from tests.power_loss import PowerLossDisk
 from tests.rank_folders import place_at
 
-# The job ------------------------------------------------------------------------------------------------------------
+# The job -----------------------------------------------------------------------------------------
 
 Attempt = tuple[int, int]
 """Number of a document, and how often it was tried, this time included."""
 
 
 class Faults:
-    """Faults of the server in the current run. A rollout's is in the environment: it is no part of the identity."""
+    """Faults of the server in the current run.
+
+    A rollout's is in the environment: it is no part of the identity.
+    """
 
     answers_left: int | None = None
 
@@ -64,7 +69,10 @@ FAULTS = Faults()
 
 
 async def rollout(document: Document, generate: Any, prompt: str) -> Any:
-    """Two questions, the second with the answer to the first. The text says what happens: its kind and hardness."""
+    """Two questions, the second with the answer to the first.
+
+    The text says what happens: its kind and hardness.
+    """
     letter = getattr(document, "letter", None)
     attempt = letter["attempts"] + 1 if letter else 1
     kind, hardness, _ = document.text.split()
@@ -94,7 +102,11 @@ def refuse(payload: dict[str, Any], times: int) -> int | None:
         if FAULTS.answers_left < 0:
             return 401
     _, kind, hardness, _, attempt, answer = _words(payload["messages"][-1]["content"])
-    return 400 if kind == "rejected" and answer != "nothing" and int(attempt) <= int(hardness) else None
+    return (
+        400
+        if kind == "rejected" and answer != "nothing" and int(attempt) <= int(hardness)
+        else None
+    )
 
 
 def slowness(payload: dict[str, Any], times: int) -> float:
@@ -113,7 +125,10 @@ def line(text: str, attempt: int) -> bytes:
     answers: list[str] = []
     for answer in ("nothing", "the first"):
         asked = question(PROMPT, text, attempt, answers[0] if answer == "the first" else answer)
-        payload = {"messages": [{"content": asked["messages"][0]["content"], "role": "user"}], "model": "fake"}
+        payload = {
+            "messages": [{"content": asked["messages"][0]["content"], "role": "user"}],
+            "model": "fake",
+        }
         answers.append(f"answer {xxhash.xxh3_64_hexdigest(orjson.dumps(payload))}")
     row = {"text": text, "id": identifier(text), "metadata": {"rollout_results": [answers]}}
     return orjson.dumps(row) + b"\n"
@@ -128,7 +143,10 @@ PROMPT = "Say:"
 
 @dataclass(frozen=True)
 class Way:
-    """Settings that may differ from run to run. ``retry``: process the dead letters, not the input."""
+    """Settings that may differ from run to run.
+
+    ``retry``: process the dead letters, not the input.
+    """
 
     retry: bool
     seeks: bool
@@ -147,10 +165,15 @@ WAYS = st.builds(
     sync_seconds=st.sampled_from([1.0, 0.0]),
     retry_errors=st.booleans(),
 )
-KIND = st.sampled_from(["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 3"])
+KIND = st.sampled_from(
+    ["plain 0", "slow 0", "drops 0", "rejected 1", "raises 1", "rejected 2", "drops 1", "raises 3"]
+)
 DOCUMENTS = st.lists(KIND, min_size=2, max_size=8) | st.just([])
 MOMENT = st.integers(0, 99)
-"""A moment in a run, from its start (0) to about its end. Up to 127, hypothesis prefers no number."""
+"""A moment in a run, from its start (0) to about its end.
+
+Up to 127, hypothesis prefers no number.
+"""
 
 ENDS = ("to_the_end", "killed", "power_lost", "disk_failed", "rollout_failed", "server_refused")
 
@@ -161,7 +184,9 @@ class Powered(PowerLossDisk):
     SQLite syncs its files itself, so what it wrote in an earlier run counts as durable.
     """
 
-    def __init__(self, crash_at: int, folder: Path, torn: bool = False, before: Powered | None = None) -> None:
+    def __init__(
+        self, crash_at: int, folder: Path, torn: bool = False, before: Powered | None = None
+    ) -> None:
         super().__init__(crash_at, folder, torn)
         if before is not None:
             before._look()
@@ -181,11 +206,13 @@ class Powered(PowerLossDisk):
         assert len(survivor) == number + 1
 
 
-# The machine --------------------------------------------------------------------------------------------------------
+# The machine -------------------------------------------------------------------------------------
 
 
 class JobMachine(RuleBasedStateMachine):
-    """Runs of one job. No rule has a precondition: what is on disk after a crash is not known in advance."""
+    """Runs of one job. No rule has a precondition: what is on disk after a crash is not known in
+    advance.
+    """
 
     server: ClassVar[FakeServer]
     folder: ClassVar[Path]
@@ -203,22 +230,33 @@ class JobMachine(RuleBasedStateMachine):
         self.last_completed = self.lost_power = False
         self.ever_completed = False
         self.power: Powered | None = None
-        self.history: list[str] = []  # threads race, so hypothesis may be unable to repeat a run to show it
+        # Threads race, so hypothesis may be unable to repeat a run to show it.
+        self.history: list[str] = []
 
-    @initialize(kinds=st.lists(DOCUMENTS, min_size=1, max_size=3), records=st.integers(1, 5), ends=st.booleans())
+    @initialize(
+        kinds=st.lists(DOCUMENTS, min_size=1, max_size=3),
+        records=st.integers(1, 5),
+        ends=st.booleans(),
+    )
     def begin(self, kinds: list[list[str]], records: int, ends: bool) -> None:
         self.records = records
         for part in kinds:
             self._grow(part, True, ends)
 
-    # rules ----------------------------------------------------------------------------------------------------------
+    # rules ---------------------------------------------------------------------------------------
 
     @rule(kinds=DOCUMENTS, in_a_new_file=st.booleans(), ends=st.booleans())
     def grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
         self._grow(kinds, in_a_new_file, ends)
 
     # One rule for all ends of a run: with many rules, hypothesis leaves out some in each example.
-    @rule(way=WAYS, end=st.sampled_from(ENDS), moment=MOMENT, detail=st.integers(0, 11), torn=st.booleans())
+    @rule(
+        way=WAYS,
+        end=st.sampled_from(ENDS),
+        moment=MOMENT,
+        detail=st.integers(0, 11),
+        torn=st.booleans(),
+    )
     def run_job(self, way: Way, end: str, moment: int, detail: int, torn: bool) -> None:
         getattr(self, f"_{end}")(way, moment, detail, torn)
 
@@ -238,7 +276,8 @@ class JobMachine(RuleBasedStateMachine):
         if disk.crashed_at is not None:
             disk.lose_power(detail)
             self.power = None
-            # Files that a run removed at its very end may be back, so a rank may look as if it had more to do.
+            # Files that a run removed at its very end may be back, so a rank may look as if it had
+            # more to do.
             self.last_completed, self.lost_power = False, True
             self._died("power losses")
 
@@ -259,8 +298,12 @@ class JobMachine(RuleBasedStateMachine):
         number = moment * (len(self.texts) + 1) // 100
         with fault(raising=f"id {number}"):
             before = self._finished_on_disk()
-            raising = {("id", number)} | {("text", n) for n, text in enumerate(self.texts) if "raises" in text}
-            raising |= {("text", n) for n, text in enumerate(self.texts) if text.startswith("drops 1")}
+            raising = {("id", number)} | {
+                ("text", n) for n, text in enumerate(self.texts) if "raises" in text
+            }
+            raising |= {
+                ("text", n) for n, text in enumerate(self.texts) if text.startswith("drops 1")
+            }
             stops = {n for _, n in raising if n < len(self.texts) and (n, 1) not in before}
             error = self._run_once(way, self._disk(), on_document_error="stop")
         if way.retry or error is None:
@@ -287,7 +330,9 @@ class JobMachine(RuleBasedStateMachine):
 
     @contextmanager
     def _history_of_a_fault(self) -> Iterator[None]:
-        """Prints the job's history if it shows a fault, but not if hypothesis gives the example up."""
+        """Prints the job's history if it shows a fault, but not if hypothesis gives the example
+        up.
+        """
         try:
             yield
         except HypothesisException:
@@ -307,7 +352,7 @@ class JobMachine(RuleBasedStateMachine):
         self.count["examples"] += 1
         self.count["documents"] += len(self.texts)
 
-    # runs -----------------------------------------------------------------------------------------------------------
+    # runs ----------------------------------------------------------------------------------------
 
     def _disk(self, crash_at: int = 10**9, torn: bool = False) -> Powered:
         self.power = Powered(crash_at, self.job, torn, self.power)
@@ -319,7 +364,10 @@ class JobMachine(RuleBasedStateMachine):
         return moment * (30 + 12 * (len(self.texts) - done)) // 100
 
     def _run_once(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
-        """Runs the job once and returns what it raised. After a simulated crash it returns None, as after a success."""
+        """Runs the job once and returns what it raised.
+
+        After a simulated crash it returns None, as after a success.
+        """
         crashed = None
         error: CkptError | None = None
         returned = False
@@ -335,11 +383,15 @@ class JobMachine(RuleBasedStateMachine):
                 error = raised
         crashed = getattr(disk, "crashed_at", None)
         fault = crashed or getattr(disk, "failed_at", None)
-        self.history.append(f"{way} {type(disk).__name__} {fault} {FAULTS.answers_left} -> {error!r:.200}")
+        self.history.append(
+            f"{way} {type(disk).__name__} {fault} {FAULTS.answers_left} -> {error!r:.200}"
+        )
         assert not (returned and crashed), f"the job ignored a crash: {crashed}"
         self.count["runs"] += 1
         self.count["requests"] += self.server.asked.total()
-        asked = {(int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)}
+        asked = {
+            (int(number), int(attempt)) for *_, number, attempt, _ in map(_words, self.server.asked)
+        }
         assert not asked & done, f"re-requested what was finished: {asked & done}"
         if not way.retry:
             self.last_completed = returned
@@ -401,7 +453,7 @@ class JobMachine(RuleBasedStateMachine):
         self.history.append(f"input: {path.name} + {rows}, newline at its end: {ends}")
         path.write_text(before + between + "\n".join(rows) + ("\n" if ends and rows else ""))
 
-    # what is on disk --------------------------------------------------------------------------------------------------
+    # what is on disk -----------------------------------------------------------------------------
 
     @property
     def _rank(self) -> Path:
@@ -416,7 +468,10 @@ class JobMachine(RuleBasedStateMachine):
         found = []
         for folder in sorted((self.job / "checkpoints").glob("retry-*/00000")):
             if (folder / "input.jsonl").exists():
-                taken = [(letter["ordinal"], letter["attempts"] + 1) for letter in read_letters(folder / "input.jsonl")]
+                taken = [
+                    (letter["ordinal"], letter["attempts"] + 1)
+                    for letter in read_letters(folder / "input.jsonl")
+                ]
                 found.append((int(folder.parent.name[-5:]), folder, taken))
         return found
 
@@ -429,45 +484,59 @@ class JobMachine(RuleBasedStateMachine):
             for commit in self._commits(folder):
                 found.update(attempts[commit.first_ordinal : commit.next_ordinal])
             for path in folder.glob("chunk_*.jsonl"):
-                found.update(attempts[Finished.from_body(line.body).ordinal] for line in read_lines(path))
+                found.update(
+                    attempts[Finished.from_body(line.body).ordinal] for line in read_lines(path)
+                )
         return found
 
-    # what must be on disk ---------------------------------------------------------------------------------------------
+    # what must be on disk ------------------------------------------------------------------------
 
     def _check(self, completed: Way | None) -> None:
         """Called after every run. ``completed``: the settings of the run, if it completed."""
         self.count["checks"] += 1
-        expected = self._check_rank("", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends)
+        expected = self._check_rank(
+            "", self._rank, [(number, 1) for number in range(len(self.texts))], self.ends
+        )
         finished = completed is not None and not completed.retry
         if finished:
             commits = self._commits()
             assert [commit.chunk_index for commit in commits] == [*range(len(commits))]
             covered = sum(commit.counts.read for commit in commits)
-            assert covered == len(self.texts), f"{covered} of {len(self.texts)} documents are committed"
+            assert covered == len(self.texts), (
+                f"{covered} of {len(self.texts)} documents are committed"
+            )
         taken: Counter[Attempt] = Counter()
         begun = (self.job / "checkpoints").glob("retry-*/00000")
         at_work = any(not (folder / "run.json").exists() for folder in begun)
         for number, folder, attempts in self._passes():
             expected |= self._check_rank(f"retry{number}_", folder, attempts, {len(attempts)})
             covered = sum(commit.counts.read for commit in self._commits(folder))
-            at_work |= covered < len(attempts) or any((folder / name).exists() for name in ("lock", "replay.sqlite3"))
+            at_work |= covered < len(attempts) or any(
+                (folder / name).exists() for name in ("lock", "replay.sqlite3")
+            )
             taken.update(attempts)
         assert all(number == 1 for number in taken.values()), f"retried twice: {taken}"
         if completed is not None and completed.retry:
             assert self.lost_power or not at_work, "a pass ended before its end"
-        if (finished and not at_work) or (completed is not None and completed.retry and self.last_completed):
+        if (finished and not at_work) or (
+            completed is not None and completed.retry and self.last_completed
+        ):
             found = outputs(self.job / "output")
             assert found.keys() == expected, f"files {sorted(found)}, not {sorted(expected)}"
         self._check_verify(finished and not at_work)
 
-    def _check_rank(self, prefix: str, folder: Path, attempts: list[Attempt], ends: set[int]) -> set[str]:
+    def _check_rank(
+        self, prefix: str, folder: Path, attempts: list[Attempt], ends: set[int]
+    ) -> set[str]:
         """Every commit against the disk; returns the names of the files that they cover."""
         expected: set[str] = set()
         letters: Counter[Attempt] = Counter()
         covered: list[int] = []
         for commit in self._commits(folder):
             partial = commit.counts.read < self.records
-            assert not partial or commit.next_ordinal in ends, f"cut short where no input ended: {commit}"
+            assert not partial or commit.next_ordinal in ends, (
+                f"cut short where no input ended: {commit}"
+            )
             assert 0 < commit.counts.read <= self.records
             covered += range(commit.first_ordinal, commit.next_ordinal)
             chunk = attempts[commit.first_ordinal : commit.next_ordinal]
@@ -475,19 +544,26 @@ class JobMachine(RuleBasedStateMachine):
             counts = (commit.counts.written, commit.counts.dropped, commit.counts.dead)
             assert counts == (outcomes["written"], outcomes["dropped"], outcomes["dead"]), commit
             letters.update(one for one in chunk if outcome(self.texts[one[0]], one[1]) == "dead")
-            content = b"".join(line(self.texts[n], a) for n, a in chunk if outcome(self.texts[n], a) == "written")
+            content = b"".join(
+                line(self.texts[n], a) for n, a in chunk if outcome(self.texts[n], a) == "written"
+            )
             if content:
                 name = f"00000_chunk_{prefix}{commit.chunk_index:05d}.jsonl"
                 expected.add(name)
                 path = self.job / "output" / name
                 assert path.exists(), f"{name} is committed and missing"
                 assert path.read_bytes() == content, name
-        assert covered == sorted(set(covered)), f"two commits cover documents, or in another order: {covered}"
+        assert covered == sorted(set(covered)), (
+            f"two commits cover documents, or in another order: {covered}"
+        )
         self._check_letters(folder, letters)
         return expected
 
     def _check_letters(self, folder: Path, committed: Counter[Attempt]) -> None:
-        """Checks the dead letters of commits. Others may follow them, until the next run cuts those off."""
+        """Checks the dead letters of commits.
+
+        Others may follow them, until the next run cuts those off.
+        """
         end = max((commit.dead_letters_size for commit in self._commits(folder)), default=0)
         path = folder / "dead_letters.jsonl"
         kept = path.read_bytes()[:end] if path.exists() else b""
@@ -496,7 +572,12 @@ class JobMachine(RuleBasedStateMachine):
             letter = json.loads(row)
             number, attempt = letter["ordinal"], letter["attempts"]
             found[number, attempt] += 1
-            as_read = {"text": self.texts[number], "id": identifier(self.texts[number]), "media": [], "metadata": {}}
+            as_read = {
+                "text": self.texts[number],
+                "id": identifier(self.texts[number]),
+                "media": [],
+                "metadata": {},
+            }
             assert letter["document"] == as_read
         assert found == committed, f"dead letters {found}, not {committed}"
 
@@ -509,7 +590,9 @@ class JobMachine(RuleBasedStateMachine):
             assert not report.unfinished, "\n".join(map(str, report.unfinished))
 
     def _check_places(self) -> None:
-        """Every document is in exactly one place: an output file, dropped, or a letter that nobody retried."""
+        """Every document is in exactly one place: an output file, dropped, or a letter that nobody
+        retried.
+        """
         found: Counter[str] = Counter()
         for content in outputs(self.job / "output").values():
             found.update(json.loads(row)["id"] for row in content.splitlines())
@@ -542,10 +625,16 @@ def fault(raising: str | None = None, answers_left: int | None = None) -> Iterat
 @pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize(
     ("examples", "steps"),
-    [(8, 15), pytest.param(40, 15, marks=pytest.mark.slow), pytest.param(150, 30, marks=pytest.mark.full)],
+    [
+        (8, 15),
+        pytest.param(40, 15, marks=pytest.mark.slow),
+        pytest.param(150, 30, marks=pytest.mark.full),
+    ],
     ids=["few", "more", "many"],
 )
-def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path, examples: int, steps: int) -> None:
+def test_whatever_happens_every_document_is_accounted_for_exactly_once(
+    ram: Path, examples: int, steps: int
+) -> None:
     with FakeServer(status=refuse, delay=slowness) as server:
         JobMachine.server, JobMachine.folder, JobMachine.count = server, ram / "model", Counter()
         run_state_machine_as_test(
@@ -556,12 +645,14 @@ def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram: Path
                 deadline=None,
                 derandomize=True,
                 database=None,
-                phases=[Phase.generate],  # threads race: a shorter history may pass for another reason
+                # Threads race: a shorter history may pass for another reason.
+                phases=[Phase.generate],
                 report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )
     print(", ".join(f"{number} {what}" for what, number in JobMachine.count.items()))
-    rare = ("failed rollouts", "refusing servers") if examples > 100 else ()  # they need unfinished documents
+    # They need unfinished documents.
+    rare = ("failed rollouts", "refusing servers") if examples > 100 else ()
     for what in ("kills", "power losses", "disk errors", *rare):
         assert JobMachine.count[what], f"no {what}"

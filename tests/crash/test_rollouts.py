@@ -1,4 +1,6 @@
-"""Ready-made rollouts, killed whenever answers are kept: the output is that of an undisturbed run."""
+"""Ready-made rollouts, killed whenever answers are kept: the output is that of an undisturbed
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
     "rollout",
     [
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
-        JudgeRollout("Q {text}", regex="answer [0-9a-f]*[02468ace]", judge_prompt="Rate {answer}", engine="none"),
+        JudgeRollout(
+            "Q {text}",
+            regex="answer [0-9a-f]*[02468ace]",
+            judge_prompt="Rate {answer}",
+            engine="none",
+        ),
         JudgeRollout("Q {text}", judge_prompt="Rate {answer}", lowest=0),
         EmbedRollout(column="vector"),
         ClassifyRollout(labels=["bad", "good"]),
@@ -31,16 +38,20 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram: Path, rollout: Any) -> None:
     def attempt(folder: Path) -> None:
         config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
-        writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-        checkpoints = str(folder / "checkpoints")
-        InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints, records_per_chunk=1).run(
-            [Document(text="It rained. It snowed.", id="a")]
+        writer = JsonlWriter(
+            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         )
+        checkpoints = str(folder / "checkpoints")
+        InferenceRunner(
+            rollout, config, writer, checkpoints_local_dir=checkpoints, records_per_chunk=1
+        ).run([Document(text="It rained. It snowed.", id="a")])
 
     with FakeServer(answer) as server:
         server.paths = PATHS
         (ram / "job").mkdir()
-        report = assert_same_output_after_crash(attempt, ram / "job", recoveries=False, counted=("commit",))
+        report = assert_same_output_after_crash(
+            attempt, ram / "job", recoveries=False, counted=("commit",)
+        )
     assert len(report.points) >= 2
 
 

@@ -20,10 +20,16 @@ if TYPE_CHECKING:
 class Problem(Exception):
     """An answer that is an error. ``code`` is what the client sorts errors by."""
 
-    def __init__(self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message = status, message
-        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+        self.headers = {
+            "X-Error-Message": message,
+            **({"X-Error-Code": code} if code else {}),
+            **(headers or {}),
+        }
 
     def response(self) -> web.Response:
         return web.json_response({"error": self.message}, status=self.status, headers=self.headers)
@@ -39,7 +45,9 @@ def may_write(hub: FakeHub, name: str, access: Access | None) -> None:
     mine = name.partition("/")[0] in (hub.user, *hub.orgs)
     if access.role == "read" or not mine:
         text = "Forbidden: you must use a write token to upload to a repository."
-        raise Problem(403, text if access.role == "read" else "You don't have the rights to write here.")
+        raise Problem(
+            403, text if access.role == "read" else "You don't have the rights to write here."
+        )
 
 
 class Answers:
@@ -80,7 +88,11 @@ class Answers:
         commit = repo.find(revision)
         if commit is None:
             raise Problem(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        late = self._hub.lag_commits if kind in self._hub.lag_kinds and revision not in repo.commits else 0
+        late = (
+            self._hub.lag_commits
+            if kind in self._hub.lag_kinds and revision not in repo.commits
+            else 0
+        )
         return commit.behind(late)
 
     def _create(self, body: bytes, access: Access | None) -> web.Response:
@@ -91,38 +103,64 @@ class Answers:
         url = f"{self._hub.url}/{'' if kind == 'model' else kind + 's/'}{name}"
         if (kind, name) in self._hub.repos:
             answer = {"error": "You already created this repo", "url": url}
-            return web.json_response(answer, status=409, headers={"X-Error-Message": answer["error"]})
+            return web.json_response(
+                answer, status=409, headers={"X-Error-Message": answer["error"]}
+            )
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
         self._hub.create_repo(name, kind, private)
         return web.json_response({"url": url, "name": name, "id": name})
 
     # What is in a repository.
 
-    def _info(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _info(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         commit = self._revision(repo, arguments.get("revision", "main"), "info")
         siblings = [
             {"rfilename": file.path, "blobId": file.oid, "size": file.size}
-            | ({"lfs": {"sha256": file.sha256, "size": file.size, "pointerSize": 130}} if file.lfs else {})
+            | (
+                {"lfs": {"sha256": file.sha256, "size": file.size, "pointerSize": 130}}
+                if file.lfs
+                else {}
+            )
             if "blobs" in http.query
             else {"rfilename": file.path}
             for file in sorted(commit.tree.values(), key=lambda file: file.path)
         ]
-        answer = {"_id": repo.name, "id": repo.name, "author": repo.name.partition("/")[0], "sha": commit.oid}
-        answer |= {"lastModified": date(commit.at), "createdAt": date(0.0), "private": repo.private, "gated": False}
+        answer = {
+            "_id": repo.name,
+            "id": repo.name,
+            "author": repo.name.partition("/")[0],
+            "sha": commit.oid,
+        }
+        answer |= {
+            "lastModified": date(commit.at),
+            "createdAt": date(0.0),
+            "private": repo.private,
+            "gated": False,
+        }
         answer |= {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
         return web.json_response(answer)
 
-    def _auth_check(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _auth_check(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         return web.Response(text="OK")
 
-    def _refs(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _refs(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         branches = [
             {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
             for name, head in repo.branches.items()
         ]
-        return web.json_response({"branches": branches, "converts": [], "tags": [], "pullRequests": []})
+        return web.json_response(
+            {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
+        )
 
-    def _commits(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _commits(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         history = list(self._revision(repo, arguments["revision"], "commits").history())
         answer = [
             {
@@ -136,19 +174,27 @@ class Answers:
         ]
         return page(self._hub, http, answer, 50)
 
-    def _tree(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _tree(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         commit = self._revision(repo, arguments["revision"], "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        entries = [_entry(file, commit) for path, file in commit.tree.items() if path.startswith(prefix)]
+        entries = [
+            _entry(file, commit) for path, file in commit.tree.items() if path.startswith(prefix)
+        ]
         entries += [_folder(path) for path in folders(commit.tree) if path.startswith(prefix)]
         if below and not entries:
-            raise Problem(404, f"{below} does not exist on {arguments['revision']}", "EntryNotFound")
+            raise Problem(
+                404, f"{below} does not exist on {arguments['revision']}", "EntryNotFound"
+            )
         if http.query.get("recursive", "false").lower() != "true":
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
         return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), 1000)
 
-    def _paths_info(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _paths_info(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         commit = self._revision(repo, arguments["revision"], "paths-info")
         known = folders(commit.tree)
         answer = []
@@ -159,7 +205,9 @@ class Answers:
                 answer.append(_folder(path.rstrip("/")))
         return web.json_response(answer)
 
-    def _resolve(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.StreamResponse:
+    def _resolve(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.StreamResponse:
         commit = self._revision(repo, arguments["revision"], "resolve")
         file = commit.tree.get(arguments["path"])
         if file is None:
@@ -173,7 +221,9 @@ class Answers:
 
     # Content comes in.
 
-    def _preupload(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _preupload(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         tree = self._revision(repo, arguments["revision"]).tree
         answer = []
         for file in json.loads(body)["files"]:
@@ -183,7 +233,9 @@ class Answers:
             answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
         return web.json_response({"files": answer, "commitOid": "", "shouldUseXet": False})
 
-    def _lfs_batch(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _lfs_batch(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         objects = []
         base = f"{self._hub.url}/lfs/{repo.kind}/{repo.name}"
         for one in json.loads(body)["objects"]:
@@ -195,14 +247,18 @@ class Answers:
         answer = {"transfer": "basic", "objects": objects}
         return web.json_response(answer, content_type="application/vnd.git-lfs+json")
 
-    def _lfs_upload(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _lfs_upload(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         if sha256(body) != arguments["oid"]:
             raise Problem(400, "The content's SHA-256 is another one")
         repo.blobs[arguments["oid"]] = body
         repo.uploads.append(arguments["oid"])
         return web.Response(headers={"ETag": f'"{arguments["oid"]}"'})
 
-    def _lfs_verify(self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _lfs_verify(
+        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         asked = json.loads(body)
         if len(repo.blobs.get(asked["oid"], b"")) != asked["size"]:
             raise Problem(404, "The object is not in the storage")
@@ -223,7 +279,9 @@ class Answers:
         title, message = header["summary"], header.get("description", "")
         made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
-        return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""})
+        return web.json_response(
+            {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
+        )
 
 
 def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> web.Response:
@@ -234,13 +292,19 @@ def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> we
     if asked.start is not None or asked.stop is not None:
         start, stop, _ = asked.indices(len(content))
         if start >= stop:
-            raise Problem(416, "Range not satisfiable", headers={"Content-Range": f"bytes */{len(content)}"})
+            raise Problem(
+                416, "Range not satisfiable", headers={"Content-Range": f"bytes */{len(content)}"}
+            )
         status, part = 206, content[start:stop]
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-    return web.Response(body=part, status=status, headers=headers, content_type="application/octet-stream")
+    return web.Response(
+        body=part, status=status, headers=headers, content_type="application/octet-stream"
+    )
 
 
-def _operations(repo: Repo, tree: dict[str, File], lines: list[dict[str, Any]]) -> tuple[list[File], list[str]]:
+def _operations(
+    repo: Repo, tree: dict[str, File], lines: list[dict[str, Any]]
+) -> tuple[list[File], list[str]]:
     """The files that a commit adds, and the paths that it deletes."""
     added: list[File] = []
     deleted: list[str] = []
@@ -258,11 +322,15 @@ def _operations(repo: Repo, tree: dict[str, File], lines: list[dict[str, Any]]) 
                 added.append(File.of(path, sha256(content), content, lfs=False))
             case "lfsFile":
                 if value["oid"] not in repo.blobs:
-                    raise Problem(400, f"The content of {path} is not in the storage: upload it first")
+                    raise Problem(
+                        400, f"The content of {path} is not in the storage: upload it first"
+                    )
                 added.append(File.of(path, value["oid"], repo.blobs[value["oid"]], lfs=True))
             case "deletedFile":
                 if path not in tree:
-                    raise Problem(404, f"A file with the name {path} does not exist", "EntryNotFound")
+                    raise Problem(
+                        404, f"A file with the name {path} does not exist", "EntryNotFound"
+                    )
                 deleted.append(path)
             case "deletedFolder":
                 deleted += [one for one in tree if one.startswith(path.rstrip("/") + "/")]

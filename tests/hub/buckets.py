@@ -1,4 +1,7 @@
-"""Buckets: folders of files without commits. Each batch of changes is kept as a commit here, which no request shows."""
+"""Buckets: folders of files without commits.
+
+Each batch of changes is kept as a commit here, which no request shows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,13 @@ class Buckets:
         """How many listings each state was asked for."""
 
     def answer(
-        self, http: web.Request, kind: str, name: str, arguments: dict[str, str], body: bytes, access: Access | None
+        self,
+        http: web.Request,
+        kind: str,
+        name: str,
+        arguments: dict[str, str],
+        body: bytes,
+        access: Access | None,
     ) -> web.Response:
         writes = kind in ("create", "batch") or arguments.get("access") == "write"
         if writes:
@@ -40,57 +49,91 @@ class Buckets:
         url = f"{self._hub.url}/buckets/{name}"
         if ("bucket", name) in self._hub.repos:
             message = "You already created this bucket"
-            return web.json_response({"error": message, "url": url}, status=409, headers={"X-Error-Message": message})
+            return web.json_response(
+                {"error": message, "url": url}, status=409, headers={"X-Error-Message": message}
+            )
         private = (json.loads(body) if body else {}).get("visibility") == "private"
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})
 
-    def _info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _info(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         files = _files(bucket.branches["main"])
         size = sum(file.size for file in files.values())
         answer = {"id": bucket.name, "private": bucket.private, "createdAt": date(0.0)}
         return web.json_response(answer | {"size": size, "totalFiles": len(files)})
 
-    def _tree(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _tree(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         files = self._listed(bucket, "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        if http.query.get("recursive", "false").lower() == "true":  # no folders, and a prefix is no path
+        # No folders, and a prefix is no path.
+        if http.query.get("recursive", "false").lower() == "true":
             entries = [_entry(file) for path, file in files.items() if path.startswith(below)]
         else:
-            entries = [_entry(file) for path, file in files.items() if path == below or path.startswith(prefix)]
-            entries += [{"type": "directory", "path": path} for path in folders(files) if path.startswith(prefix)]
+            entries = [
+                _entry(file)
+                for path, file in files.items()
+                if path == below or path.startswith(prefix)
+            ]
+            entries += [
+                {"type": "directory", "path": path}
+                for path in folders(files)
+                if path.startswith(prefix)
+            ]
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
         return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
 
-    def _paths_info(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _paths_info(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         files = self._listed(bucket, "paths-info")
-        return web.json_response([_entry(files[path]) for path in paths_of(http, body) if path in files])
+        return web.json_response(
+            [_entry(files[path]) for path in paths_of(http, body) if path in files]
+        )
 
-    def _resolve(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _resolve(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         file = _files(bucket.branches["main"]).get(arguments["path"])
         if file is None:
             raise Problem(404, "Entry not found", "EntryNotFound")
         return content_of(http, bucket.blobs[file.sha256], {"ETag": f'"{file.sha256}"'})
 
     def _listed(self, bucket: Repo, kind: str) -> dict[str, File]:
-        """What listings show: at first a state some changes ago, then newer ones. Downloads show what is there."""
+        """What listings show: at first a state some changes ago, then newer ones.
+
+        Downloads show what is there.
+        """
         now = bucket.branches["main"]
         self._looks[now.oid] += 1
-        late = self._hub.lag_commits + 1 - self._looks[now.oid] if kind in self._hub.lag_kinds else 0
+        late = (
+            self._hub.lag_commits + 1 - self._looks[now.oid] if kind in self._hub.lag_kinds else 0
+        )
         return _files(now.behind(max(late, 0)))
 
-    def _xet_token(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
-        return web.json_response({"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"})
+    def _xet_token(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
+        return web.json_response(
+            {"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"}
+        )
 
-    def _xet_upload(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _xet_upload(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         if sha256(body) != arguments["oid"]:
             raise Problem(400, "The content's hash is another one")
         bucket.blobs[arguments["oid"]] = body
         bucket.uploads.append(arguments["oid"])
         return web.Response()
 
-    def _batch(self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    def _batch(
+        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         added, deleted, failed = [], [], []
         for line in body.splitlines():
             change = json.loads(line)
@@ -105,7 +148,9 @@ class Buckets:
             added.append(File.of(path, change["xetHash"], content, lfs=True))
         if added or deleted:
             bucket.commit("main", "batch", "", self._hub.clock.now(), added, deleted)
-        return web.json_response({"failed": failed}, status=422 if failed and not added and not deleted else 200)
+        return web.json_response(
+            {"failed": failed}, status=422 if failed and not added and not deleted else 200
+        )
 
 
 def _files(state: Commit) -> dict[str, File]:

@@ -1,4 +1,6 @@
-"""What makes the real huggingface_hub talk to a fake hub: variables for new processes, patches for this one."""
+"""What makes the real huggingface_hub talk to a fake hub: variables for new processes, patches for
+this one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def environment(url: str, token: str | None, home: Path) -> dict[str, str]:
-    """Variables of a process that talks to the hub at ``url``; its caches lie below ``home``. No token: empty."""
+    """Variables of a process that talks to the hub at ``url``; its caches lie below ``home``.
+
+    No token: empty.
+    """
     return {
         "HF_ENDPOINT": url,
         "HF_TOKEN": token or "",
@@ -37,7 +42,9 @@ def environment(url: str, token: str | None, home: Path) -> dict[str, str]:
 
 @contextmanager
 def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
-    """This process, where huggingface_hub and datasets may be imported already, talks to ``hub``; and its children."""
+    """This process, where huggingface_hub and datasets may be imported already, talks to ``hub``;
+    and its children.
+    """
     import huggingface_hub
     from huggingface_hub import constants, hf_api
     from huggingface_hub.utils import _http
@@ -48,7 +55,11 @@ def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
             patch.setenv(name, value)
         for name, new in _constants(hub.url, home).items():
             patch.setattr(constants, name, new, raising=False)
-        origins = {*_http._HUB_ORIGINS, _http._url_origin(hub.url)} if hasattr(_http, "_HUB_ORIGINS") else set()
+        origins = (
+            {*_http._HUB_ORIGINS, _http._url_origin(hub.url)}
+            if hasattr(_http, "_HUB_ORIGINS")
+            else set()
+        )
         patch.setattr(_http, "_HUB_ORIGINS", frozenset(origins), raising=False)
         patch.setattr(hf_api.api, "endpoint", hub.url)
         patch.setattr("huggingface_hub.utils._xet.get_xet_session", XetSession)
@@ -60,8 +71,11 @@ def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
             yield
         finally:
             _forget_connections(huggingface_hub)
-    if not had_datasets and "datasets" in sys.modules:  # imported meanwhile: its config has this hub's URL
-        for name, new in _datasets_config("https://huggingface.co", Path("~/.cache/huggingface").expanduser()).items():
+    # Imported meanwhile: its config has this hub's URL.
+    if not had_datasets and "datasets" in sys.modules:
+        for name, new in _datasets_config(
+            "https://huggingface.co", Path("~/.cache/huggingface").expanduser()
+        ).items():
             setattr(sys.modules["datasets"].config, name, new)
 
 

@@ -1,4 +1,6 @@
-"""What goes wrong on a hub, on purpose: for which requests, how often, and before or after the effect."""
+"""What goes wrong on a hub, on purpose: for which requests, how often, and before or after the
+effect.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Clock:
 
 @dataclass
 class Rule:
-    """Which requests: their kind ("*": any), a part of their URL, the first ``skip`` of them spared."""
+    """Which requests: their kind ("*": any), a part of their URL, the first ``skip`` of them
+    spared.
+    """
 
     kind: str
     where: str = ""
@@ -41,7 +45,11 @@ class Rule:
 
     def take(self, kind: str, url: str, after_effect: bool) -> bool:
         """Whether this request is hit; counts it if so."""
-        if self.after_effect is not after_effect or self.kind not in (kind, "*") or self.where not in url:
+        if (
+            self.after_effect is not after_effect
+            or self.kind not in (kind, "*")
+            or self.where not in url
+        ):
             return False
         if self.times is not None and self.hits >= self.times:
             return False

@@ -1,4 +1,6 @@
-"""A small job whose output goes to a repository on the fake hub, and the commands that people give for it."""
+"""A small job whose output goes to a repository on the fake hub, and the commands that people give
+for it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ Cli = Callable[..., Printed]
 
 @contextmanager
 def hub_job(
-    folder: Path, hub: FakeHub, server: FakeServer, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]
+    folder: Path,
+    hub: FakeHub,
+    server: FakeServer,
+    patch: pytest.MonkeyPatch,
+    capture: pytest.CaptureFixture[str],
 ) -> Iterator[Cli]:
     """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
     patch.chdir(folder)
     patch.setattr(sys, "path", list(sys.path))
-    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
+    text = job_yaml(
+        ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part"
+    )
     write_job(folder, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
     def run(*arguments: str, code: int = 0) -> Printed:

@@ -1,13 +1,15 @@
-"""The Jobs of a fake hub: each is a real process with a home, a TMPDIR and a working folder of its own.
+"""The Jobs of a fake hub: each is a real process with a home, a TMPDIR and a working folder of its
+own.
 
-    started     ``uv run OPTIONS SCRIPT ARGUMENTS`` is this venv's python with the script; /data is a folder with the
+    started     ``uv run OPTIONS SCRIPT ARGUMENTS`` is this venv's python with the script; /data is
+                a folder with the
                 files of the bucket that the request mounts there
     timeout     SIGTERM, and SIGKILL after ``grace`` seconds; with ``grace`` 0 SIGKILL at once
     cancel      the same
     ``evict``   SIGTERM, then SIGKILL; ``kill``: SIGKILL
 
-The job finds no file of the repository by itself: its package is what it was given. Its uploads to buckets are replaced
-as in the tests' own process (``xet.py``).
+The job finds no file of the repository by itself: its package is what it was given. Its uploads to
+buckets are replaced as in the tests' own process (``xet.py``).
 """
 
 from __future__ import annotations
@@ -60,8 +62,16 @@ class Job:
         log: what it has printed, once it has ended.
     """
 
-    def __init__(self, number: int, spec: dict[str, Any], folder: Path, hub: FakeHub, grace: float) -> None:
-        self.id, self.spec, self.stage, self.ended_by, self.log = f"job{number:04d}", spec, "RUNNING", "", ""
+    def __init__(
+        self, number: int, spec: dict[str, Any], folder: Path, hub: FakeHub, grace: float
+    ) -> None:
+        self.id, self.spec, self.stage, self.ended_by, self.log = (
+            f"job{number:04d}",
+            spec,
+            "RUNNING",
+            "",
+            "",
+        )
         self._folder = folder / self.id
         for name in ("home", "tmp", "work", "data", "site"):
             (self._folder / name).mkdir(parents=True)
@@ -71,12 +81,20 @@ class Job:
             for path, content in hub.files(volume["source"], kind="bucket").items():
                 if path.startswith(below):
                     (self._folder / "data" / path.removeprefix(below)).write_bytes(content)
-        variables = {"PATH": "/usr/bin:/bin", "HOME": str(self._folder / "home"), "TMPDIR": str(self._folder / "tmp")}
+        variables = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(self._folder / "home"),
+            "TMPDIR": str(self._folder / "tmp"),
+        }
         variables |= environment(hub.url, None, self._folder / "home" / "hf")
         variables |= {"PYTHONPATH": str(self._folder / "site"), "JOB_ID": self.id}
         variables |= spec["environment"] | (spec.get("secrets") or {})
-        script = next(index for index, word in enumerate(spec["command"]) if word.startswith("/data/"))
-        words = [re.sub("^/data/", f"{self._folder}/data/", word) for word in spec["command"][script:]]
+        script = next(
+            index for index, word in enumerate(spec["command"]) if word.startswith("/data/")
+        )
+        words = [
+            re.sub("^/data/", f"{self._folder}/data/", word) for word in spec["command"][script:]
+        ]
         self._output = (self._folder / "log").open("w+")
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", _UV, "uv", sys.executable, *words],
@@ -128,7 +146,11 @@ class Job:
         names = ("command", "environment", "labels", "flavor", "dockerImage")
         owner = {"id": "1", "name": hub.user, "type": "user"}
         answer = {name: self.spec[name] for name in names if name in self.spec}
-        return answer | {"id": self.id, "owner": owner, "status": {"stage": self.stage, "message": None}}
+        return answer | {
+            "id": self.id,
+            "owner": owner,
+            "status": {"stage": self.stage, "message": None},
+        }
 
 
 class Jobs:
@@ -171,7 +193,9 @@ class Jobs:
             while job.stage == "RUNNING":
                 time.sleep(0.01)
 
-    def answer(self, http: web.Request, kind: str, arguments: dict[str, str], body: bytes) -> web.Response:
+    def answer(
+        self, http: web.Request, kind: str, arguments: dict[str, str], body: bytes
+    ) -> web.Response:
         if kind == "job-run":
             spec = json.loads(body)
             assert not {*spec["environment"]} & {*(spec.get("secrets") or {})}
@@ -181,7 +205,11 @@ class Jobs:
             wanted = [label.split("=", 1) for label in http.query.getall("label", [])]
             stages = http.query.getall("stage", [])
             found = [job for job in self.all if not stages or job.stage in stages]
-            found = [job for job in found if all(job.spec["labels"].get(key) == value for key, value in wanted)]
+            found = [
+                job
+                for job in found
+                if all(job.spec["labels"].get(key) == value for key, value in wanted)
+            ]
             return web.json_response([job.shown(self._hub) for job in found])
         job = next((job for job in self.all if job.id == arguments["id"]), None)
         if job is None:

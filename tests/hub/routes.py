@@ -18,7 +18,11 @@ _ROUTES = [
         ("GET", "job-inspect", _JOB + r"/(?P<id>\w+)"),
         ("POST", "job-cancel", _JOB + r"/(?P<id>\w+)/cancel"),
         ("POST", "create", r"/api/repos/create"),
-        ("GET", "auth-check", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?"),
+        (
+            "GET",
+            "auth-check",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?",
+        ),
         ("POST", "create", _BUCKET),
         ("GET", "info", _BUCKET),
         ("GET", "tree", _BUCKET + r"/tree(?:/(?P<path>.*))?"),
@@ -27,14 +31,38 @@ _ROUTES = [
         ("GET", "xet-token", _BUCKET + r"/xet-(?P<access>read|write)-token"),
         ("GET|HEAD", "resolve", r"/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)/resolve/(?P<path>.+)"),
         ("PUT", "xet-upload", r"/xet/(?P<repo>[^/]+/[^/]+)/(?P<oid>\w+)"),
-        ("GET", "tree", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?"),
-        ("POST", "paths-info", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)"),
-        ("GET", "commits", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)"),
+        (
+            "GET",
+            "tree",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?",
+        ),
+        (
+            "POST",
+            "paths-info",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)",
+        ),
+        (
+            "GET",
+            "commits",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)",
+        ),
         ("GET", "refs", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/refs"),
-        ("POST", "preupload", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)"),
+        (
+            "POST",
+            "preupload",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)",
+        ),
         ("POST", "commit", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)"),
-        ("GET", "info", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?"),
-        ("POST", "lfs-batch", r"(?:/(?P<type>dataset|space)s)?/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch"),
+        (
+            "GET",
+            "info",
+            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?",
+        ),
+        (
+            "POST",
+            "lfs-batch",
+            r"(?:/(?P<type>dataset|space)s)?/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch",
+        ),
         ("PUT", "lfs-upload", r"/lfs/(?P<type>\w+)/(?P<repo>[^/]+/[^/]+)/(?P<oid>\w+)"),
         ("POST", "lfs-verify", r"/lfs/(?P<type>\w+)/(?P<repo>[^/]+/[^/]+)/verify"),
         (
@@ -51,7 +79,11 @@ def route(method: str, raw_path: str) -> tuple[str, tuple[str, str], dict[str, s
     for methods, kind, pattern in _ROUTES:
         found = pattern.match(raw_path) if method in methods.split("|") else None
         if found is not None:
-            parts = {name: unquote(value) for name, value in found.groupdict().items() if value is not None}
+            parts = {
+                name: unquote(value)
+                for name, value in found.groupdict().items()
+                if value is not None
+            }
             default = "bucket" if kind == "xet-upload" else "model"
             return kind, (parts.pop("type", default), parts.pop("repo", "")), parts
     return "other", ("", ""), {}

@@ -1,4 +1,6 @@
-"""FakeHub: what the real huggingface_hub client asks for, answered from memory, with faults on request."""
+"""FakeHub: what the real huggingface_hub client asks for, answered from memory, with faults on
+request.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
 
 @dataclass
 class Request:
-    """One request. ``at``: the hub's time. ``status``: None until answered, 0 if the answer was dropped."""
+    """One request. ``at``: the hub's time.
+
+    ``status``: None until answered, 0 if the answer was dropped.
+    """
 
     path: str
     kind: str
@@ -45,7 +50,8 @@ class FakeHub:
 
     Kinds of requests, for faults and counters: create, info, refs, tree, paths-info, commits,
     preupload, lfs-batch, lfs-upload, lfs-verify, commit, resolve, auth-check, other;
-    of buckets also batch, xet-token, xet-upload; of Jobs (``jobs.py``) job-run, job-list, job-inspect, job-cancel.
+    of buckets also batch, xet-token, xet-upload; of Jobs (``jobs.py``) job-run, job-list,
+    job-inspect, job-cancel.
     """
 
     token = "hf_FakeWriteTokenOfTheTests"
@@ -55,7 +61,9 @@ class FakeHub:
     def __init__(self) -> None:
         self.clock = Clock()
         self.user, self.orgs = "someone", ("org",)
-        """Who the tokens belong to, with the right to write to its own namespace and those of ``orgs``."""
+        """Who the tokens belong to, with the right to write to its own namespace and those of
+        ``orgs``.
+        """
         self.tokens = {
             self.token: Access(),
             self.read_token: Access("read"),
@@ -64,8 +72,9 @@ class FakeHub:
         self.repos: dict[tuple[str, str], Repo] = {}
         self.requests: list[Request] = []
         self.lag_commits = 0
-        """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a branch. Those of a
-        bucket catch up, by one change with each look."""
+        """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a
+        branch. Those of a bucket catch up, by one change with each look.
+        """
         self.lag_kinds = {"tree", "paths-info"}
         self.jobs: Jobs | None = None
         self._rules: list[Fault | Hold] = []
@@ -103,7 +112,11 @@ class FakeHub:
         """Commits after the initial one, the oldest first, without the note of a folder's owner."""
         commit = self.repo(name, kind).find(revision)
         assert commit is not None, f"{name} has no revision {revision}"
-        return [one for one in list(commit.history())[-2::-1] if not any(OWNER in path for path in one.added)]
+        return [
+            one
+            for one in list(commit.history())[-2::-1]
+            if not any(OWNER in path for path in one.added)
+        ]
 
     def asked(self, *kinds: str) -> list[Request]:
         """The requests of these kinds, in order; all without kinds."""
@@ -112,14 +125,20 @@ class FakeHub:
     # What a test arranges.
 
     def create_repo(
-        self, name: str, kind: str = "dataset", private: bool = False, branches: tuple[str, ...] = ()
+        self,
+        name: str,
+        kind: str = "dataset",
+        private: bool = False,
+        branches: tuple[str, ...] = (),
     ) -> Repo:
         repo = self.repos[kind, name] = Repo(kind, name, private)
         for branch in branches:
             repo.branches[branch] = repo.branches["main"]
         return repo
 
-    def put(self, name: str, files: dict[str, bytes], revision: str = "main", kind: str = "dataset") -> Commit:
+    def put(
+        self, name: str, files: dict[str, bytes], revision: str = "main", kind: str = "dataset"
+    ) -> Commit:
         """A commit by somebody else, without HTTP. Makes the repository if it is not there."""
         repo = self.repos.get((kind, name)) or self.create_repo(name, kind)
         added = []
@@ -141,9 +160,19 @@ class FakeHub:
         message: str = "",
         headers: dict[str, str] | None = None,
     ) -> Fault:
-        """The next ``times`` requests of ``kind`` (None: all) get ``status``; None: the connection is closed."""
+        """The next ``times`` requests of ``kind`` (None: all) get ``status``; None: the connection
+        is closed.
+        """
         fault = Fault(
-            kind, where, skip, times, after_effect, every, status=status, message=message, headers=headers or {}
+            kind,
+            where,
+            skip,
+            times,
+            after_effect,
+            every,
+            status=status,
+            message=message,
+            headers=headers or {},
         )
         self._rules.append(fault)
         return fault
@@ -166,7 +195,10 @@ class FakeHub:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -211,25 +243,36 @@ class FakeHub:
         return response
 
     async def _answer(
-        self, http: web.Request, request: Request, repo: tuple[str, str], arguments: dict[str, str], body: bytes
+        self,
+        http: web.Request,
+        request: Request,
+        repo: tuple[str, str],
+        arguments: dict[str, str],
+        body: bytes,
     ) -> web.StreamResponse:
         faulty = await self.fault(request.kind, request.path, after_effect=False)
         if faulty is not None:
             return faulty
         access = self._access(request)
         if request.kind == "whoami":
-            return web.json_response({"type": "user", "name": self.user, "orgs": [], "auth": {"type": "access_token"}})
+            return web.json_response(
+                {"type": "user", "name": self.user, "orgs": [], "auth": {"type": "access_token"}}
+            )
         if request.kind.startswith("job-"):
             assert self.jobs is not None, "this test has no Jobs"
             answer = self.jobs.answer(http, request.kind, arguments, body)
             return await self.fault(request.kind, request.path, after_effect=True) or answer
         if repo[0] == "bucket":
-            response: web.StreamResponse = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
+            response: web.StreamResponse = self._buckets.answer(
+                http, request.kind, repo[1], arguments, body, access
+            )
         else:
             response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
         return await self.fault(request.kind, request.path, after_effect=True) or response
 
-    async def fault(self, kind: str, path: str, after_effect: bool = False) -> web.StreamResponse | None:
+    async def fault(
+        self, kind: str, path: str, after_effect: bool = False
+    ) -> web.StreamResponse | None:
         """What a rule of the test answers instead; holds wait here."""
         for rule in self._rules:
             if not rule.take(kind, path, after_effect):
@@ -244,7 +287,8 @@ class FakeHub:
         return None
 
     def _access(self, request: Request) -> Access | None:
-        if request.token is None or request.kind in ("lfs-upload", "xet-upload"):  # whose URL is signed
+        # Whose URL is signed.
+        if request.token is None or request.kind in ("lfs-upload", "xet-upload"):
             return None
         access = self.tokens.get(request.token)
         if access is None or access.expired:

@@ -1,4 +1,7 @@
-"""What a hub keeps: repositories, their branches, commits, and the content of files. No HTTP here."""
+"""What a hub keeps: repositories, their branches, commits, and the content of files.
+
+No HTTP here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ATTRIBUTES = ".gitattributes"
-LFS_SUFFIXES = (".parquet", ".arrow", ".gz", ".zst", ".zip", ".tar", ".bin", ".safetensors", ".npy", ".7z", ".pickle")
+LFS_SUFFIXES = (
+    ".parquet",
+    ".arrow",
+    ".gz",
+    ".zst",
+    ".zip",
+    ".tar",
+    ".bin",
+    ".safetensors",
+    ".npy",
+    ".7z",
+    ".pickle",
+)
 REGULAR_BYTES = 10 * 1024 * 1024
 
 
@@ -17,7 +32,9 @@ def sha256(content: bytes) -> str:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a commit. ``sha256`` names the content; ``lfs``: it is in the large file storage."""
+    """A file of a commit. ``sha256`` names the content; ``lfs``: it is in the large file
+    storage.
+    """
 
     path: str
     sha256: str
@@ -28,14 +45,21 @@ class File:
 
     @classmethod
     def of(cls, path: str, sha: str, content: bytes, lfs: bool) -> File:
-        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(content)}\n"
+        pointer = (
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(content)}\n"
+        )
         kept = pointer.encode() if lfs else content
-        return cls(path, sha, len(content), lfs, hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest())
+        return cls(
+            path, sha, len(content), lfs, hashlib.sha1(b"blob %d\0" % len(kept) + kept).hexdigest()
+        )
 
 
 @dataclass(frozen=True)
 class Commit:
-    """One commit of a branch. ``at``: seconds of the hub's clock. ``changes``: added or replaced and deleted paths."""
+    """One commit of a branch.
+
+    ``at``: seconds of the hub's clock. ``changes``: added or replaced and deleted paths.
+    """
 
     oid: str
     title: str
@@ -75,7 +99,9 @@ class Repo:
     """SHA-256 of each upload to the large file storage, in order."""
 
     def __post_init__(self) -> None:
-        lines = "".join(f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES).encode()
+        lines = "".join(
+            f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES
+        ).encode()
         self.blobs[sha256(lines)] = lines
         attributes = File.of(ATTRIBUTES, sha256(lines), lines, lfs=False)
         self.commit("main", "initial commit", "", 0.0, [attributes], [])
@@ -84,7 +110,9 @@ class Repo:
         """A branch's head, or a commit."""
         return self.branches.get(revision.removeprefix("refs/heads/")) or self.commits.get(revision)
 
-    def commit(self, branch: str, title: str, message: str, at: float, add: list[File], delete: list[str]) -> Commit:
+    def commit(
+        self, branch: str, title: str, message: str, at: float, add: list[File], delete: list[str]
+    ) -> Commit:
         parent = self.branches.get(branch)
         tree = dict(parent.tree) if parent else {}
         for path in delete:
@@ -92,14 +120,18 @@ class Repo:
         tree.update((file.path, file) for file in add)
         seed = f"{self.kind} {self.name} {len(self.commits)} {parent.oid if parent else ''} {title}"
         oid = hashlib.sha1(seed.encode()).hexdigest()
-        made = Commit(oid, title, message, at, tree, parent, tuple(file.path for file in add), tuple(delete))
+        made = Commit(
+            oid, title, message, at, tree, parent, tuple(file.path for file in add), tuple(delete)
+        )
         self.commits[oid] = made
         self.branches[branch] = made
         return made
 
 
 def upload_mode(path: str, size: int, sample: bytes) -> str:
-    """ "lfs" for large and binary files and some endings, as the hub's default ``.gitattributes`` has them."""
+    """ "lfs" for large and binary files and some endings, as the hub's default ``.gitattributes``
+    has them.
+    """
     if path.endswith(LFS_SUFFIXES) or size > REGULAR_BYTES or b"\0" in sample:
         return "lfs"
     return "regular"

@@ -17,16 +17,22 @@ def api(hub: FakeHub) -> HfApi:
 
 def add(api: HfApi, path: str, **how: str) -> str:
     addition = CommitOperationAdd(path, path.encode())
-    return api.create_commit("org/data", [addition], commit_message=path, repo_type="dataset", **how).oid
+    return api.create_commit(
+        "org/data", [addition], commit_message=path, repo_type="dataset", **how
+    ).oid
 
 
 def test_content_that_went_up_before_is_named_by_the_commit(hub: FakeHub, api: HfApi) -> None:
-    additions = [CommitOperationAdd(f"data/{number}.parquet", bytes([number]) * 1000) for number in range(3)]
+    additions = [
+        CommitOperationAdd(f"data/{number}.parquet", bytes([number]) * 1000) for number in range(3)
+    ]
     api.preupload_lfs_files("org/data", additions, repo_type="dataset")
     assert len(hub.repo("org/data").uploads) == 3
     assert hub.files("org/data") == {}
     api.create_commit("org/data", additions, commit_message="all", repo_type="dataset")
-    assert hub.files("org/data") == {f"data/{number}.parquet": bytes([number]) * 1000 for number in range(3)}
+    assert hub.files("org/data") == {
+        f"data/{number}.parquet": bytes([number]) * 1000 for number in range(3)
+    }
     lost = CommitOperationAdd("lost.parquet", b"lost")
     api.preupload_lfs_files("org/data", [lost], repo_type="dataset")
     hub.repo("org/data").blobs.clear()

@@ -21,7 +21,11 @@ RANKS, DOCUMENTS = 4, 10
 
 @pytest.mark.slow
 def test_every_file_is_there_once(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    hub: FakeHub,
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
 ) -> None:
     policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
@@ -33,15 +37,25 @@ def test_every_file_is_there_once(
     hub.fail("lfs-upload", status=503, times=None, every=9)
 
     def run(rank: int) -> None:
-        writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet", max_file_size=-1)
+        writer = ParquetWriter(
+            "hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet", max_file_size=-1
+        )
         step = runner(tmp_path, server, output_writer=writer, hub_commit_seconds=0.0)
         step.run(documents(DOCUMENTS), rank, RANKS)
 
     with ThreadPoolExecutor(RANKS) as threads:
         list(threads.map(run, range(RANKS)))
     files = hub.files("org/data")
-    assert list(files) == [f"config/{rank:05d}_{chunk:05d}.parquet" for rank in range(RANKS) for chunk in range(5)]
-    ids = [one for content in files.values() for one in pq.read_table(io.BytesIO(content))["id"].to_pylist()]
+    assert list(files) == [
+        f"config/{rank:05d}_{chunk:05d}.parquet" for rank in range(RANKS) for chunk in range(5)
+    ]
+    ids = [
+        one
+        for content in files.values()
+        for one in pq.read_table(io.BytesIO(content))["id"].to_pylist()
+    ]
     assert ids == RANKS * [document.id for document in documents(DOCUMENTS)]
-    assert sum(len(commit.added) for commit in hub.commits("org/data")) == len(files), "none is committed again"
+    assert sum(len(commit.added) for commit in hub.commits("org/data")) == len(files), (
+        "none is committed again"
+    )
     assert refused.hits > 0

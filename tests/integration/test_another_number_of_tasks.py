@@ -1,4 +1,6 @@
-"""A half-done run goes on with another number of tasks: a run in new folders, with ``finished_from`` of the old one."""
+"""A half-done run goes on with another number of tasks: a run in new folders, with
+``finished_from`` of the old one.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +37,56 @@ def test_a_run_that_an_earlier_build_has_resharded_is_refused_by_all_with_the_co
         path = here / "new/checkpoints" / left
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        where, commit = "new/checkpoints: ", "`datatrove-ckpt reshard` changed this run's number of tasks. Finish it "
-        for words in ("run job.yaml", "status new", "status job.yaml", "report new -o -", "verify new", "repair new"):
+        where, commit = (
+            "new/checkpoints: ",
+            "`datatrove-ckpt reshard` changed this run's number of tasks. Finish it ",
+        )
+        for words in (
+            "run job.yaml",
+            "status new",
+            "status job.yaml",
+            "report new -o -",
+            "verify new",
+            "repair new",
+        ):
             said = command(*words.split(), code=None).err
             assert said.count("\n") == 1
             assert f"{where}{commit}with commit d3ddc9c6." in said
         assert not server.asked
 
 
-@pytest.mark.parametrize(("place", "retries"), [("checkpoints", False), ("checkpoints", True), ("mirror", False)])
-def test_a_task_alone_refuses_it_too(tmp_path: Path, server: FakeServer, place: str, retries: bool) -> None:
-    """As datatrove's executors start it, which compare nothing before; and on a node that has only the mirror."""
+@pytest.mark.parametrize(
+    ("place", "retries"), [("checkpoints", False), ("checkpoints", True), ("mirror", False)]
+)
+def test_a_task_alone_refuses_it_too(
+    tmp_path: Path, server: FakeServer, place: str, retries: bool
+) -> None:
+    """As datatrove's executors start it, which compare nothing before; and on a node that has only
+    the mirror.
+    """
     (tmp_path / place).mkdir()
     (tmp_path / place / "shares.json").touch()
     mirror = str(tmp_path / "mirror")
-    step = runner(tmp_path, server, checkpoints_remote_dir=mirror, retry_dead_letters=retries, mirror_seconds=1000)
+    step = runner(
+        tmp_path,
+        server,
+        checkpoints_remote_dir=mirror,
+        retry_dead_letters=retries,
+        mirror_seconds=1000,
+    )
     with pytest.raises(CheckpointMismatch, match="d3ddc9c6"):
         step.run(documents(3), 1, 2)
     assert not server.asked
     assert not (tmp_path / "checkpoints/00001/run.json").exists()
 
 
-def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path: Path, server: FakeServer) -> None:
-    """Its ``run.json`` says it. Without the file, it would read other documents than it has read."""
+def test_a_task_of_such_a_run_is_refused_without_the_file_too(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Its ``run.json`` says it.
+
+    Without the file, it would read other documents than it has read.
+    """
     runner(tmp_path, server).run(documents(3))
     edit(tmp_path / "checkpoints/00000/run.json", reshards=1)
     server.asked.clear()
@@ -66,11 +95,16 @@ def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path: Path, se
     assert not server.asked
 
 
-def test_a_start_with_another_number_of_tasks_on_the_same_folders_names_the_way(here: Path, command: Command) -> None:
+def test_a_start_with_another_number_of_tasks_on_the_same_folders_names_the_way(
+    here: Path, command: Command
+) -> None:
     write_input(here, 2, 2)
     with FakeServer() as server:
         write_yaml(here, server.url, "null", TASKS="2")
         command("run", "job.yaml")
         said = command("run", "job.yaml", "--executor.tasks=3", code=None).err
     assert "tasks: 2 -> 3" in said
-    assert "set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep" in said
+    assert (
+        "set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep"
+        in said
+    )

@@ -48,7 +48,9 @@ class TwoSteps:
         if document.id == self.stop_at:
             await until_async(lambda: number_of_commits(self._commits) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
-        second = await generate({"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]})
+        second = await generate(
+            {"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]}
+        )
         return second.text
 
 
@@ -81,10 +83,16 @@ def start(
 
 @pytest.fixture
 def old(tmp_path: Path, server: FakeServer) -> Path:
-    """A run that has stopped: documents 0 to 3 are committed, 4 is in a journal, 5 has its first answer."""
+    """A run that has stopped: documents 0 to 3 are committed, 4 is in a journal, 5 has its first
+    answer.
+    """
     folder = tmp_path / "old"
     with pytest.raises(DocumentFailed):
-        start(folder, server, TwoSteps("Shorter", "id 5", folder / "checkpoints" / "00000" / "commits.jsonl"))
+        start(
+            folder,
+            server,
+            TwoSteps("Shorter", "id 5", folder / "checkpoints" / "00000" / "commits.jsonl"),
+        )
     server.asked.clear()
     return folder
 
@@ -95,7 +103,11 @@ def checkpoints(folder: Path) -> str:
 
 def first_requests(server: FakeServer) -> set[str]:
     """The documents whose first request was sent."""
-    return {question.removeprefix("Say text ") for question in server.asked if question.startswith("Say")}
+    return {
+        question.removeprefix("Say text ")
+        for question in server.asked
+        if question.startswith("Say")
+    }
 
 
 @pytest.mark.matrix
@@ -105,7 +117,9 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(
 ) -> None:
     new, fresh = tmp_path / "new", tmp_path / "fresh"
     before = kept(old)
-    start(new, server, TwoSteps("Longer"), records_per_chunk=per_chunk, answers_from=checkpoints(old))
+    start(
+        new, server, TwoSteps("Longer"), records_per_chunk=per_chunk, answers_from=checkpoints(old)
+    )
     assert first_requests(server) == {"0", "1", "2", "3", "6"}
     assert sum(server.asked.values()) == 5 + DOCUMENTS
     start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
@@ -130,7 +144,8 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
             start(old, server, TwoSteps("Shorter", "id 5", commits), keep_answers=True)
     kept_answers = commits.with_name("answers.jsonl")
     assert kept_answers.stat().st_mode & 0o777 == 0o600
-    # A kill between the two steps of dropping a chunk leaves its answers twice; a power loss leaves parts of lines.
+    # A kill between the two steps of dropping a chunk leaves its answers twice; a power loss leaves
+    # parts of lines.
     kept_answers.write_bytes(kept_answers.read_bytes() * 2 + b'{"xxh":"00')
     server.asked.clear()
     start(new, server, TwoSteps("Longer"), answers_from=checkpoints(old))
@@ -145,7 +160,8 @@ def test_answers_are_handed_on_from_run_to_run(tmp_path: Path, server: FakeServe
     answers_from = checkpoints(tmp_path / "1")
     start(tmp_path / "2", server, TwoSteps("Longer"), keep_answers=True, answers_from=answers_from)
     server.asked.clear()
-    start(tmp_path / "3", server, TwoSteps("Shorter"), answers_from=str(tmp_path / "2"))  # its run folder
+    # Its run folder.
+    start(tmp_path / "3", server, TwoSteps("Shorter"), answers_from=str(tmp_path / "2"))
     assert not server.asked
 
 
@@ -164,10 +180,16 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
             cache.close()
             shutil.rmtree(copy)
         done = read_commits(rank / "commits.jsonl").values()
-        assert found >= {ordinal for commit in done for ordinal in range(commit.first_ordinal, commit.next_ordinal)}
+        assert found >= {
+            ordinal
+            for commit in done
+            for ordinal in range(commit.first_ordinal, commit.next_ordinal)
+        }
 
     (tmp_path / "job").mkdir()
-    assert_same_output_after_every_crash(attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES)
+    assert_same_output_after_every_crash(
+        attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES
+    )
 
 
 @pytest.mark.slow
@@ -186,7 +208,9 @@ def test_a_run_that_takes_answers_is_killed_at_every_effect(
     assert first_requests(server) == {"0", "1", "2", "3", "6"}
 
 
-def test_the_old_run_goes_on_beside_the_new_one(old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_the_old_run_goes_on_beside_the_new_one(
+    old: Path, tmp_path: Path, server: FakeServer
+) -> None:
     start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
     server.asked.clear()
     start(old, server, TwoSteps("Shorter"), accept_changes=True)
@@ -198,28 +222,50 @@ def test_the_old_run_goes_on_beside_the_new_one(old: Path, tmp_path: Path, serve
 def test_an_answer_that_was_used_once_belongs_to_the_new_run(
     is_gone: bool, old: Path, tmp_path: Path, server: FakeServer
 ) -> None:
-    """Also where the setting is left out later, and where the run is finished and the old one is gone."""
+    """Also where the setting is left out later, and where the run is finished and the old one is
+    gone.
+    """
     new = tmp_path / "new"
     stopping = TwoSteps("Longer", "id 5", new / "checkpoints" / "00000" / "commits.jsonl")
     with pytest.raises(DocumentFailed):
         start(new, server, stopping, answers_from=checkpoints(old))
     if is_gone:
         shutil.rmtree(old)
-    start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=None if is_gone else checkpoints(old))
+    start(
+        new,
+        server,
+        TwoSteps("Longer"),
+        accept_changes=True,
+        answers_from=None if is_gone else checkpoints(old),
+    )
     assert sum(server.asked.values()) == 5 + DOCUMENTS
     assert verify(place_at(new / "checkpoints"), full=True).problems == []
-    start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=checkpoints(tmp_path / "none"))
+    start(
+        new,
+        server,
+        TwoSteps("Longer"),
+        accept_changes=True,
+        answers_from=checkpoints(tmp_path / "none"),
+    )
 
 
 @pytest.mark.parametrize("number", [3, 5, 9])
-def test_the_input_may_be_shorter_or_longer(number: int, old: Path, tmp_path: Path, server: FakeServer) -> None:
-    start(tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old))
+def test_the_input_may_be_shorter_or_longer(
+    number: int, old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    start(
+        tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)
+    )
     assert first_requests(server) == {str(one) for one in range(number)} - {"4", "5"}
     assert verify(place_at(tmp_path / "new" / "checkpoints"), full=True).problems == []
 
 
-def test_a_document_with_another_text_is_asked_again(old: Path, tmp_path: Path, server: FakeServer) -> None:
-    start(tmp_path / "new", server, TwoSteps("Longer"), changed="id 4", answers_from=checkpoints(old))
+def test_a_document_with_another_text_is_asked_again(
+    old: Path, tmp_path: Path, server: FakeServer
+) -> None:
+    start(
+        tmp_path / "new", server, TwoSteps("Longer"), changed="id 4", answers_from=checkpoints(old)
+    )
     assert first_requests(server) == {"0", "1", "2", "3", "4 changed", "6"}
 
 
@@ -227,7 +273,10 @@ def test_a_document_with_another_text_is_asked_again(old: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"config": {"model_kwargs": {"revision": "v2"}}}, 'model_kwargs.revision: (not set) -> "v2"'),
+        (
+            {"config": {"model_kwargs": {"revision": "v2"}}},
+            'model_kwargs.revision: (not set) -> "v2"',
+        ),
         ({"config": {"use_chat": False}}, "use_chat: true -> false"),
         ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
         ({"world_size": 2}, "tasks: 1 -> 2"),
@@ -238,7 +287,14 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
 ) -> None:
     new = tmp_path / "new"
     with pytest.raises(CheckpointMismatch) as refused:
-        start(new, server, TwoSteps("Longer"), accept_changes=True, answers_from=checkpoints(old), **changes)
+        start(
+            new,
+            server,
+            TwoSteps("Longer"),
+            accept_changes=True,
+            answers_from=checkpoints(old),
+            **changes,
+        )
     assert line in str(refused.value)
     assert "leave answers_from out" in str(refused.value)
     assert not server.asked
@@ -247,7 +303,9 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
-def test_a_run_that_was_dealt_out_anew_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_a_run_that_was_dealt_out_anew_is_refused(
+    old: Path, tmp_path: Path, server: FakeServer
+) -> None:
     (old / "checkpoints" / "shares.json").touch()
     with pytest.raises(CheckpointMismatch, match="Finish it with commit d3ddc9c6"):
         start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
@@ -255,9 +313,14 @@ def test_a_run_that_was_dealt_out_anew_is_refused(old: Path, tmp_path: Path, ser
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("none", "none holds no checkpoint"), ("new/checkpoints", "answers_from: is checkpoints_local_dir")],
+    [
+        ("none", "none holds no checkpoint"),
+        ("new/checkpoints", "answers_from: is checkpoints_local_dir"),
+    ],
 )
-def test_a_folder_without_old_answers_is_refused(place: str, said: str, tmp_path: Path, server: FakeServer) -> None:
+def test_a_folder_without_old_answers_is_refused(
+    place: str, said: str, tmp_path: Path, server: FakeServer
+) -> None:
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=str(tmp_path / place))
 
@@ -286,20 +349,41 @@ def test_damaged_answers_are_asked_again(old: Path, tmp_path: Path, server: Fake
 def test_answers_of_each_release_are_used(name: str, tmp_path: Path, server: FakeServer) -> None:
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     shutil.copytree(old / "input", new / "input")
-    run(new, server.url, 1, answers_from=checkpoints(old))  # the same prompt: each answer that is kept is used
-    assert server.asked == {"Rewrite: b0": 2, "Rewrite: b1": 2, "Rewrite: stop": 1, "Rewrite: b4": 2}
+    # The same prompt: each answer that is kept is used.
+    run(new, server.url, 1, answers_from=checkpoints(old))
+    assert server.asked == {
+        "Rewrite: b0": 2,
+        "Rewrite: b1": 2,
+        "Rewrite: stop": 1,
+        "Rewrite: b4": 2,
+    }
 
 
-def test_answers_of_two_model_revisions_in_one_task_are_not_used(tmp_path: Path, server: FakeServer) -> None:
+def test_answers_of_two_model_revisions_in_one_task_are_not_used(
+    tmp_path: Path, server: FakeServer
+) -> None:
     old = tmp_path / "old"
     revisions = [{"model_kwargs": {"revision": name}} for name in "AB"]
     stopping = TwoSteps("Shorter", "id 5", old / "checkpoints" / "00000" / "commits.jsonl")
     with pytest.raises(DocumentFailed):
         start(old, server, stopping, config=revisions[0], keep_answers=True)
-    start(old, server, TwoSteps("Shorter"), config=revisions[1], keep_answers=True, accept_changes=True)
+    start(
+        old,
+        server,
+        TwoSteps("Shorter"),
+        config=revisions[1],
+        keep_answers=True,
+        accept_changes=True,
+    )
     assert list(read_answers(old / "checkpoints" / "00000" / "answers.jsonl"))
     server.asked.clear()
-    start(tmp_path / "new", server, TwoSteps("Shorter"), config=revisions[1], answers_from=checkpoints(old))
+    start(
+        tmp_path / "new",
+        server,
+        TwoSteps("Shorter"),
+        config=revisions[1],
+        answers_from=checkpoints(old),
+    )
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
@@ -314,7 +398,12 @@ NEW = [
 def test_a_file_is_run_again_with_another_prompt_and_answers_of_its_first_run(
     here: Path, server: FakeServer, command: Command
 ) -> None:
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)) + "          keep_answers: true\n", ["a"], ["b", "c"])
+    write_job(
+        here,
+        job_yaml(ENDPOINT.replace("URL", server.url)) + "          keep_answers: true\n",
+        ["a"],
+        ["b", "c"],
+    )
     command("run", "job.yaml")
     said = command("run", "job.yaml", *NEW).err
     assert "answers_from: " in said
@@ -323,8 +412,12 @@ def test_a_file_is_run_again_with_another_prompt_and_answers_of_its_first_run(
     command("verify", "new/checkpoints", "--full")
 
 
-def test_canned_answers_are_not_taken_for_answers_of_a_model(here: Path, server: FakeServer, command: Command) -> None:
-    canned = job_yaml("server_type: dummy, model_name_or_path: fake") + "          keep_answers: true\n"
+def test_canned_answers_are_not_taken_for_answers_of_a_model(
+    here: Path, server: FakeServer, command: Command
+) -> None:
+    canned = (
+        job_yaml("server_type: dummy, model_name_or_path: fake") + "          keep_answers: true\n"
+    )
     write_job(here, canned, ["a"])
     command("run", "job.yaml")
     (here / "job.yaml").write_text(job_yaml(ENDPOINT.replace("URL", server.url)))

@@ -1,4 +1,6 @@
-"""The command on a terminal: one bar over all ranks, log lines above it, and nothing left of it at the end."""
+"""The command on a terminal: one bar over all ranks, log lines above it, and nothing left of it at
+the end.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path) -> None:
         write(tmp_path, server)
         with on_terminal(terminal, tmp_path, "run", "job.yaml", "--executor.workers=2") as process:
             lines = terminal.until(
-                lambda lines: has_bar(lines) and len(server.payloads) >= 8 and " 7 docs, " in f" {lines[-1]}"
+                lambda lines: (
+                    has_bar(lines) and len(server.payloads) >= 8 and " 7 docs, " in f" {lines[-1]}"
+                )
             )
             assert " % |" in lines[-1]
             assert sum("doc/s" in line for line in lines) == 1
@@ -37,7 +41,9 @@ def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path) -> None:
             terminal.until(lambda lines: process.poll() is not None)
         lines = terminal.read()
         assert process.returncode == 130
-        assert lines[-1].startswith("interrupted by SIGINT; what is finished is saved. To resume: datatrove-ckpt run")
+        assert lines[-1].startswith(
+            "interrupted by SIGINT; what is finished is saved. To resume: datatrove-ckpt run"
+        )
         assert not any("doc/s" in line for line in lines), lines
         assert not any(line != "^C" and "^C" in line for line in lines)
         assert "ERROR" not in "".join(lines)

@@ -1,4 +1,6 @@
-"""``texts_per_request``: texts of several documents share requests, and each is its own document's all the same."""
+"""``texts_per_request``: texts of several documents share requests, and each is its own document's
+all the same.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,14 @@ def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path:
     assert output(tmp_path) == output(tmp_path / "alone")
     assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
     assert len(shared.payloads) < 10
-    assert asked(shared) == {"the same": 10} | {f"text {i}{end}": 1 for i in range(10) for end in ("", " again")}
-    assert {key for payload in shared.payloads for key in payload} == {"input", "model", "encoding_format"}
+    assert asked(shared) == {"the same": 10} | {
+        f"text {i}{end}": 1 for i in range(10) for end in ("", " again")
+    }
+    assert {key for payload in shared.payloads for key in payload} == {
+        "input",
+        "model",
+        "encoding_format",
+    }
 
 
 def commits(folder: Path) -> list[Payload]:
@@ -76,17 +84,32 @@ def commits(folder: Path) -> list[Payload]:
     return [orjson.loads(line) for line in lines]
 
 
-def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared: FakeServer, tmp_path: Path) -> None:
+def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(
+    shared: FakeServer, tmp_path: Path
+) -> None:
     async def ask(document: Document, generate: Any) -> object:
         await generate.embed(["a" * int(document.id[3:]), "bb"])
         return "done"
 
     for number, texts in enumerate((1, 4)):
-        step = runner(tmp_path / str(number), shared, ask, config={"texts_per_request": texts}, records_per_chunk=1)
+        step = runner(
+            tmp_path / str(number),
+            shared,
+            ask,
+            config={"texts_per_request": texts},
+            records_per_chunk=1,
+        )
         step.run(documents(5)[1:])
-    one, many = ([(line["tally"], line["work"]) for line in commits(tmp_path / name)] for name in "01")
+    one, many = (
+        [(line["tally"], line["work"]) for line in commits(tmp_path / name)] for name in "01"
+    )
     assert one == many
-    assert [(tally["requests"], tally["prompt_tokens"]) for tally, _ in many] == [(2, 3), (2, 4), (2, 5), (2, 6)]
+    assert [(tally["requests"], tally["prompt_tokens"]) for tally, _ in many] == [
+        (2, 3),
+        (2, 4),
+        (2, 5),
+        (2, 6),
+    ]
     assert sorted(sizes(shared)) == [1] * 8 + [4, 4]
 
 
@@ -118,7 +141,9 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
     else:
         pytest.fail("it never ends")
     assert output(tmp_path) == output(tmp_path / "other")
-    assert answered == {"the same": 6} | {f"text {i}{end}": 1 for i in range(6) for end in ("", " again")}
+    assert answered == {"the same": 6} | {
+        f"text {i}{end}": 1 for i in range(6) for end in ("", " again")
+    }
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
@@ -127,13 +152,17 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(
     shared: FakeServer, tmp_path: Path, bad: set[int], status: int
 ) -> None:
     texts = {f"text {index}" for index in bad}
-    shared._status = lambda payload, times: status if texts.intersection(texts_of(payload)) else None
+    shared._status = lambda payload, times: (
+        status if texts.intersection(texts_of(payload)) else None
+    )
 
     async def ask(document: Document, generate: Any) -> object:
         return await generate.embed(document.text)
 
     config = {"texts_per_request": 8}
-    step = runner(tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=8)
+    step = runner(
+        tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=8
+    )
     step.run(documents(8))
     assert sizes(shared)[0] == 8
     assert [row["id"] for row in rows(tmp_path)] == [f"id {i}" for i in range(8) if i not in bad]
@@ -142,8 +171,12 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(
     assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
 
 
-def test_a_text_that_fails_again_and_again_beside_others_is_named(shared: FakeServer, tmp_path: Path) -> None:
-    """A NaN, say. The others of its request are answered; the rank stops, for no document pays for a server."""
+def test_a_text_that_fails_again_and_again_beside_others_is_named(
+    shared: FakeServer, tmp_path: Path
+) -> None:
+    """A NaN, say. The others of its request are answered; the rank stops, for no document pays for
+    a server.
+    """
     shared._status = lambda payload, times: 500 if "text 5" in texts_of(payload) else None
 
     async def ask(document: Document, generate: Any) -> object:
@@ -176,7 +209,9 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path
     assert not rows(tmp_path)
 
 
-def test_a_document_that_is_cancelled_takes_its_text_along(shared: FakeServer, tmp_path: Path) -> None:
+def test_a_document_that_is_cancelled_takes_its_text_along(
+    shared: FakeServer, tmp_path: Path
+) -> None:
     """Two rollouts: one raises while the other's text waits."""
 
     async def ask(document: Document, generate: Any) -> object:
@@ -186,14 +221,18 @@ def test_a_document_that_is_cancelled_takes_its_text_along(shared: FakeServer, t
         return await generate.embed("never sent")
 
     config = {"texts_per_request": 8, "max_concurrent_documents": 3}
-    step = runner(tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=3)
+    step = runner(
+        tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=3
+    )
     step.run(documents(3))
     assert asked(shared) == {"text 0": 1, "text 2": 1}
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
 
 
 @pytest.mark.parametrize("texts", [1, 4])
-def test_what_differs_in_more_than_its_text_shares_no_request(shared: FakeServer, tmp_path: Path, texts: int) -> None:
+def test_what_differs_in_more_than_its_text_shares_no_request(
+    shared: FakeServer, tmp_path: Path, texts: int
+) -> None:
     async def ask(document: Document, generate: Any) -> object:
         await generate.embed([document.text, "b"], user=document.id)
         return "done"
@@ -206,7 +245,7 @@ def test_what_differs_in_more_than_its_text_shares_no_request(shared: FakeServer
         assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
 
 
-# a stop, and servers that die -----------------------------------------------------------------------------------------
+# a stop, and servers that die --------------------------------------------------------------------
 
 
 async def one_after_the_other(document: Document, generate: Any) -> object:
@@ -215,8 +254,12 @@ async def one_after_the_other(document: Document, generate: Any) -> object:
 
 @pytest.mark.usefixtures("reraised")
 @pytest.mark.parametrize("texts", [2, 3])
-def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path: Path, texts: int) -> None:
-    """Its documents need another request, so the rank stops with their answers, which nobody asks for again."""
+def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(
+    tmp_path: Path, texts: int
+) -> None:
+    """Its documents need another request, so the rank stops with their answers, which nobody asks
+    for again.
+    """
     with FakeServer(hold_after=0) as server:
         server.paths = {"/v1/embeddings": embeddings}
         config = {"texts_per_request": texts}
@@ -224,12 +267,15 @@ def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path: Pat
         preempted(step, 6, server, 6 // texts, match="SIGTERM")
         assert asked(server) == {f"text {index}": 1 for index in range(6)}
         step.run(documents(6))
-        assert asked(server) == {f"text {index}{end}": 1 for index in range(6) for end in ("", " again")}
+        assert asked(server) == {
+            f"text {index}{end}": 1 for index in range(6) for end in ("", " again")
+        }
         runner(tmp_path / "other", server, one_after_the_other).run(documents(6))
     assert output(tmp_path) == output(tmp_path / "other")
 
 
-# The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die once".
+# The engine of test_supervision, with embeddings. It dies of the text "die", and once of "die
+# once".
 EMBEDS = ENGINE.replace(
     '    question = payload["messages"][0]["content"]\n',
     """    texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
@@ -242,7 +288,9 @@ EMBEDS = ENGINE.replace(
 
 
 @pytest.mark.parametrize("text", ["die once", "die"])
-def test_a_server_that_dies_of_a_text_fails_no_other_document(here: Path, policy: ChangePolicy, text: str) -> None:
+def test_a_server_that_dies_of_a_text_fails_no_other_document(
+    here: Path, policy: ChangePolicy, text: str
+) -> None:
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
     (here / "engine.py").write_text(EMBEDS)
@@ -252,7 +300,11 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here: Path, policy
     async def ask(document: Document, generate: Any) -> object:
         return (await generate.embed(document.text)).tolist()
 
-    settings = {"texts_per_request": 8, "server_max_restarts": 6, "model_kwargs": {"server_script": "engine.py"}}
+    settings = {
+        "texts_per_request": 8,
+        "server_max_restarts": 6,
+        "model_kwargs": {"server_script": "engine.py"},
+    }
     InferenceRunner(
         ask,
         InferenceConfig("custom", "m", reuse_servers=False, **settings),
@@ -262,10 +314,13 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here: Path, policy
         on_document_error="dead_letter",
     ).run(given)
     dead = ["id 3"] if text == "die" else []
-    assert [row["id"] for row in rows(here)] == [f"id {i}" for i in range(8) if f"id {i}" not in dead]
+    assert [row["id"] for row in rows(here)] == [
+        f"id {i}" for i in range(8) if f"id {i}" not in dead
+    ]
     assert [letter["id"] for letter in letters(here)] == dead
     starts = len((here / "engines").read_text().splitlines())
-    assert starts in ((4, 5) if dead else (2,))  # with the text in a group of quarantined ones, one more
+    # With the text in a group of quarantined ones, one more.
+    assert starts in ((4, 5) if dead else (2,))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +328,25 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here: Path, policy
     [
         ({"max_concurrent_generations": 10}, 10),
         ({"max_concurrent_generations": 10, "texts_per_request": 64}, 640),
-        ({"max_concurrent_generations": 10, "texts_per_request": 64, "rollouts_per_document": 4}, 160),
+        (
+            {"max_concurrent_generations": 10, "texts_per_request": 64, "rollouts_per_document": 4},
+            160,
+        ),
         ({"max_concurrent_generations": 500, "texts_per_request": 64}, 10_000),
         ({"max_concurrent_generations": 20_000, "texts_per_request": 64}, 20_000),
-        ({"max_concurrent_generations": 10, "texts_per_request": 64, "max_concurrent_documents": 7}, 7),
+        (
+            {
+                "max_concurrent_generations": 10,
+                "texts_per_request": 64,
+                "max_concurrent_documents": 7,
+            },
+            7,
+        ),
     ],
 )
-def test_enough_documents_are_in_work_to_fill_requests(settings: Any, documents_in_work: int) -> None:
+def test_enough_documents_are_in_work_to_fill_requests(
+    settings: Any, documents_in_work: int
+) -> None:
     config = InferenceConfig("dummy", "m", **settings)
     assert config.max_concurrent_documents == documents_in_work
     if "max_concurrent_documents" not in settings:

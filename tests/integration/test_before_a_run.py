@@ -54,28 +54,43 @@ def job(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def examined(job: Path, command: Command) -> Doctor:
-    """``datatrove-ckpt doctor job.yaml ...`` in the job's folder; gives what it says, by what was checked."""
-    return lambda *arguments, code=0: doctor_lines(command("doctor", "job.yaml", "--all", *arguments, code=code).out)
+    """``datatrove-ckpt doctor job.yaml ...`` in the job's folder; gives what it says, by what was
+    checked.
+    """
+    return lambda *arguments, code=0: doctor_lines(
+        command("doctor", "job.yaml", "--all", *arguments, code=code).out
+    )
 
 
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_fit_folders_have_no_problem_and_nothing_is_changed(examined: Doctor, tmp_path: Path) -> None:
+def test_fit_folders_have_no_problem_and_nothing_is_changed(
+    examined: Doctor, tmp_path: Path
+) -> None:
     before = names(tmp_path)
     said = examined()
-    assert said["checkpoints, writable"] == f"ok: {tmp_path}/checkpoints (will be created in {tmp_path})"
+    assert (
+        said["checkpoints, writable"]
+        == f"ok: {tmp_path}/checkpoints (will be created in {tmp_path})"
+    )
     assert said["checkpoints, locks"].startswith("ok: the file system has locks")
     assert said["checkpoints, SQLite"].startswith("ok: WAL without shared memory works")
     assert " free, " in said["checkpoints, room"]
-    assert said["logging_dir, reachable"].startswith(f"ok: {tmp_path}/logs: a small object was written")
-    assert said["input, readable"].startswith(f"ok: {tmp_path}/documents: the first 2 documents read.")
+    assert said["logging_dir, reachable"].startswith(
+        f"ok: {tmp_path}/logs: a small object was written"
+    )
+    assert said["input, readable"].startswith(
+        f"ok: {tmp_path}/documents: the first 2 documents read."
+    )
     assert said["server, ready"] == "ok: everything that dummy needs is installed here."
     assert names(tmp_path) == before
 
 
-def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job: Path, command: Command) -> None:
+def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(
+    job: Path, command: Command
+) -> None:
     changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=job.yaml/x")
     lines = command("doctor", "job.yaml", *changes, code=1).out.splitlines()
     states = [line.split()[0] for line in lines[:-1]]
@@ -109,7 +124,9 @@ def test_what_would_fail_is_named_with_what_to_do(
     assert names(tmp_path) == before
 
 
-def test_a_file_system_without_locks_is_a_warning(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_a_warning(
+    examined: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -126,20 +143,28 @@ def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
     )
     Path("job.yaml").write_text(slurm)
     said = examined()
-    assert said["checkpoints, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
-    assert said["output, file system"].startswith("warning: ext4 (local). Tasks may run on other nodes")
+    assert said["checkpoints, file system"].startswith(
+        "warning: ext4 (local). Tasks may run on other nodes"
+    )
+    assert said["output, file system"].startswith(
+        "warning: ext4 (local). Tasks may run on other nodes"
+    )
 
 
-def test_a_folder_that_never_answers_is_a_problem(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_never_answers_is_a_problem(
+    examined: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never = threading.Event()
     monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
     monkeypatch.setattr(checks, "REMOTE_SECONDS", 0.5)
     said = examined(code=1)["checkpoints, reachable"]
     never.set()
-    assert said.endswith("there was no answer within 0 s. Repair the mount, or choose another folder.")
+    assert said.endswith(
+        "there was no answer within 0 s. Repair the mount, or choose another folder."
+    )
 
 
-# Remote folders ------------------------------------------------------------------------------------------------------
+# Remote folders ----------------------------------------------------------------------------------
 
 TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
 
@@ -150,7 +175,9 @@ def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor) -> None:
     assert MemoryFileSystem().find("/doctor") == []
 
 
-def test_a_remote_output_that_refuses_is_a_problem(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_output_that_refuses_is_a_problem(
+    examined: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
         raise PermissionError("403 Forbidden")
 
@@ -169,7 +196,9 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
     folder = DataFolder("memory://doctor/kept")
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "rm_file", keep)
-        states = [found.state for deletes in (False, True) for found in check_remote(folder, deletes)]
+        states = [
+            found.state for deletes in (False, True) for found in check_remote(folder, deletes)
+        ]
     assert states == ["warning", "problem"]
     folder.rm("", recursive=True)
 
@@ -203,7 +232,7 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
     assert "Use hf://buckets/" in found.message
 
 
-# Beside a run --------------------------------------------------------------------------------------------------------
+# Beside a run ------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
@@ -231,7 +260,9 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if PROBE in path.name]
 
 
-def test_a_disk_with_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_too_little_room_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = [1 << 27, 100]
 
     def statvfs(path: Any) -> Any:
@@ -249,7 +280,8 @@ def test_a_disk_with_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: p
     )
 
 
-# The try of SQLite, after that of the locks, takes two seconds, and not a moment that a busy test may miss.
+# The try of SQLite, after that of the locks, takes two seconds, and not a moment that a busy test
+# may miss.
 SLOWLY = """
 import sys, time
 from datatrove_ckpt.__main__ import main

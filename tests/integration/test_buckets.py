@@ -45,7 +45,9 @@ BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
+def _no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+) -> Iterator[None]:
     """Nothing is left in the temporary folder, whatever happens."""
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
@@ -53,7 +55,8 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePo
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield
-    # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be uploaded.
+    # datatrove writes logs and markers through fsspec, which leaves one behind that cannot be
+    # uploaded.
     left = [path.read_text() for path in (tmp_path / "temporary").iterdir()]
     assert not [text for text in left if "document 0 0" in text]
 
@@ -61,13 +64,18 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePo
 def put_input(hub: FakeHub, tasks: int, documents: int) -> None:
     files = {}
     for task in range(tasks):
-        rows = [json.dumps({"id": f"{task} {n}", "text": f"document {task} {n}"}) for n in range(documents)]
+        rows = [
+            json.dumps({"id": f"{task} {n}", "text": f"document {task} {n}"})
+            for n in range(documents)
+        ]
         files[f"input/{task}.jsonl"] = "".join(row + "\n" for row in rows).encode()
     hub.put("org/job", files, kind="bucket")
 
 
 def write_yaml(server: FakeServer, mirror: str = f"{BUCKET}/mirror", tasks: int = 2) -> None:
-    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output")
+    text = job_yaml(
+        ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output"
+    )
     text = text.replace("logging_dir: logs", f"logging_dir: {BUCKET}/logs")
     text += f"          records_per_chunk: 2\n          checkpoints_remote_dir: {mirror}\n          mirror_seconds: 0\n"
     Path("job.yaml").write_text(text)
@@ -90,11 +98,17 @@ def lose_the_node() -> None:
 
 
 def output(hub: FakeHub) -> dict[str, bytes]:
-    return {name: content for name, content in hub.files("org/job", kind="bucket").items() if name.startswith("output")}
+    return {
+        name: content
+        for name, content in hub.files("org/job", kind="bucket").items()
+        if name.startswith("output")
+    }
 
 
 def markers(hub: FakeHub) -> list[str]:
-    return [name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")]
+    return [
+        name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")
+    ]
 
 
 class Effects(object_store.Effects):
@@ -152,7 +166,9 @@ def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(
     assert server.asked.total() == 6
 
 
-def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server: FakeServer, command: Command) -> None:
+def test_every_command_works_with_all_of_a_job_in_a_bucket(
+    job: FakeHub, server: FakeServer, command: Command
+) -> None:
     assert "no problem, no warning" in command("doctor", "job.yaml")
     assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl", "input/1.jsonl"}
     said = command("run", "job.yaml")
@@ -168,7 +184,9 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server:
         assert "report.html: the report of 2 ranks" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
     assert server.asked.total() == 6
-    job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], ["output/00001_00001.jsonl"])
+    job.repo("org/job", "bucket").commit(
+        "main", "by hand", "", 0.0, [], ["output/00001_00001.jsonl"]
+    )
     assert "00001_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
     command("repair", "job.yaml")
     command("run", "job.yaml")
@@ -178,7 +196,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job: FakeHub, server:
     assert "'1.jsonl' (has other content)" in command("run", "job.yaml", code=1)
 
 
-# a repository ---------------------------------------------------------------------------------------------------------
+# a repository ------------------------------------------------------------------------------------
 
 
 def test_a_mirror_in_a_repository_is_refused_read_and_moved(
@@ -187,8 +205,14 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(
     """Versions before this one wrote there: one commit for each object."""
     write_yaml(server, str(tmp_path / "mirror"))
     command("run", "job.yaml")
-    files = {f"mirror/{path.relative_to('mirror')}": path.read_bytes() for path in Path("mirror").rglob("*.*")}
-    files |= {f"mirror/{path.relative_to('mirror')}": path.read_bytes() for path in Path("mirror").rglob("*-*")}
+    files = {
+        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
+        for path in Path("mirror").rglob("*.*")
+    }
+    files |= {
+        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
+        for path in Path("mirror").rglob("*-*")
+    }
     job.put("org/data", files)
     lose_the_node()
     write_yaml(server, "hf://datasets/org/data/mirror")
@@ -198,7 +222,8 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
         assert "2 ranks (2 finished)" in command("status", what)
         assert "no problem: 2 ranks, 6 documents" in command("verify", what)
-    HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")  # what ``hf cp`` calls
+    # What ``hf cp`` calls.
+    HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")
     write_yaml(server)
     lose_the_node()
     assert "2 ranks (2 finished)" in command("status", "job.yaml")
@@ -208,7 +233,9 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(
     assert server.asked.total() == 6
 
 
-@pytest.mark.parametrize("url", ["hf://datasets/org/data@try/a", "hf://models/org/data/a", "hf://org/data/a"])
+@pytest.mark.parametrize(
+    "url", ["hf://datasets/org/data@try/a", "hf://models/org/data/a", "hf://org/data/a"]
+)
 def test_the_bucket_to_use_instead_is_named(url: str) -> None:
     with pytest.raises(ConfigError, match=r"Set it to a bucket: hf://buckets/org/data/a \("):
         check_mirror(url)
@@ -219,12 +246,17 @@ def test_doctor_warns_of_markers_in_a_repository(job: FakeHub, command: Command)
     text = Path("job.yaml").read_text().replace(f"{BUCKET}/logs", "hf://datasets/org/data/logs")
     Path("job.yaml").write_text(text)
     said = command("doctor", "job.yaml", code=None)
-    assert "warning  logging_dir, reachable: hf://datasets/org/data/logs is not tested: each write is a commit" in said
+    assert (
+        "warning  logging_dir, reachable: hf://datasets/org/data/logs is not tested: each write is a commit"
+        in said
+    )
     command("run", "job.yaml")
-    assert len(job.commits("org/data")) == 2 + 3 * 2, [commit.added for commit in job.commits("org/data")]
+    assert len(job.commits("org/data")) == 2 + 3 * 2, [
+        commit.added for commit in job.commits("org/data")
+    ]
 
 
-# a token that expires -------------------------------------------------------------------------------------------------
+# a token that expires ----------------------------------------------------------------------------
 
 
 class Expiring(Access):
@@ -245,7 +277,12 @@ class Expiring(Access):
 @pytest.mark.matrix
 @pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120, 135, 150, 180, 210])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
-    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: int
+    job: FakeHub,
+    server: FakeServer,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    after: int,
 ) -> None:
     access = job.tokens[job.token] = Expiring()
     access.left = after
@@ -262,20 +299,27 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     said = command("run", "job.yaml")
-    rows = [json.loads(line)["id"] for name in sorted(output(job)) for line in output(job)[name].splitlines()]
+    rows = [
+        json.loads(line)["id"]
+        for name in sorted(output(job))
+        for line in output(job)[name].splitlines()
+    ]
     assert rows == [f"{task} {n}" for task in range(2) for n in range(3)]
     assert set(server.asked.values()) == {1}
     assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
 
 
-# lists that lag -------------------------------------------------------------------------------------------------------
+# lists that lag ----------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lag", [3, 1, 5])
-def test_lists_that_lag_lose_and_repeat_nothing(job: FakeHub, server: FakeServer, command: Command, lag: int) -> None:
+def test_lists_that_lag_lose_and_repeat_nothing(
+    job: FakeHub, server: FakeServer, command: Command, lag: int
+) -> None:
     for number in range(lag):
-        job.put("org/job", {f"other/{number}": b""}, kind="bucket")  # the input has been there for a while
+        # The input has been there for a while.
+        job.put("org/job", {f"other/{number}": b""}, kind="bucket")
     job.lag_commits = lag
     assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
     lose_the_node()
@@ -288,13 +332,19 @@ def test_lists_that_lag_lose_and_repeat_nothing(job: FakeHub, server: FakeServer
 def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub) -> None:
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     mirrored = Versions(f"{BUCKET}/mirror/00000")
-    job.put("org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket")
+    job.put(
+        "org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket"
+    )
     job.put("org/job", {"logs/stats/00000.json": b"[]"}, kind="bucket")
     assert step.get_incomplete_ranks() == [1]
     local._saved_stats(step.logging_dir, 0)
     assert mirrored.list_objects() == set()
     name = f"{16 * '0'}-000000"
-    found = {"logs/completions/00001": b"", "logs/stats/00001.json": b"[]", f"mirror/00000/objects/{name}": b"content"}
+    found = {
+        "logs/completions/00001": b"",
+        "logs/stats/00001.json": b"[]",
+        f"mirror/00000/objects/{name}": b"content",
+    }
     job.put("org/job", found, kind="bucket")  # by another process
     assert step.get_incomplete_ranks() == []
     local._saved_stats(step.logging_dir, 1)
@@ -334,10 +384,14 @@ def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
 
     write_yaml(server)
     missing = "the bucket org/none does not exist, or this token may not see it. Make it (hf buckets create org/none"
-    assert refused("run", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs").startswith(
+    assert refused(
+        "run", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs"
+    ).startswith(
         f"error: logging_dir: {missing} --private), correct the name, or log in (hf auth login, or export HF_TOKEN)."
     )
-    found = command("doctor", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs", code=1)
+    found = command(
+        "doctor", "job.yaml", "--executor.logging_dir=hf://buckets/org/none/logs", code=1
+    )
     assert "logging_dir, reachable: hf://buckets/org/none/logs/.datatrove-ckpt-probe-" in found
     assert f"could not be written: {missing}" in found
     assert "Invalid HF URI" not in found
@@ -350,7 +404,9 @@ def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
         "to write here). Correct the name, or log in (hf auth login, or export HF_TOKEN)."
     )
     monkeypatch.setenv("HF_TOKEN", job.expired_token)
-    assert refused("run", "job.yaml").startswith("error: logging_dir: the hub wants a valid token (HTTP 401 ")
+    assert refused("run", "job.yaml").startswith(
+        "error: logging_dir: the hub wants a valid token (HTTP 401 "
+    )
 
 
 def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
@@ -371,7 +427,7 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
         restore(f"{BUCKET}/mirror/00000", tmp_path / "00000")
 
 
-# a node that is lost after its last upload ----------------------------------------------------------------------------
+# a node that is lost after its last upload -------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -379,30 +435,48 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
 def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
     hub: FakeHub, tmp_path: Path, place: str
 ) -> None:
-    """A model answers with other words the second time, and nobody is there to delete the first ones."""
+    """A model answers with other words the second time, and nobody is there to delete the first
+    ones.
+    """
     hub.create_repo("org/job", kind="bucket")
     hub.create_repo("org/data")
     output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
     with FakeServer(answer=lambda path, text: "word " * server.asked.total()) as server:
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
         kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
-        (first,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
-        later = [file for file in hub.files("org/job", kind="bucket") if re.search("generation-(?!00000001-)", file)]
+        (first,) = (
+            content
+            for file, content in hub.files(name, kind=kind).items()
+            if file.startswith("output/")
+        )
+        later = [
+            file
+            for file in hub.files("org/job", kind="bucket")
+            if re.search("generation-(?!00000001-)", file)
+        ]
         hub.repo("org/job", "bucket").commit("main", "never uploaded", "", 0.0, [], later)
         lose_the_node()
         shutil.rmtree(tmp_path / "checkpoints")
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
-        (second,) = (content for file, content in hub.files(name, kind=kind).items() if file.startswith("output/"))
+        (second,) = (
+            content
+            for file, content in hub.files(name, kind=kind).items()
+            if file.startswith("output/")
+        )
         assert first != second
         assert len(second.splitlines()) == 3
 
 
-def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job: FakeHub, tmp_path: Path) -> None:
+def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
+    job: FakeHub, tmp_path: Path
+) -> None:
     def taken() -> None:
         raise Fenced("Another process has taken over")
 
     (tmp_path / "staged").write_text("content")
-    uploads = HubUploads(HubFolder.parse(f"{BUCKET}/output"), StoppableCalls(), SimpleNamespace(check=taken))
+    uploads = HubUploads(
+        HubFolder.parse(f"{BUCKET}/output"), StoppableCalls(), SimpleNamespace(check=taken)
+    )
     uploads.upload({"a": tmp_path / "staged"})
     job.fail("batch", status=409)
     with pytest.raises(Fenced):

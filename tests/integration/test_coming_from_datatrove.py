@@ -1,4 +1,6 @@
-"""A script for datatrove's runner works with its import line changed, and a page in docs/ says what differs."""
+"""A script for datatrove's runner works with its import line changed, and a page in docs/ says what
+differs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, Ser
 def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
     line = f"from {module} import {_NAMES}"
     of_datatrove = "from datatrove.pipeline.inference import run_inference as theirs"
-    same = [f"assert {name} is theirs.{name}" for name in ("InferenceError", "InferenceResult", "ServerError")]
+    same = [
+        f"assert {name} is theirs.{name}"
+        for name in ("InferenceError", "InferenceResult", "ServerError")
+    ]
     ours = "assert InferenceRunner.__module__ == 'datatrove_ckpt.runner'"
     code = "\n".join([line, of_datatrove, *same, ours])
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
@@ -53,12 +58,24 @@ def test_the_submodules_are_modules_with_all_names() -> None:
     assert types.InferenceError is run_inference.InferenceError
 
 
-def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: Path, server: FakeServer) -> None:
-    """Engines answer in the order of a schema: a reason that comes after the answer is no reason."""
-    schema = {"type": "object", "properties": {"why": {"type": "string"}, "answer": {"type": "string"}}}
+def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Engines answer in the order of a schema: a reason that comes after the answer is no
+    reason.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"why": {"type": "string"}, "answer": {"type": "string"}},
+    }
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     defaults = {"top_p": 0.5, "chat_template_kwargs": {"z": 1, "a": {"y": 1, "b": 2}}, "seed": 1}
-    written = {"seed": 2, "tools": [tool], "guided_json": schema, "documents": [{"title": "t", "body": "b"}]}
+    written = {
+        "seed": 2,
+        "tools": [tool],
+        "guided_json": schema,
+        "documents": [{"title": "t", "body": "b"}],
+    }
     sent: list[dict[str, Any]] = []
 
     class Server:
@@ -75,14 +92,20 @@ def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path: P
         return await step._send_request(Server(), payload, asyncio.Semaphore())
 
     asyncio.run(rollout(documents(1)[0], by_datatrove))
-    runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(documents(1))
+    runner(tmp_path, server, rollout, config={"default_generation_params": defaults}).run(
+        documents(1)
+    )
     assert [json.dumps(one) for one in server.payloads] == [json.dumps(one) for one in sent]
 
 
-# the table of differences ---------------------------------------------------------------------------------------------
+# the table of differences ------------------------------------------------------------------------
 
 PAGE = "docs/coming-from-datatrove.md"
-TABLE = pages()[PAGE].partition("<!-- differences: start -->")[2].partition("<!-- differences: end -->")[0]
+TABLE = (
+    pages()[PAGE]
+    .partition("<!-- differences: start -->")[2]
+    .partition("<!-- differences: end -->")[0]
+)
 ROWS = table_rows(TABLE)
 
 
@@ -97,7 +120,9 @@ def test_each_row_names_a_test_that_exists() -> None:
     for row in ROWS:
         path, _, name = row[-1].strip("`").partition("::")
         tree = ast.parse((ROOT / "tests" / path).read_text())
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         assert name in {function.name for function in functions}, row
         assert all(row[:3]), row
 
@@ -106,7 +131,11 @@ def test_the_page_names_each_attribute_that_is_missing(tmp_path: Path) -> None:
     config = theirs.InferenceConfig("dummy", "m")
     runner_of_datatrove = theirs.InferenceRunner(ask, config, writer(tmp_path))
     ours = InferenceRunner(ask, config, writer(tmp_path))
-    names = {name for name in (*dir(runner_of_datatrove), *vars(runner_of_datatrove)) if not name.startswith("_")}
+    names = {
+        name
+        for name in (*dir(runner_of_datatrove), *vars(runner_of_datatrove))
+        if not name.startswith("_")
+    }
     assert missing(sorted(names - {*dir(ours), *vars(ours)})) == []
 
 
@@ -124,14 +153,18 @@ def test_the_page_names_each_number_that_is_missing(tmp_path: Path) -> None:
     source = inspect.getsource(theirs)
     of_datatrove = set(re.findall(r'stat_update\("(\w+)"', source)) | {"inference_time"}
     assert len(of_datatrove) > 8
-    with FakeServer(status=lambda payload, times: 400 if "text 1" in str(payload) else None) as server:
+    with FakeServer(
+        status=lambda payload, times: 400 if "text 1" in str(payload) else None
+    ) as server:
         step = runner(tmp_path, server, skip_bad_requests=True)
         step.run(documents(2))
     assert missing(sorted(of_datatrove - {*step.stats.stats})) == []
 
 
 def test_the_page_names_each_server_type_that_is_missing() -> None:
-    (of_datatrove,) = [one.type for one in dataclasses.fields(theirs.InferenceConfig) if one.name == "server_type"]
+    (of_datatrove,) = [
+        one.type for one in dataclasses.fields(theirs.InferenceConfig) if one.name == "server_type"
+    ]
     assert set(re.findall(r'"(\w+)"', str(of_datatrove))) <= {*get_args(ServerType)}
 
 
@@ -151,7 +184,9 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path: Path
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
 def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
-    with FakeServer(status=lambda payload, times: status if "text 1" in str(payload) else None) as server:
+    with FakeServer(
+        status=lambda payload, times: status if "text 1" in str(payload) else None
+    ) as server:
         step = runner(tmp_path, server, skip_bad_requests=True)
         step.run(documents(3))
     assert step.stats.stats["skipped_bad_requests"].total == 1
@@ -174,7 +209,8 @@ def test_sglang_cuts_no_prompt_unasked() -> None:
     plain = InferenceConfig("sglang", "m")
     asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
     assert [
-        "--allow-auto-truncate" in one.engine.command(Launch(one, None, 1, Key("k"))).argv for one in (plain, asked)
+        "--allow-auto-truncate" in one.engine.command(Launch(one, None, 1, Key("k"))).argv
+        for one in (plain, asked)
     ] == [False, True]
 
 
@@ -210,7 +246,9 @@ def test_progress_is_a_line(tmp_path: Path, log: list[str], server: FakeServer) 
 
 @pytest.mark.slow
 def test_server_logs_have_the_rank_in_their_names(tmp_path: Path) -> None:
-    settings = InferenceConfig("dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False)
+    settings = InferenceConfig(
+        "dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False
+    )
     step = InferenceRunner(ask, settings, writer(tmp_path))
     step.run(documents(1), rank=3)
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["server_rank_00003.log"]

@@ -1,6 +1,8 @@
-"""What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings and flags, keys.
+"""What users and their scripts rely on, as tests/data/contracts has it: messages, names of settings
+and flags, keys.
 
-    refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong, word by word
+    refusals.txt    what `run`, `doctor` and `verify` say of the same job when something is wrong,
+                    word by word
     run.json        of a run whose settings hold secrets: it says which of them are hidden
     names.json      settings of a YAML file, flags of the commands, and the keys of each `--json`
 
@@ -112,7 +114,9 @@ def copied_over(job: Path) -> None:
 
 
 class Refusal:
-    """For the server: once it is asked to, it refuses the fourth document's request, when a chunk is committed."""
+    """For the server: once it is asked to, it refuses the fourth document's request, when a chunk
+    is committed.
+    """
 
     commits: Path | None = None
 
@@ -194,7 +198,9 @@ def jobs() -> Iterator[tuple[Path, FakeServer]]:
     top, refusal = Path(tempfile.mkdtemp(prefix="refusals-", dir="/tmp")), Refusal()
     job = top / "job"
     with FakeServer(status=refusal) as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS)
+        text = job_yaml(
+            ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS
+        )
         for state in (NEW, DONE, STOPPED):
             shutil.rmtree(job, ignore_errors=True)
             job.mkdir()
@@ -215,7 +221,11 @@ def test_those_by_default_are_there() -> None:
 
 @pytest.mark.xdist_group("contracts")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow) for name in SITUATIONS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in BY_DEFAULT else pytest.mark.slow)
+        for name in SITUATIONS
+    ],
 )
 def test_what_three_doors_say(
     name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
@@ -251,10 +261,20 @@ def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
     text = said.out + said.err
     if door == "doctor" and said.out:
         lines = said.out.splitlines(keepends=True)[:-1]
-        text = "".join(line for line in lines if not line.startswith("ok ") and not _MACHINE.search(line)) or "nothing"
+        text = (
+            "".join(
+                line for line in lines if not line.startswith("ok ") and not _MACHINE.search(line)
+            )
+            or "nothing"
+        )
     if door == "run":
         text = said.error if "error: " in said.err else said.out
-    for old, new in ((str(job), "JOB"), (server.url, "URL"), (socket.gethostname(), "HOST"), (__version__, "VERSION")):
+    for old, new in (
+        (str(job), "JOB"),
+        (server.url, "URL"),
+        (socket.gethostname(), "HOST"),
+        (__version__, "VERSION"),
+    ):
         text = text.replace(old, new)
     return re.sub("probe-[0-9a-f]+", "probe", text).strip() + "\n"
 
@@ -269,10 +289,12 @@ def read() -> dict[str, str]:
 
 
 def write(sections: dict[str, str]) -> None:
-    REFUSALS.write_text("\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections))
+    REFUSALS.write_text(
+        "\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections)
+    )
 
 
-# names ---------------------------------------------------------------------------------------------------------------
+# names -------------------------------------------------------------------------------------------
 
 
 def hold(what: str, found: Any) -> None:
@@ -286,7 +308,11 @@ def hold(what: str, found: Any) -> None:
 
 def test_names_of_settings_in_a_yaml_file() -> None:
     """Of our classes; others are datatrove's."""
-    named = [import_name(name, name) for name, module in SHORT_NAMES.items() if module.startswith("datatrove_ckpt")]
+    named = [
+        import_name(name, name)
+        for name, module in SHORT_NAMES.items()
+        if module.startswith("datatrove_ckpt")
+    ]
     classes = [cls for cls in named if isinstance(cls, type)]
     classes += [MonitoringConfig, KubernetesJob, ShortJob]
     found = {cls.__name__: " ".join(sorted(parameters_of(cls)[0])) for cls in classes}
@@ -294,7 +320,9 @@ def test_names_of_settings_in_a_yaml_file() -> None:
 
 
 def test_commands_and_their_flags() -> None:
-    (commands,) = [one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    (commands,) = [
+        one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)
+    ]
     hold("flags", {name: flags(one) for name, one in commands.choices.items()})
 
 
@@ -336,7 +364,7 @@ def keys(content: Any, path: str = "") -> Iterator[str]:
             yield from (inner, *keys(one, inner))
 
 
-# secrets in run.json -------------------------------------------------------------------------------------------------
+# secrets in run.json -----------------------------------------------------------------------------
 
 RUN = DATA / "contracts" / "run.json"
 HIDDEN = {
@@ -359,27 +387,45 @@ SHOWN = {
 }
 
 
-def test_run_json_with_secrets_is_continued_and_shows_none(tmp_path: Path, command: Command, log: list[str]) -> None:
-    """What is hidden is compared by its hash: a version that hides less would refuse the runs of this one."""
+def test_run_json_with_secrets_is_continued_and_shows_none(
+    tmp_path: Path, command: Command, log: list[str]
+) -> None:
+    """What is hidden is compared by its hash: a version that hides less would refuse the runs of
+    this one.
+    """
     budget = Budget()
     path = rank(0, "run.json")(tmp_path)
     with FakeServer(status=budget) as server:
 
         def step() -> InferenceRunner:
             rollout = PromptRollout("Say {text}", generation_params=HIDDEN | SHOWN)
-            return runner(tmp_path, server, rollout, shared_context={"hf_token": HIDDEN["hf_token"], **SHOWN})
+            return runner(
+                tmp_path, server, rollout, shared_context={"hf_token": HIDDEN["hf_token"], **SHOWN}
+            )
 
         with pytest.raises(ServerRefused):
             step().run(documents(4))
         found = path.read_text()
         content = content_of(path)
         if IS_WRITTEN:
-            RUN.write_text(json.dumps({**content, "output_folder": "", "owner": {}}, indent=1) + "\n")
-        edit(path, **json.loads(RUN.read_bytes()) | {name: content[name] for name in ("output_folder", "owner")})
+            RUN.write_text(
+                json.dumps({**content, "output_folder": "", "owner": {}}, indent=1) + "\n"
+            )
+        edit(
+            path,
+            **json.loads(RUN.read_bytes())
+            | {name: content[name] for name in ("output_folder", "owner")},
+        )
         kept = path.read_text()
         budget.left = 99
         step().run(documents(4))
-    said = "".join([command("status", tmp_path / "checkpoints"), command("verify", tmp_path / "checkpoints"), *log])
+    said = "".join(
+        [
+            command("status", tmp_path / "checkpoints"),
+            command("verify", tmp_path / "checkpoints"),
+            *log,
+        ]
+    )
     said += "".join(file.read_text() for file in (tmp_path / "checkpoints").rglob("*.json"))
     for secret in [*HIDDEN.values(), *HIDDEN["extra_headers"].values()]:  # type: ignore[attr-defined]
         assert str(secret) not in found + kept + said

@@ -1,4 +1,6 @@
-"""A rollout that is corrected after its own exception stopped the rank: a normal thing, with one flag to go on."""
+"""A rollout that is corrected after its own exception stopped the rank: a normal thing, with one
+flag to go on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ async def rollout(document, generate):
     return {"answer": answer.text, "version": "old"}
 """
 CORRECTED = BROKEN.replace('raise ValueError("no title")', "pass").replace('"old"', '"new"')
-BY_ID = [("id 0", "old"), ("id 1", "old"), ("id 2", "old"), ("id 3", "old"), ("id 4", "new"), ("id 5", "new")]
+BY_ID = [
+    ("id 0", "old"),
+    ("id 1", "old"),
+    ("id 2", "old"),
+    ("id 3", "old"),
+    ("id 4", "new"),
+    ("id 5", "new"),
+]
 
 
 def versions(folder: Path) -> list[tuple[str, str]]:
@@ -48,14 +57,20 @@ def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path)
         with pytest.raises(CheckpointMismatch) as refused:
             runner(tmp_path, server, load(new).rollout, **one).run(documents(6))
         assert "(code of the function rollouts_of_a_user.rollout)" in str(refused.value)
-        assert "or pass accept_changes=True to InferenceRunner to mix the two: what is done stays" in str(refused.value)
+        assert (
+            "or pass accept_changes=True to InferenceRunner to mix the two: what is done stays"
+            in str(refused.value)
+        )
         runner(tmp_path, server, load(new).rollout, accept_changes=True, **one).run(documents(6))
         assert set(server.asked.values()) == {1}
     assert versions(tmp_path) == BY_ID
 
 
 def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: FakeServer
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    server: FakeServer,
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -66,13 +81,20 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
         return main(["run", "job.yaml", *arguments]), capsys.readouterr().err
 
     text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_documents: 1")
-    text = text.replace('{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "users_rollouts.rollout")
-    write_job(here, f"{text}          records_per_chunk: 2\n", [f"text {number}" for number in range(6)])
+    text = text.replace(
+        '{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}', "users_rollouts.rollout"
+    )
+    write_job(
+        here, f"{text}          records_per_chunk: 2\n", [f"text {number}" for number in range(6)]
+    )
     (here / "users_rollouts.py").write_text(BROKEN)
     flag, command = "--pipeline.1.accept_changes=true", "datatrove-ckpt run job.yaml"
     code, said = run()
     assert code == 1
-    assert f"the code of the rollout rollout for that, add {flag} to the command: what is done and paid" in said
+    assert (
+        f"the code of the rollout rollout for that, add {flag} to the command: what is done and paid"
+        in said
+    )
     assert f"The whole command: {command} {flag}" in said
     (here / "users_rollouts.py").write_text(CORRECTED)
     code, said = run()

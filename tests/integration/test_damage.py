@@ -1,4 +1,6 @@
-"""Every kind of damage to a half-finished checkpoint: a run refuses it clearly, or ends in the same bytes."""
+"""Every kind of damage to a half-finished checkpoint: a run refuses it clearly, or ends in the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ Mutation = tuple[str, Callable[[Path], None]]
 
 
 def statuses(broken: bool) -> Callable[[dict[str, Any], int], int | None]:
-    """Documents 1 and 2 are dead letters. ``broken``: document 5 gets an answer and no second one."""
+    """Documents 1 and 2 are dead letters.
+
+    ``broken``: document 5 gets an answer and no second one.
+    """
 
     def status(payload: dict[str, Any], times: int) -> int | None:
         content = payload["messages"][-1]["content"]
@@ -70,11 +75,16 @@ def run(folder: Path, server: FakeServer, patience: Mapping[str, float] = {}) ->
 def dead(folder: Path) -> list[dict[str, Any]]:
     """The dead letters without what differs from attempt to attempt."""
     text = (folder / RANK / "dead_letters.jsonl").read_text()
-    return [{name: letter[name] for name in ("ordinal", "document")} for letter in map(json.loads, text.splitlines())]
+    return [
+        {name: letter[name] for name in ("ordinal", "document")}
+        for letter in map(json.loads, text.splitlines())
+    ]
 
 
 class Half:
-    """A job that was stopped in chunk 2, as a folder that is put back before each test, and its result."""
+    """A job that was stopped in chunk 2, as a folder that is put back before each test, and its
+    result.
+    """
 
     def __init__(self, root: Path, server: FakeServer) -> None:
         self.job, self.template = root / "job", root / "half"
@@ -102,7 +112,10 @@ class Half:
 def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
     shm = Path("/dev/shm")
     on_disk = tmp_path_factory.mktemp("half")
-    return Half(Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-")) if shm.is_dir() else on_disk, server)
+    return Half(
+        Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-")) if shm.is_dir() else on_disk,
+        server,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,7 +124,7 @@ def _cleared(half: Half) -> Iterator[None]:
     shutil.rmtree(half.job.parent, ignore_errors=True)
 
 
-# mutations -----------------------------------------------------------------------------------------------------------
+# mutations ---------------------------------------------------------------------------------------
 
 
 def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -155,11 +168,16 @@ def lines_changed(data: bytes, how: str, index: int) -> bytes:
     return b"".join(lines)
 
 
-def byte_mutations(half: Half, name: str, places: list[float], chance: random.Random) -> Iterator[Mutation]:
+def byte_mutations(
+    half: Half, name: str, places: list[float], chance: random.Random
+) -> Iterator[Mutation]:
     size = (half.template / "checkpoints" / name).stat().st_size
     for place in places:
         at, bit = int(place * size), chance.randrange(8)
-        yield f"flip bit {bit} of byte {at}: {name}", edit(name, lambda data, at=at, bit=bit: flipped(data, at, bit))
+        yield (
+            f"flip bit {bit} of byte {at}: {name}",
+            edit(name, lambda data, at=at, bit=bit: flipped(data, at, bit)),
+        )
         yield f"cut at {at}: {name}", edit(name, lambda data, at=at: data[:at])
         yield (
             f"100 zero bytes at {at}: {name}",
@@ -167,7 +185,10 @@ def byte_mutations(half: Half, name: str, places: list[float], chance: random.Ra
         )
         yield (
             f"100 bytes zeroed at {at}: {name}",
-            edit(name, lambda data, at=at: data[:at] + bytes(len(data[at : at + 100])) + data[at + 100 :]),
+            edit(
+                name,
+                lambda data, at=at: data[:at] + bytes(len(data[at : at + 100])) + data[at + 100 :],
+            ),
         )
 
 
@@ -190,13 +211,18 @@ def whole_mutations() -> Iterator[Mutation]:
     for content in RUNS:
         yield f"run.json is {content[:40]!r}", edit(FILES[0], lambda data, content=content: content)
     for name, body in itertools.product(FILES[1:3], LINES):
-        yield f"a whole line {body!r} at the end: {name}", edit(name, lambda data, body=body: data + seal(body))
+        yield (
+            f"a whole line {body!r} at the end: {name}",
+            edit(name, lambda data, body=body: data + seal(body)),
+        )
     for suffix in ("-wal", "-journal", "-shm"):
         yield f"foreign {suffix}", foreign(f"replay.sqlite3{suffix}", b"foreign" * 1000)
         yield f"a folder {suffix}", replace_by_folder(f"00000/replay.sqlite3{suffix}")
     yield (
         "a log without a database",
-        lambda folder: (folder / RANK / "replay.sqlite3").rename(folder / RANK / "replay.sqlite3-wal"),
+        lambda folder: (folder / RANK / "replay.sqlite3").rename(
+            folder / RANK / "replay.sqlite3-wal"
+        ),
     )
     for name in NAMES:
         yield f"foreign {name}, empty", foreign(name, b"")
@@ -211,14 +237,19 @@ def mutations(half: Half, places: int, seed: int) -> list[Mutation]:
     found = list(whole_mutations())
     for name in FILES:
         found += byte_mutations(half, name, [chance.random() for _ in range(places)], chance)
-    for name, how, index in itertools.product(TEXT, ("double", "swap", "empty", "drop"), range(places)):
+    for name, how, index in itertools.product(
+        TEXT, ("double", "swap", "empty", "drop"), range(places)
+    ):
         found.append(
-            (f"{how} line {index}: {name}", edit(f"00000/{name}", lambda d, h=how, i=index: lines_changed(d, h, i)))
+            (
+                f"{how} line {index}: {name}",
+                edit(f"00000/{name}", lambda d, h=how, i=index: lines_changed(d, h, i)),
+            )
         )
     return found
 
 
-# the oracle ----------------------------------------------------------------------------------------------------------
+# the oracle --------------------------------------------------------------------------------------
 
 
 def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str:
@@ -229,7 +260,9 @@ def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str
     said("status", folder, code=None)
     text = said("verify", folder, "--output", folder / "output", code=None)
     assert "Traceback" not in text, name
-    assert "delete it if nothing else needs it" not in text, f"{name}: advises to remove output: {text}"
+    assert "delete it if nothing else needs it" not in text, (
+        f"{name}: advises to remove output: {text}"
+    )
     said("repair", folder, "--dry-run", "--output", folder / "output", code=None)
     before = outputs(folder / "output")
     try:
@@ -250,17 +283,23 @@ def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str
 
 def judge_all(half: Half, server: FakeServer, said: Said, chosen: list[Mutation]) -> None:
     found = [judge(half, server, said, mutation) for mutation in chosen]
-    print(f"{len(found)} kinds of damage: {found.count('refused')} refused, {found.count('same')} the same output")
+    print(
+        f"{len(found)} kinds of damage: {found.count('refused')} refused, {found.count('same')} the same output"
+    )
     assert set(found) == {"refused", "same"}
 
 
-def test_some_damage_is_refused_or_does_not_matter(half: Half, server: FakeServer, said: Said) -> None:
+def test_some_damage_is_refused_or_does_not_matter(
+    half: Half, server: FakeServer, said: Said
+) -> None:
     judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 24))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_damage_is_refused_or_does_not_matter(half: Half, server: FakeServer, said: Said) -> None:
+def test_all_damage_is_refused_or_does_not_matter(
+    half: Half, server: FakeServer, said: Said
+) -> None:
     judge_all(half, server, said, mutations(half, 20, 0))
 
 
@@ -288,7 +327,7 @@ def test_every_damaged_byte_is_damage_and_no_other_setting(
     assert read(path) == good
 
 
-# the commit log ------------------------------------------------------------------------------------------------------
+# the commit log ----------------------------------------------------------------------------------
 
 LOGS: dict[str, Callable[[bytes], bytes]] = {
     "the last line is damaged": lambda data: data[:-9] + b"x" + data[-8:],
@@ -331,11 +370,17 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
     assert outputs(folder / "output") == half.output
     assert sorted(letter["ordinal"] for letter in dead(folder)) == [1, 2]
     said("verify", folder, "--full")
-    assert server.asked.total() <= {"no file": 10, "two bad lines": 7, "the last line is damaged": 4}.get(name, 4)
+    assert server.asked.total() <= {
+        "no file": 10,
+        "two bad lines": 7,
+        "the last line is damaged": 4,
+    }.get(name, 4)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("run_first", [False, True])
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     half: Half,
@@ -344,7 +389,9 @@ def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     disk_type: type[CopyingDisk],
     run_first: bool,
 ) -> None:
-    """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged refuses it."""
+    """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged
+    refuses it.
+    """
     lost(half.restore(finished=True), "the first line is lost")
     disk = disk_type(half.job, counted=OF_FILES)
     with disk_in_place(disk):
@@ -400,7 +447,9 @@ def rewritten_cache(folder: Path) -> None:
     ("damage", "effects"),
     [(rewritten_cache, {"rename replay.sqlite3"}), (removed_rank, {"remove 00000.txt"})],
 )
-@pytest.mark.parametrize("disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
+)
 def test_a_start_that_meets_damage_may_crash_at_any_effect(
     half: Half,
     server: FakeServer,
@@ -412,7 +461,8 @@ def test_a_start_that_meets_damage_may_crash_at_any_effect(
     disk = disk_type(half.job)
     with disk_in_place(disk):
         run(half.job, server)
-    seen = {point.partition(".damaged")[0] for point in disk.points[:14]}  # the start, and a few effects after it
+    # The start, and a few effects after it.
+    seen = {point.partition(".damaged")[0] for point in disk.points[:14]}
     for number, crash in disk.left():
         if number == 14:
             break

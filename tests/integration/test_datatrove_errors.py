@@ -1,4 +1,6 @@
-"""The errors of a run, as scripts for datatrove's runner catch them, and what ``skip_bad_requests`` skips."""
+"""The errors of a run, as scripts for datatrove's runner catch them, and what ``skip_bad_requests``
+skips.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.jobs import STOPS_SOON, ask, config, documents, ids, rejects, runner,
 BAD = "BadRequestError"
 
 
-# what is skipped ------------------------------------------------------------------------------------------------------
+# what is skipped ---------------------------------------------------------------------------------
 
 
 async def raises_its_text_later(document: Document, generate: Any) -> Any:
@@ -38,7 +40,9 @@ async def raises_its_own_from_it(document: Document, generate: Any) -> Any:
 
 
 async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
-    both = await asyncio.gather(ask(document, generate), ask(document, generate), return_exceptions=True)
+    both = await asyncio.gather(
+        ask(document, generate), ask(document, generate), return_exceptions=True
+    )
     if failures := [one for one in both if isinstance(one, Exception)]:
         raise ExceptionGroup("some pages failed", failures)
     return both
@@ -50,9 +54,12 @@ async def returns_them(document: Document, generate: Any) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "rollout", [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them]
+    "rollout",
+    [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them],
 )
-def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path: Path, rollout: Any) -> None:
+def test_a_rejected_request_skips_its_document_however_the_rollout_raises(
+    tmp_path: Path, rollout: Any
+) -> None:
     with FakeServer(status=rejects(["text 1"])) as server:
         step = runner(tmp_path, server, rollout, skip_bad_requests=True)
         step.run(documents(4))
@@ -90,8 +97,12 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(
     tmp_path: Path, rollout: Any, status: int | None
 ) -> None:
     text = f"How do I handle {BAD}? {BAD}: HTTP 400: x"
-    given = [Document(text=f"text {index}", id=f"id {index}") for index in range(2)] + [Document(text=text, id="id 2")]
-    with FakeServer(status=lambda payload, times: status if BAD in str(payload) else None) as server:
+    given = [Document(text=f"text {index}", id=f"id {index}") for index in range(2)] + [
+        Document(text=text, id="id 2")
+    ]
+    with FakeServer(
+        status=lambda payload, times: status if BAD in str(payload) else None
+    ) as server:
         server.error = f"{BAD}: HTTP 400: not really, but refused"
         settings = {"request_max_attempts": 2, **STOPS_SOON}
         with pytest.raises(InferenceError, match="'id 2'"):
@@ -100,12 +111,18 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(
 
 
 def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path) -> None:
-    with FakeServer(status=rejects(["text 1"])) as server, pytest.raises(InferenceError, match=r"'id 1'.*a bug"):
+    with (
+        FakeServer(status=rejects(["text 1"])) as server,
+        pytest.raises(InferenceError, match=r"'id 1'.*a bug"),
+    ):
         runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
 
 
 def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path: Path) -> None:
-    with FakeServer(status=rejects(["text 0"])) as server, pytest.raises(errors.DocumentFailed) as caught:
+    with (
+        FakeServer(status=rejects(["text 0"])) as server,
+        pytest.raises(errors.DocumentFailed) as caught,
+    ):
         runner(tmp_path, server, returns_them).run(documents(1))
     assert "BadRequestError: HTTP 400" in str(caught.value)
     assert "skip_bad_requests=True" in str(caught.value)
@@ -129,7 +146,8 @@ async def streams(document: Document, generate: Any) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("rollout", "says"), [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")]
+    ("rollout", "says"),
+    [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")],
 )
 def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_nothing(
     tmp_path: Path, rollout: Any, says: str
@@ -144,12 +162,14 @@ def test_a_dict_as_config_is_refused_with_its_place(tmp_path: Path) -> None:
     def make() -> Any:
         return InferenceRunner(ask, {"server_type": "dummy"}, writer(tmp_path))  # type: ignore[arg-type]
 
-    with pytest.raises(errors.ConfigError, match=r"InferenceConfig\(.*not a dict, in .*errors.py") as caught:
+    with pytest.raises(
+        errors.ConfigError, match=r"InferenceConfig\(.*not a dict, in .*errors.py"
+    ) as caught:
         make()
     assert line_of(make, "InferenceRunner(") in str(caught.value)
 
 
-# what is raised -------------------------------------------------------------------------------------------------------
+# what is raised ----------------------------------------------------------------------------------
 
 
 async def fails(document: Document, generate: Any) -> Any:
@@ -157,7 +177,9 @@ async def fails(document: Document, generate: Any) -> Any:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: Path, kept: bool) -> None:
+def test_a_failed_document_is_an_inference_error_with_its_attributes(
+    tmp_path: Path, kept: bool
+) -> None:
     with FakeServer() as server:
         whole = runner(tmp_path, server, fails)
         step = whole if kept else InferenceRunner(fails, config(server), writer(tmp_path))
@@ -174,7 +196,10 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path: P
 
 def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
     """And without it in another process."""
-    with FakeServer(status=rejects(["text 0"])) as server, pytest.raises(InferenceError, match=BAD) as caught:
+    with (
+        FakeServer(status=rejects(["text 0"])) as server,
+        pytest.raises(InferenceError, match=BAD) as caught,
+    ):
         runner(tmp_path, server).run(documents(1))
     assert isinstance(caught.value.error, errors.RequestRejected)
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
@@ -186,22 +211,30 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Pat
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)]
+    ("status", "kind"),
+    [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)],
 )
 @pytest.mark.parametrize("caught_as", [InferenceError, ServerError])
 def test_a_server_that_fails_is_both_errors_of_datatrove(
     tmp_path: Path, status: int, kind: type[CkptError], caught_as: type[Exception]
 ) -> None:
-    with FakeServer(status=lambda payload, times: status) as server, pytest.raises(caught_as) as caught:
+    with (
+        FakeServer(status=lambda payload, times: status) as server,
+        pytest.raises(caught_as) as caught,
+    ):
         runner(tmp_path, server, config=STOPS_SOON).run(documents(1))
     assert isinstance(caught.value, kind)
     there = pickle.loads(pickle.dumps(caught.value))
     assert (type(there), str(there)) == (type(caught.value), str(caught.value))
 
 
-def test_a_server_that_does_not_start_is_a_server_error(tmp_path: Path, real_ready_window: None) -> None:
+def test_a_server_that_does_not_start_is_a_server_error(
+    tmp_path: Path, real_ready_window: None
+) -> None:
     with FakeServer() as server:
-        step = runner(tmp_path, server, config={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1})
+        step = runner(
+            tmp_path, server, config={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1}
+        )
     with pytest.raises(ServerError, match="No endpoint was ready") as caught:
         step.run(documents(1))
     assert isinstance(caught.value, errors.ServerStartFailed)

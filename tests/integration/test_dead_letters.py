@@ -1,4 +1,6 @@
-"""Documents that fail: the rank stops, or they become dead letters that hold all a second try needs."""
+"""Documents that fail: the rank stops, or they become dead letters that hold all a second try
+needs.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ async def fails_on_bad(document: Document, generate: Any) -> Any:
     return result
 
 
-def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, server: FakeServer) -> None:
+def test_a_dead_letter_holds_cause_and_document_as_it_was_read(
+    tmp_path: Path, server: FakeServer
+) -> None:
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
     step.run(documents(6))
     assert ids(tmp_path) == ["id 0", "id 2", "id 3", "id 5"]
-    assert [(letter["id"], letter["ordinal"], letter["attempts"]) for letter in letters(tmp_path)] == [
+    assert [
+        (letter["id"], letter["ordinal"], letter["attempts"]) for letter in letters(tmp_path)
+    ] == [
         ("id 1", 1, 1),
         ("id 4", 4, 1),
     ]
@@ -50,14 +56,20 @@ def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path: Path, s
     assert len(letter["payload_hashes"]) == 1
 
 
-def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path: Path, server: FakeServer) -> None:
+def test_a_dead_letter_says_where_its_document_stands_in_the_input(
+    tmp_path: Path, server: FakeServer
+) -> None:
     (tmp_path / "input").mkdir()
     lines = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
     (tmp_path / "input" / "a.jsonl").write_text("".join(lines[:3]))
     (tmp_path / "input" / "b.jsonl").write_text("".join(lines[3:]))
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
-    LocalPipelineExecutor([JsonlReader(str(tmp_path / "input")), step], logging_dir=str(tmp_path / "logs")).run()
-    for letter, file, following in zip(letters(tmp_path), ("a.jsonl", "b.jsonl"), (2, 5), strict=True):
+    LocalPipelineExecutor(
+        [JsonlReader(str(tmp_path / "input")), step], logging_dir=str(tmp_path / "logs")
+    ).run()
+    for letter, file, following in zip(
+        letters(tmp_path), ("a.jsonl", "b.jsonl"), (2, 5), strict=True
+    ):
         assert file in json.dumps(letter["position"])
         # A position is a reader's state right after the document.
         reader = JsonlReader(str(tmp_path / "input"))
@@ -93,11 +105,18 @@ def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
 def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again(
     tmp_path: Path, server: FakeServer, lost: str
 ) -> None:
-    """Documents 1 and 2 fail first. The first retry writes 2 of them, the second retry the other one."""
+    """Documents 1 and 2 fail first.
+
+    The first retry writes 2 of them, the second retry the other one.
+    """
     bad = {"id 1", "id 2"}
 
     def run(retrying: bool = False) -> None:
-        changes = {"on_document_error": "dead_letter", "records_per_chunk": 3, "accept_changes": True}
+        changes = {
+            "on_document_error": "dead_letter",
+            "records_per_chunk": 3,
+            "accept_changes": True,
+        }
         step = runner(tmp_path, server, fails_at(bad), **changes)
         step.retry_dead_letters = retrying
         step.run([] if retrying else documents(5))
@@ -120,27 +139,40 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-def test_the_command_line_retries_finished_ranks_and_refuses_others(here: Path, command: Command) -> None:
+def test_the_command_line_retries_finished_ranks_and_refuses_others(
+    here: Path, command: Command
+) -> None:
     job, refused = "job.yaml", ["Say a", "Say e"]
     with FakeServer(status=rejects(refused)) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
-        assert "2 of 2 ranks are not finished" in command("run", job, "--retry-dead-letters", code=2).err
+        assert (
+            "2 of 2 ranks are not finished"
+            in command("run", job, "--retry-dead-letters", code=2).err
+        )
         printed = command("run", job).out
         assert "4 of 6 documents are in 2 files" in printed
         assert "Retried" not in printed
         refused.remove("Say e")
         printed = command("run", job, "--retry-dead-letters", "--pipeline.1.retry_errors=true").out
         assert "5 of 6 documents are in 3 files" in printed
-        assert " completion tokens. Retried 2 dead letters: 1 succeeded, 1 still dead. Checked: " in printed
+        assert (
+            " completion tokens. Retried 2 dead letters: 1 succeeded, 1 still dead. Checked: "
+            in printed
+        )
         printed = command("run", job, "--pipeline.1.retry_dead_letters=true").out
         assert " Retried 1 dead letter: 0 succeeded, 1 still dead. " in printed
         assert "Retried" not in command("run", job), "what earlier commands retried"
-    assert "Rank 1: there are no dead letters to retry" in (here / "logs" / "logs" / "task_00001.log").read_text()
+    assert (
+        "Rank 1: there are no dead letters to retry"
+        in (here / "logs" / "logs" / "task_00001.log").read_text()
+    )
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
-def test_the_closing_line_begins_with_it_if_every_document_is_dead(here: Path, command: Command) -> None:
+def test_the_closing_line_begins_with_it_if_every_document_is_dead(
+    here: Path, command: Command
+) -> None:
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
@@ -150,7 +182,9 @@ def test_the_closing_line_begins_with_it_if_every_document_is_dead(here: Path, c
 
 
 @pytest.mark.slow
-def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server: FakeServer) -> None:
+def test_a_retry_whose_workers_are_killed_is_not_complete(
+    tmp_path: Path, server: FakeServer
+) -> None:
     """Its ranks have markers, those of the run before."""
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -159,7 +193,9 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server
         raise ValueError("bad")
 
     def execute(retry: bool, **settings: Any) -> None:
-        step = runner(tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry)
+        step = runner(
+            tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
+        )
         places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
         OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
 
@@ -171,8 +207,13 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path: Path, server
     execute(retry=True)
 
 
-def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path: Path, log: list[str]) -> None:
-    """A rejected request was sent, too. Each retry sends it again, so the same command has something to do."""
+def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(
+    tmp_path: Path, log: list[str]
+) -> None:
+    """A rejected request was sent, too.
+
+    Each retry sends it again, so the same command has something to do.
+    """
     bad = {"text 1"}
     with FakeServer(status=rejects(bad)) as server:
 
@@ -181,7 +222,11 @@ def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path
             server.asked.clear()
             step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
             step.run(documents(number))
-            return next(line for line in log if "documents written to" in line or "document written to" in line)
+            return next(
+                line
+                for line in log
+                if "documents written to" in line or "document written to" in line
+            )
 
         line = closing(retry=False)
         assert "3 of 4 documents written to" in line
@@ -190,7 +235,9 @@ def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path
         for _ in range(2):
             line = closing(retry=True)
             assert "0 of 1 document written to" in line
-            assert "(0 dropped, 1 dead letter); 1 request, 1 sent in this run, 0 prompt tokens" in line
+            assert (
+                "(0 dropped, 1 dead letter); 1 request, 1 sent in this run, 0 prompt tokens" in line
+            )
             assert "If you run the same command again, it tries 1 dead letter once more." in line
             assert server.asked.total() == 1
         bad.clear()
@@ -216,7 +263,9 @@ def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
         runner(folder, server, fails_on_bad, **settings).run(documents(3))
 
     def attempt(folder: Path) -> None:
-        runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(documents(3))
+        runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(
+            documents(3)
+        )
         if retrying:
             # An interrupted retry is resumed; after a complete one, another starts.
             assert [letter["attempts"] for letter in letters(folder, "retry-00001")] == [2]

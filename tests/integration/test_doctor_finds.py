@@ -1,4 +1,6 @@
-"""What would end a run, or end it with less than all documents, is found by the doctor: one line each, exit code 1."""
+"""What would end a run, or end it with less than all documents, is found by the doctor: one line
+each, exit code 1.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
-JOB = job_yaml(f"{ENDPOINT}, default_generation_params: {{max_tokens: 100}}", data="documents", output="out")
+JOB = job_yaml(
+    f"{ENDPOINT}, default_generation_params: {{max_tokens: 100}}", data="documents", output="out"
+)
 
 Doctor = Callable[..., dict[str, tuple[str, str]]]
 
 
 @pytest.fixture
-def found(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Doctor:
-    """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by check."""
+def found(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer
+) -> Doctor:
+    """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by
+    check.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
@@ -51,7 +59,7 @@ def test_a_job_that_works_has_no_problem(found: Doctor, server: FakeServer) -> N
     assert not server.payloads
 
 
-# endpoint ------------------------------------------------------------------------------------------------------------
+# endpoint ----------------------------------------------------------------------------------------
 
 
 def test_a_dead_endpoint(found: Doctor) -> None:
@@ -88,7 +96,9 @@ def test_what_an_endpoint_answers(
     found: Doctor, monkeypatch: pytest.MonkeyPatch, answer: web.Response, state: str, says: str
 ) -> None:
     async def models(self: FakeServer, request: web.Request) -> web.Response:
-        return web.Response(body=answer.body, status=answer.status, content_type=answer.content_type)
+        return web.Response(
+            body=answer.body, status=answer.status, content_type=answer.content_type
+        )
 
     monkeypatch.setattr(FakeServer, "_models", models)
     with FakeServer() as other:
@@ -97,7 +107,7 @@ def test_what_an_endpoint_answers(
     assert says in check[1]
 
 
-# input ---------------------------------------------------------------------------------------------------------------
+# input -------------------------------------------------------------------------------------------
 
 
 def write_input(**sizes: int) -> None:
@@ -140,7 +150,9 @@ def test_tasks_without_input(found: Doctor) -> None:
         (b"Rain falls.\n", "begins with 'Rain falls.'"),
     ],
 )  # fmt: skip
-def test_input_that_yields_no_document_says_what_it_looks_like(found: Doctor, content: bytes, says: str) -> None:
+def test_input_that_yields_no_document_says_what_it_looks_like(
+    found: Doctor, content: bytes, says: str
+) -> None:
     Path("documents/a.jsonl").write_bytes(content)
     state, text = found()["input, readable"]
     assert state == "problem"
@@ -163,12 +175,14 @@ def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) ->
     assert "This task's input holds no document, although '1.csv'" in text
 
 
-# folders, files, an earlier run --------------------------------------------------------------------------------------
+# folders, files, an earlier run ------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
-    state, text = found(f"--pipeline.1.config.max_concurrent_generations={2**31}")["server, open files"]
+    state, text = found(f"--pipeline.1.config.max_concurrent_generations={2**31}")[
+        "server, open files"
+    ]
     assert state == "problem"
     assert text.startswith(f"max_concurrent_generations: {2**31} requests at once need ")
     assert "(ulimit -n " in text
@@ -177,13 +191,22 @@ def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("body", "state", "says"),
-    [("raise OSError('no route')", "problem", "OSError: no route. Correct it"), ("pass", "ok", "writes a document")],
+    [
+        ("raise OSError('no route')", "problem", "OSError: no route. Correct it"),
+        ("pass", "ok", "writes a document"),
+    ],
 )
-def test_a_writer_of_the_users_own_is_tried(found: Doctor, body: str, state: str, says: str) -> None:
+def test_a_writer_of_the_users_own_is_tried(
+    found: Doctor, body: str, state: str, says: str
+) -> None:
     head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
-    Path(f"own_{state}.py").write_text(f"{head}    def _write(self, document, file, name):\n        {body}\n")
+    Path(f"own_{state}.py").write_text(
+        f"{head}    def _write(self, document, file, name):\n        {body}\n"
+    )
     job = Path("job.yaml").read_text()
-    Path("job.yaml").write_text(job.replace("class_path: JsonlWriter", f"class_path: own_{state}.Own"))
+    Path("job.yaml").write_text(
+        job.replace("class_path: JsonlWriter", f"class_path: own_{state}.Own")
+    )
     check = found()["output, writer"]
     assert check[0] == state
     assert check[1].startswith(f"own_{state}.Own ")
@@ -191,7 +214,9 @@ def test_a_writer_of_the_users_own_is_tried(found: Doctor, body: str, state: str
     assert not Path("out").exists()
 
 
-def test_a_check_that_fails_is_a_problem_and_no_traceback(found: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_is_a_problem_and_no_traceback(
+    found: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*arguments: Any) -> Any:
         raise RuntimeError("of a kind\nthat nobody thought of")
 

@@ -1,4 +1,6 @@
-"""Endpoint URLs with a path: what a gateway serves there is found, as datatrove finds it and where it does not."""
+"""Endpoint URLs with a path: what a gateway serves there is found, as datatrove finds it and where
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.jobs import ask, documents, writer
 def gateway(
     api: str, lists_models: bool = True, fails: Callable[[int, str], int] = lambda number, path: 0
 ) -> Iterator[tuple[str, list[str]]]:
-    """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its requests.
+    """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its
+    requests.
 
     Args:
         fails: the status of a GET instead of an answer, 0 for none; gets its number and its path.
@@ -78,7 +81,9 @@ def gateway(
         ("/deployments/m", "/deployments/m?api-version=2", False),
     ],
 )
-def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, lists_models: bool) -> None:
+def test_an_endpoint_is_found_at_its_path(
+    tmp_path: Path, api: str, given: str, lists_models: bool
+) -> None:
     with gateway(api, lists_models) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=url + given)
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
@@ -91,7 +96,9 @@ def test_an_endpoint_is_found_at_its_path(tmp_path: Path, api: str, given: str, 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(tmp_path: Path, number: int) -> None:
+def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(
+    tmp_path: Path, number: int
+) -> None:
     with gateway("/prefix/v1", fails=lambda now, path: 503 if now == number else 0) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
@@ -99,7 +106,9 @@ def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(t
     assert sum("completions" in path for path in paths) == 1
 
 
-def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(tmp_path: Path, log: list[str]) -> None:
+def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
+    tmp_path: Path, log: list[str]
+) -> None:
     def fails(number: int, path: str) -> int:
         return 429 if path.startswith("/busy") else 0
 
@@ -107,7 +116,9 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
         config = InferenceConfig("endpoint", "m", endpoint_url=[f"{url}/busy", f"{url}/prefix"])
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(4))
     assert {path for path in paths if "completions" in path} == {"/prefix/v1/chat/completions"}
-    assert any("1 of 2 endpoints do not answer" in line and "/busy: HTTP 429" in line for line in log)
+    assert any(
+        "1 of 2 endpoints do not answer" in line and "/busy: HTTP 429" in line for line in log
+    )
 
 
 def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Every fenced example of README and docs/ runs, builds, or is listed in tests/pages.py with the test that runs it."""
+"""Every fenced example of README and docs/ runs, builds, or is listed in tests/pages.py with the
+test that runs it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ from tests import processes
 from tests.commands import Command
 from tests.integration.test_typed_ways import PATHS
 from tests.jobs import rows as written_rows
-from tests.pages import ROOT, RUN_ELSEWHERE, Block, blocks, commands, exit_codes, section, torch_examples
+from tests.pages import (
+    ROOT,
+    RUN_ELSEWHERE,
+    Block,
+    blocks,
+    commands,
+    exit_codes,
+    section,
+    torch_examples,
+)
 from tests.words import write_tokenizer
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -54,15 +65,19 @@ def examples(language: str) -> list[Any]:
     """README's run by default, those of docs/ are slow."""
     found = [block for block in blocks(language) if block not in torch_examples()]
     readme = set(blocks(language, "README.md"))
-    return [pytest.param(one, id=str(one), marks=() if one in readme else pytest.mark.slow) for one in found]
+    return [
+        pytest.param(one, id=str(one), marks=() if one in readme else pytest.mark.slow)
+        for one in found
+    ]
 
 
-# python --------------------------------------------------------------------------------------------------------------
+# python ------------------------------------------------------------------------------------------
 
 
 def on_one_core() -> None:
-    """For a child. llama.cpp's threads spin while they wait for each other: with fewer free cores than threads, a
-    run takes many times as long."""
+    """For a child. llama.cpp's threads spin while they wait for each other: with fewer free cores
+    than threads, a run takes many times as long.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
 
@@ -71,7 +86,11 @@ def on_one_core() -> None:
 def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
-    settings: dict[str, Any] = {"env": {**os.environ, "TMPDIR": str(ram)}, "cwd": folder, "timeout": 550}
+    settings: dict[str, Any] = {
+        "env": {**os.environ, "TMPDIR": str(ram)},
+        "cwd": folder,
+        "timeout": 550,
+    }
     has_model = "SmolLM2" in block.text  # README's
     if has_model:
         settings["preexec_fn"] = on_one_core
@@ -80,11 +99,13 @@ def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
     ended = processes.run([sys.executable, "example.py"], **settings)
     assert ended.returncode == 0, ended.stderr
     if has_model:
-        (written,) = (folder / "runs/from-python/output/00000_chunk_00000.jsonl").read_text().splitlines()
+        (written,) = (
+            (folder / "runs/from-python/output/00000_chunk_00000.jsonl").read_text().splitlines()
+        )
         assert json.loads(written)["metadata"]["rollout_results"][0]["tokens"] > 0
 
 
-# yaml ----------------------------------------------------------------------------------------------------------------
+# yaml --------------------------------------------------------------------------------------------
 
 WHOLE = """
 run_folder: runs/whole
@@ -142,7 +163,13 @@ def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Blo
     for number in range(2):
         messages = [{"role": "user", "content": f"Why {number}?"}]
         text = f"It rains {number} times.\n\n" * 400
-        row = {"id": str(number), "text": text, "site": "a.org", "question": "Why?", "messages": messages}
+        row = {
+            "id": str(number),
+            "text": text,
+            "site": "a.org",
+            "question": "Why?",
+            "messages": messages,
+        }
         rows.append(row | {"image": f"{number}.png"})
         Path("pages").mkdir(exist_ok=True)
         Image.new("L", (2000, 10), number).save(f"pages/{number}.png")
@@ -162,7 +189,7 @@ def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Blo
         assert "[[DOCUMENT]]" not in said
 
 
-# bash ----------------------------------------------------------------------------------------------------------------
+# bash --------------------------------------------------------------------------------------------
 
 
 SAME_JOB = [[name, "configs/quickstart.yaml"] for name in ("run", "doctor")]
@@ -188,7 +215,12 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
     small.append("--pipeline.1.config.model_kwargs.threads=1")  # see on_one_core
     assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
-    lines = {line: block for block in blocks("bash") if block.page not in IN_ORDER for line in block.lines}
+    lines = {
+        line: block
+        for block in blocks("bash")
+        if block.page not in IN_ORDER
+        for line in block.lines
+    }
     for line in [*RUN_ELSEWHERE, *commands()]:
         lines.pop(line, None)
     with FakeServer() as server:
@@ -207,9 +239,13 @@ def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
 
 
 def help_examples() -> list[str]:
-    """The command lines below "examples:" in each command's help, and in that of datatrove-ckpt itself."""
+    """The command lines below "examples:" in each command's help, and in that of datatrove-ckpt
+    itself.
+    """
     parser = make_parser()
-    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (action,) = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     found: list[str] = []
     for name, one in {"": parser, **action.choices}.items():
         listed = one.format_help().partition("\nexamples:\n")[2].partition("\n\n")[0]
@@ -234,8 +270,12 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
 
 def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> None:
     shutil.copytree(ROOT / "configs", "configs")
-    given = shlex.split("\n".join(line for line in OVERRIDES_HELP.splitlines() if line.startswith("  ")))
-    overrides = [argument for argument in given if argument.startswith(("--executor.", "--pipeline."))]
+    given = shlex.split(
+        "\n".join(line for line in OVERRIDES_HELP.splitlines() if line.startswith("  "))
+    )
+    overrides = [
+        argument for argument in given if argument.startswith(("--executor.", "--pipeline."))
+    ]
     assert len(overrides) == 3
     command("run", "configs/quickstart.yaml", "--dry-run", *overrides)
     command("run", "--dry-run", *given[: -len(overrides)])
@@ -255,7 +295,7 @@ def _run_export(line: str) -> None:
     assert len(ended.stdout) == 32, line
 
 
-# exit codes ----------------------------------------------------------------------------------------------------------
+# exit codes --------------------------------------------------------------------------------------
 
 JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out")
 
@@ -312,7 +352,10 @@ ELSEWHERE = (
 Scenario = tuple[Callable[[], None], str]
 SCENARIOS: dict[tuple[str, str], Scenario] = {
     ("run", "0"): (_nothing, "run job.yaml"),
-    ("run", "1"): (_nothing, "run job.yaml --executor.skip_completed=false --pipeline.1.metadata_key=other"),
+    ("run", "1"): (
+        _nothing,
+        "run job.yaml --executor.skip_completed=false --pipeline.1.metadata_key=other",
+    ),
     ("run", "2"): (_nothing, "run job.yaml --executor.taks=4"),
     ("run", "3"): (_array, f"run job.yaml --worker {ELSEWHERE}"),
     ("run", "128 + n"): (_interrupted, "run job.yaml"),
@@ -340,7 +383,11 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
 
 
 def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
-    documented = [(name, code) for name in dict.fromkeys(name for name, _ in SCENARIOS) for code in exit_codes(name)]
+    documented = [
+        (name, code)
+        for name in dict.fromkeys(name for name, _ in SCENARIOS)
+        for code in exit_codes(name)
+    ]
     assert documented == list(SCENARIOS)
 
 
@@ -348,7 +395,9 @@ def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
 @pytest.mark.parametrize(
     ("case", "scenario"),
     [
-        pytest.param(case, scenario, id=" ".join(case), marks=() if case[1] == "0" else pytest.mark.slow)
+        pytest.param(
+            case, scenario, id=" ".join(case), marks=() if case[1] == "0" else pytest.mark.slow
+        )
         for case, scenario in SCENARIOS.items()
     ],
 )

@@ -45,7 +45,9 @@ class Step(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         self.fails = fails
         self.ran: list[int] = []
 
-    def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(
+        self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
         with Path(self.folder, f"pid {rank}").open("a") as file:
             file.write(f"{os.getpid()} {len(self.ran)}\n")
         self.ran.append(rank)
@@ -62,7 +64,9 @@ class Step(PipelineStep):  # type: ignore[misc]  # datatrove has no types
 def attempts(folder: Path) -> dict[int, list[list[int]]]:
     """By rank: process id, and how many ranks this copy of the step had seen."""
     return {
-        int(path.name.split()[1]): [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+        int(path.name.split()[1]): [
+            [int(word) for word in line.split()] for line in path.read_text().splitlines()
+        ]
         for path in folder.glob("pid *")
     }
 
@@ -73,8 +77,12 @@ def completed(folder: Path) -> set[int]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path: Path, workers: int) -> None:
-    executor = LocalPipelineExecutor([Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork")
+def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(
+    tmp_path: Path, workers: int
+) -> None:
+    executor = LocalPipelineExecutor(
+        [Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork"
+    )
     stats = executor.run()
     tried = attempts(tmp_path)
     assert sorted(tried) == list(range(5))
@@ -91,7 +99,13 @@ def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path: Pa
 
 def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     executor = LocalPipelineExecutor(
-        [Step(tmp_path)], 8, 2, str(tmp_path / "logs"), start_method="fork", local_tasks=4, local_rank_offset=3
+        [Step(tmp_path)],
+        8,
+        2,
+        str(tmp_path / "logs"),
+        start_method="fork",
+        local_tasks=4,
+        local_rank_offset=3,
     )
     executor.mark_rank_as_completed(4)
     executor.run()
@@ -122,7 +136,12 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
     tmp_path: Path, fails: str, workers: int, error: type[BaseException]
 ) -> None:
     executor = LocalPipelineExecutor(
-        [Step(tmp_path, fails)], 3, workers, str(tmp_path / "logs"), start_method="fork", max_rank_attempts=3
+        [Step(tmp_path, fails)],
+        3,
+        workers,
+        str(tmp_path / "logs"),
+        start_method="fork",
+        max_rank_attempts=3,
     )
     with pytest.raises(error) as caught:
         executor.run()
@@ -138,11 +157,16 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
     ("arguments", "said"),
     [
         ({"max_rank_attempts": 0}, "max_rank_attempts: must be at least 1; it is 0"),
-        ({"start_method": "threads"}, "start_method: 'threads' is not one of fork, spawn, forkserver"),
+        (
+            {"start_method": "threads"},
+            "start_method: 'threads' is not one of fork, spawn, forkserver",
+        ),
         ({"depends": "first"}, "depends: must be a LocalPipelineExecutor; it is a str"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+def test_arguments_that_cannot_work_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
 
@@ -152,7 +176,9 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, arguments: dict[
 def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
     (tmp_path / "first").mkdir()
     before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first" / "logs"))
-    LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=before).run()
+    LocalPipelineExecutor(
+        [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=before
+    ).run()
     assert sorted(attempts(tmp_path / "first")) == [0, 1]
     assert sorted(attempts(tmp_path)) == [0]
 
@@ -162,7 +188,9 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path: Path) -> None:
     ours, theirs = LocalPipelineExecutor(*arguments), DatatroveExecutor(*arguments)
     copy = dill.loads(dill.dumps(ours))
     assert (copy.tasks, copy.workers, copy.local_tasks, copy.max_rank_attempts) == (4, 2, 2, 2)
-    as_json = [json.loads(json.dumps(executor, cls=ExecutorJSONEncoder)) for executor in (ours, theirs)]
+    as_json = [
+        json.loads(json.dumps(executor, cls=ExecutorJSONEncoder)) for executor in (ours, theirs)
+    ]
     assert as_json[0] == {**as_json[1], "max_rank_attempts": 2, "ranks_at_once": None}
     assert isinstance(ours, DatatroveExecutor)
 
@@ -178,7 +206,9 @@ def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> Loca
     )
 
 
-def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_reads_the_commits_of_a_rank_three_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_tasks(tmp_path, 3, 5)
     reads: list[str] = []
     scan, refused = commits.scan_lines, [True]
@@ -188,35 +218,52 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path: Path, monkey
         return scan(path)
 
     monkeypatch.setattr(commits, "scan_lines", counted)
-    with FakeServer(status=lambda payload, times: 403 if refused and len(server.payloads) > 4 else None) as server:
+    with FakeServer(
+        status=lambda payload, times: 403 if refused and len(server.payloads) > 4 else None
+    ) as server:
         one_at_a_time = job(tmp_path, server, 1, config={"max_concurrent_generations": 1})
         with pytest.raises(ServerRefused):
             one_at_a_time.run()
         refused.clear()
         reads.clear()
         one_at_a_time.run()
-    assert reads.count("00000/commits.jsonl") == 3  # before the start, by the rank, and after the end
+    # Before the start, by the rank, and after the end.
+    assert reads.count("00000/commits.jsonl") == 3
 
 
-def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False)
-    with pytest.raises(CkptError, match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first"):
+def test_a_rank_that_ends_without_its_marker_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False
+    )
+    with pytest.raises(
+        CkptError,
+        match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first",
+    ):
         LocalPipelineExecutor([Step(tmp_path)], 3, 1, str(tmp_path / "logs")).run()
 
 
 def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    first = LocalPipelineExecutor([Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first" / "logs"))
+    first = LocalPipelineExecutor(
+        [Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first" / "logs")
+    )
     with pytest.raises(ValueError, match="no such row"):
         first.run()
     with pytest.raises(CkptError, match="1 of 2 tasks of the executor in depends are not complete"):
-        LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first).run()
+        LocalPipelineExecutor(
+            [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first
+        ).run()
 
 
 def test_what_cannot_be_pickled_is_one_message(tmp_path: Path) -> None:
     step = Step(tmp_path)
     step.stream = (number for number in range(3))  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="cannot be sent to worker processes: TypeError: cannot pickle 'generator'"):
+    with pytest.raises(
+        ConfigError,
+        match="cannot be sent to worker processes: TypeError: cannot pickle 'generator'",
+    ):
         LocalPipelineExecutor([step], 2, 2, str(tmp_path / "logs")).run()
 
 
@@ -263,7 +310,9 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three programs with workers
-def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(tmp_path: Path) -> None:
+def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(
+    tmp_path: Path,
+) -> None:
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
@@ -277,7 +326,9 @@ def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(tmp_path: Path) -> None:
+def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(
+    tmp_path: Path,
+) -> None:
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
@@ -285,7 +336,9 @@ def test_workers_with_other_values_than_the_script_are_noticed_before_anything_i
         done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "spawn")
         assert done.returncode == 1
         assert not server.payloads
-        said = "The worker processes have other code or values than the process that started them:\n"
+        said = (
+            "The worker processes have other code or values than the process that started them:\n"
+        )
         assert f'{said}  uses.PREFIX: "of the command line" -> "default"' in done.stderr
         assert "set start_method='fork'" in done.stderr
         done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")

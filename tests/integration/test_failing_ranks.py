@@ -1,4 +1,6 @@
-"""A rank that fails: requests in flight are answered and kept before it ends, as when a signal stops it."""
+"""A rank that fails: requests in flight are answered and kept before it ends, as when a signal
+stops it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def others_wait(payload: dict[str, Any], times: int) -> float:
 
 
 @pytest.mark.parametrize("status", [None, 400, 401])
-def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path: Path, status: int | None) -> None:
+def test_what_is_in_flight_when_a_rank_fails_is_paid_once(
+    tmp_path: Path, status: int | None
+) -> None:
     """Of an error in a rollout, a rejected request, and a server that refuses every request."""
     refuses = rejects(["text 4"], status) if status is not None else lambda payload, times: None
     with FakeServer(delay=others_wait, status=refuses) as server:
@@ -79,7 +83,9 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path: Path, status
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["asks again", "drops it"])
-def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(tmp_path: Path, drops: bool) -> None:
+def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(
+    tmp_path: Path, drops: bool
+) -> None:
     async def hides(document: Document, generate: Any) -> Any:
         try:
             return (await generate(payload(document.text))).text
@@ -92,7 +98,9 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(t
         server._status = lambda payload, times: None
         step = step_of(tmp_path, server, hides, on_document_error="dead_letter")
         step.run(documents(30))
-        assert server.asked == Counter({f"text {index}": 1 for index in range(30)}) + Counter({"text 4": 1})
+        assert server.asked == Counter({f"text {index}": 1 for index in range(30)}) + Counter(
+            {"text 4": 1}
+        )
         assert sum(line.count(b"\n") for line in outputs(tmp_path / "output").values()) == 30
 
 
@@ -121,9 +129,15 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path: Path, second_m
         FakeServer(status=lambda payload, times: 503 if away else 401) as judges,
     ):
         settings = {"max_concurrent_generations": AT_ONCE}
-        models = {"writer": config(writes, **settings), "judge": config(judges, server_patience_seconds=0.1)}
+        models = {
+            "writer": config(writes, **settings),
+            "judge": config(judges, server_patience_seconds=0.1),
+        }
         step = InferenceRunner(
-            judged, models, checkpoints_local_dir=str(tmp_path / "checkpoints"), output_writer=writer(tmp_path)
+            judged,
+            models,
+            checkpoints_local_dir=str(tmp_path / "checkpoints"),
+            output_writer=writer(tmp_path),
         )
         with pytest.raises(ServerUnavailable if away else ServerRefused):
             step.run(documents(20))
@@ -142,7 +156,9 @@ def test_a_server_that_is_away_is_not_waited_for(tmp_path: Path) -> None:
 
     with FakeServer(status=status, delay=lambda payload, times: 5.0 * (payload == held)) as server:
         held = {**payload("text 0"), "model": "fake"}
-        step = step_of(tmp_path, server, twice, drain_seconds=600.0, config={"server_patience_seconds": 0.1})
+        step = step_of(
+            tmp_path, server, twice, drain_seconds=600.0, config={"server_patience_seconds": 0.1}
+        )
         with pytest.raises(ServerUnavailable):
             step.run(documents(4))
         assert server.asked["text 0"] == 1
@@ -157,11 +173,16 @@ def handled() -> Iterator[list[int]]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_ends_the_drain(tmp_path: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_drain(
+    tmp_path: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datatrove_ckpt.process.preemption.SAME_EVENT", -1.0)
     with FakeServer(hold_after=5) as server:
         step = step_of(tmp_path, server, with_a_typo, drain_seconds=600.0)
-        with when_logged(DRAINS, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(DocumentFailed):
+        with (
+            when_logged(DRAINS, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+            pytest.raises(DocumentFailed),
+        ):
             step.run(documents(DOCUMENTS))
         assert handled == [signal.SIGTERM]
 
@@ -174,7 +195,9 @@ def test_after_drain_seconds_the_rank_ends(tmp_path: Path, log: list[str]) -> No
     assert "have 0.2 s to be answered; a signal ends the wait at once." in line
 
 
-def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_saved_nothing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: Any) -> None:
         raise StorageFailed("No space left on device.")
 
@@ -183,7 +206,9 @@ def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path: Path, monkey
         step_of(tmp_path, server, with_a_typo, drain_seconds=600.0).run(documents(DOCUMENTS))
 
 
-def test_a_rollout_that_swallows_what_stops_its_rank_does_not_block_the_event_loop(tmp_path: Path) -> None:
+def test_a_rollout_that_swallows_what_stops_its_rank_does_not_block_the_event_loop(
+    tmp_path: Path,
+) -> None:
     async def swallows(document: Document, generate: Any) -> Any:
         while document.id == "id 4":
             with suppress(Exception):

@@ -1,4 +1,6 @@
-"""Two real processes for one rank: with locks the second is refused; without, it takes over and the first stops."""
+"""Two real processes for one rank: with locks the second is refused; without, it takes over and the
+first stops.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def assert_whole(folder: Path) -> None:
     assert found == [f"id {number}" for number in range(60)]
 
 
-def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_path: Path, server: FakeServer) -> None:
+def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(
+    tmp_path: Path, server: FakeServer
+) -> None:
     first = start(tmp_path, server, "real")
     until(lambda: server.asked.total() >= 12 + 4)
     second = start(tmp_path, server, "real")
@@ -107,8 +111,12 @@ else:
 """
 
 
-@pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"])
-def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path: Path, server: FakeServer, module: str) -> None:
+@pytest.mark.parametrize(
+    "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
+)
+def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(
+    tmp_path: Path, server: FakeServer, module: str
+) -> None:
     log = tmp_path / "logs/logs/task_00000.log"
     argv = [sys.executable, "-c", LAUNCH.replace("MODULE", module), server.url]
     settings: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}

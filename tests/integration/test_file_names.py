@@ -1,4 +1,6 @@
-"""File names hold what documents say, which is not trusted: they stay in the folder, and rank and chunk are ours."""
+"""File names hold what documents say, which is not trusted: they stay in the folder, and rank and
+chunk are ours.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,24 @@ def writer(folder: Path, template: str) -> JsonlWriter:
     return JsonlWriter(str(folder / "output"), template, compression=None)
 
 
-def without_checkpoints(folder: Path, server: FakeServer, output_writer: JsonlWriter) -> InferenceRunner:
+def without_checkpoints(
+    folder: Path, server: FakeServer, output_writer: JsonlWriter
+) -> InferenceRunner:
     return InferenceRunner(ask, config(server), output_writer, records_per_chunk=2)
 
 
 def ids(folder: Path) -> dict[str, list[str]]:
-    return {name: [orjson.loads(line)["id"] for line in data.splitlines()] for name, data in outputs(folder).items()}
+    return {
+        name: [orjson.loads(line)["id"] for line in data.splitlines()]
+        for name, data in outputs(folder).items()
+    }
 
 
 def about(number: int, **metadata: Any) -> Document:
     return Document(text=f"text {number}", id=f"id {number}", metadata=metadata)
 
 
-# rank and chunk are ours ---------------------------------------------------------------------------------------------
+# rank and chunk are ours -------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -48,14 +55,16 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
     output = writer(tmp_path, "${rank}_${chunk_index}_${id}.jsonl")
     make = runner if checkpoints else without_checkpoints
     for rank in range(2):
-        make(tmp_path, server, output_writer=output).run([about(rank, rank=7, chunk_index="x", id="other")], rank, 2)
+        make(tmp_path, server, output_writer=output).run(
+            [about(rank, rank=7, chunk_index="x", id="other")], rank, 2
+        )
     found_ids = ids(tmp_path / "output")
     assert found_ids == {"00000_00000_id 0.jsonl": ["id 0"], "00001_00000_id 1.jsonl": ["id 1"]}
     line = orjson.loads((tmp_path / "output" / "00000_00000_id 0.jsonl").read_bytes())
     assert line["metadata"]["rank"] == 7, "the document keeps what it says"
 
 
-# names stay inside ---------------------------------------------------------------------------------------------------
+# names stay inside -------------------------------------------------------------------------------
 
 OUTSIDE = {
     "../../x": "leaves the output folder",
@@ -86,23 +95,37 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert outputs(tmp_path)
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
     with pytest.raises(InvalidFileName):
-        without_checkpoints(folder, server, writer(tmp_path / "c" / "d", BY_LANGUAGE)).run([about(0, lang=lang)])
+        without_checkpoints(folder, server, writer(tmp_path / "c" / "d", BY_LANGUAGE)).run(
+            [about(0, lang=lang)]
+        )
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
 
 
 def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    step = runner(tmp_path, server, output_writer=writer(tmp_path, BY_LANGUAGE), on_document_error="dead_letter")
+    step = runner(
+        tmp_path,
+        server,
+        output_writer=writer(tmp_path, BY_LANGUAGE),
+        on_document_error="dead_letter",
+    )
     step.run([about(0, lang="en"), about(1), about(2, lang="../x"), about(3, lang="en/uk")])
-    assert ids(tmp_path / "output") == {"en/00000_00000.jsonl": ["id 0"], "en/uk/00000_00001.jsonl": ["id 3"]}
+    assert ids(tmp_path / "output") == {
+        "en/00000_00000.jsonl": ["id 0"],
+        "en/uk/00000_00001.jsonl": ["id 3"],
+    }
     errors = {letter["id"]: letter for letter in letters(tmp_path)}
-    assert errors["id 1"]["error"].startswith("Document 'id 1' has no metadata 'lang', which output_filename")
+    assert errors["id 1"]["error"].startswith(
+        "Document 'id 1' has no metadata 'lang', which output_filename"
+    )
     assert "'../x/00000_00001.jsonl', which leaves" in errors["id 2"]["error"]
     assert {letter["kind"] for letter in errors.values()} == {"InvalidFileName"}
 
 
-def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path: Path, server: FakeServer) -> None:
+def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(
+    tmp_path: Path, server: FakeServer
+) -> None:
     output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
     with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
         runner(tmp_path, server, output_writer=output).run([about(0, lang="checkpoints/00000")])
@@ -114,28 +137,49 @@ def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path: Path, server: Fa
         return True
 
     with pytest.raises(InvalidFileName, match="has characters that are no Unicode text"):
-        runner(tmp_path, server, rollout, output_writer=writer(tmp_path, BY_LANGUAGE)).run(documents(1))
+        runner(tmp_path, server, rollout, output_writer=writer(tmp_path, BY_LANGUAGE)).run(
+            documents(1)
+        )
 
 
 def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeServer) -> None:
-    names = ["a b", "zh/简体", "..x", "x..", "~", "$HOME", "{}", "*", "a:b", "é", "e\u0301", "x" * 241]
+    names = [
+        "a b",
+        "zh/简体",
+        "..x",
+        "x..",
+        "~",
+        "$HOME",
+        "{}",
+        "*",
+        "a:b",
+        "é",
+        "e\u0301",
+        "x" * 241,
+    ]
     found = [about(number, lang=lang) for number, lang in enumerate(names)]
     output = writer(tmp_path, "${lang}_${chunk_index}.jsonl")
     runner(tmp_path, server, output_writer=output, records_per_chunk=20).run(found)
     assert sorted(ids(tmp_path / "output")) == sorted(f"{name}_00000.jsonl" for name in names)
 
 
-def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(tmp_path: Path) -> None:
+def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(
+    tmp_path: Path,
+) -> None:
     output = writer(tmp_path, BY_LANGUAGE)
     staged = StagedFiles(tmp_path / "staging", output.output_mg)
     staged.get_file("en/0.jsonl").write(b"x")
     (tmp_path / "staging" / "EN").symlink_to("en")  # as a file system that ignores case
-    with pytest.raises(OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"):
+    with pytest.raises(
+        OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"
+    ):
         staged.get_file("EN/0.jsonl")
     staged.abandon()
 
 
-def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server: FakeServer) -> None:
+def test_two_chunks_that_would_write_one_file_are_refused(
+    tmp_path: Path, server: FakeServer
+) -> None:
     output = writer(tmp_path, "${lang}${chunk_index}${tail}")
 
     def found(number: int) -> list[Document]:  # chunk 0 and chunk 1 are both named "0000000001"
@@ -144,7 +188,9 @@ def test_two_chunks_that_would_write_one_file_are_refused(tmp_path: Path, server
     step = runner(tmp_path, server, output_writer=output, records_per_chunk=1)
     step.run(found(1))
     for _ in range(2):  # chunk 0 is known from its commit
-        with pytest.raises(OutputFailed, match="Chunks 0 and 1 of rank 0 would both write 0000000001"):
+        with pytest.raises(
+            OutputFailed, match="Chunks 0 and 1 of rank 0 would both write 0000000001"
+        ):
             step.run(found(2))
     assert ids(tmp_path / "output")["0000000001"] == ["id 0"]
 
@@ -156,7 +202,9 @@ def test_a_template_that_leaves_the_folder_is_refused(tmp_path: Path, start: str
         check_writer(writer, checkpoints=True)
 
 
-def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:
+def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(
+    tmp_path: Path, server: FakeServer
+) -> None:
     with pytest.raises(ConfigError, match=r"has a \$ that starts no \$\{field\}; write \$\$"):
         runner(tmp_path, server, output_writer=writer(tmp_path, "$ ${rank}_${chunk_index}.jsonl"))
     output = writer(tmp_path, "$$_${rank}_${chunk_index}.jsonl")

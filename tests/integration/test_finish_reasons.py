@@ -1,4 +1,6 @@
-"""No answer that may be cut off becomes a row: not in a resume, nor because ``accept_null_finish_reason`` is wrong."""
+"""No answer that may be cut off becomes a row: not in a resume, nor because
+``accept_null_finish_reason`` is wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,17 @@ ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
 
 
 class Server(FakeServer):
-    """Gives the reasons of ``plan`` by the words of the question, one for each time, and then "stop"."""
+    """Gives the reasons of ``plan`` by the words of the question, one for each time, and then
+    "stop".
+    """
 
     def __init__(self, plan: dict[str, list[str | None]], refuses: str = "") -> None:
         self.plan = plan
         self.refuses = refuses
-        super().__init__(self.play, lambda payload, times: 401 if self.question(payload) == self.refuses else None)
+        super().__init__(
+            self.play,
+            lambda payload, times: 401 if self.question(payload) == self.refuses else None,
+        )
 
     @staticmethod
     def question(payload: dict[str, Any]) -> str:
@@ -60,7 +67,9 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
     nulls: list[str | None] = [None] * 9
     with Server({"text 0": nulls[:], "text 1": nulls[:], "text 3": nulls[:]}) as server:
         for taken in (2, 0):
-            with pytest.raises(ServerRefused, match="accept_null_finish_reason is for servers that never") as caught:
+            with pytest.raises(
+                ServerRefused, match="accept_null_finish_reason is for servers that never"
+            ) as caught:
                 runner(tmp_path, server, config=ACCEPTS).run(documents(4))
             assert f"This attempt has taken {taken} of them as complete" in str(caught.value)
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
@@ -68,7 +77,9 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
 
 
-def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(tmp_path: Path) -> None:
+def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
+    tmp_path: Path,
+) -> None:
     with Server({}, refuses="text 2") as server:
         with pytest.raises(ServerRefused, match="401"):
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
@@ -81,7 +92,9 @@ def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
 def test_an_attempt_that_got_no_answer_may_add_the_setting(tmp_path: Path) -> None:
     with Server({f"text {index}": [None] * 99 for index in range(2)}) as server:
         short = {**ONE_BY_ONE, "server_patience_seconds": 0.1}
-        with pytest.raises(Exception, match=r"set accept_null_finish_reason to true; .*answers off\. Check"):
+        with pytest.raises(
+            Exception, match=r"set accept_null_finish_reason to true; .*answers off\. Check"
+        ):
             runner(tmp_path, server, config=short).run(documents(2))
         runner(tmp_path, server, config=ACCEPTS).run(documents(2))
     assert texts(tmp_path) == ["half"] * 2

@@ -1,4 +1,6 @@
-"""Half-done runs are taken over with ``finished_from``: what is not finished is asked again, and rows are the same."""
+"""Half-done runs are taken over with ``finished_from``: what is not finished is asked again, and
+rows are the same.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,11 @@ executor:
           skip_bad_requests: true
           finished_from: PLACES
 """
-PARQUET = {"TEMPLATE": "${rank}_${chunk_index}.parquet", "WRITER": "ParquetWriter", "OPTION": "expand_metadata: true"}
+PARQUET = {
+    "TEMPLATE": "${rank}_${chunk_index}.parquet",
+    "WRITER": "ParquetWriter",
+    "OPTION": "expand_metadata: true",
+}
 OLD = "[output, checkpoints]"
 
 
@@ -69,7 +75,9 @@ def write_yaml(here: Path, url: str, old: str = OLD, folder: str = "new", **chan
     values = {"URL": url, "PLACES": old, "FOLDER": folder, "SIZE": str(SIZE), "TASKS": "1"}
     text = YAML
     for name, value in (
-        {"TEMPLATE": TEMPLATE, "WRITER": "JsonlWriter", "OPTION": "compression: null"} | values | changes
+        {"TEMPLATE": TEMPLATE, "WRITER": "JsonlWriter", "OPTION": "compression: null"}
+        | values
+        | changes
     ).items():
         text = text.replace(name, value)
     (here / "job.yaml").write_text(text)
@@ -93,7 +101,9 @@ def finished(*folders: Path) -> set[str]:
     """The documents that have a result in an old output."""
     found = set()
     for path in [path for folder in folders for path in folder.rglob("*.*")]:
-        if path.suffix not in (".jsonl", ".parquet") or not ("output" in path.parts or path.match("chunk_*")):
+        if path.suffix not in (".jsonl", ".parquet") or not (
+            "output" in path.parts or path.match("chunk_*")
+        ):
             continue
         for row in rows_of(path):
             row = row.get("document", row) or {}
@@ -113,12 +123,16 @@ def asked_first(server: FakeServer) -> Counter[str]:
     return Counter({firsts[text]: times for text, times in server.asked.items() if text in firsts})
 
 
-def take_over(here: Path, command: Command, number: int, done: set[str], old: str = OLD, **changes: str) -> None:
+def take_over(
+    here: Path, command: Command, number: int, done: set[str], old: str = OLD, **changes: str
+) -> None:
     """Runs a job with ``finished_from``, and the same job without it: both have the same rows."""
     with FakeServer() as server:
         write_yaml(here, server.url, old, **changes)
         command("run", "job.yaml")
-        assert asked_first(server) == Counter(f"id {n}" for n in range(number) if f"id {n}" not in done)
+        assert asked_first(server) == Counter(
+            f"id {n}" for n in range(number) if f"id {n}" not in done
+        )
         command("run", "job.yaml")
         command("verify", "job.yaml", "--full")
         write_yaml(here, server.url, "null", "reference", **changes)
@@ -127,16 +141,20 @@ def take_over(here: Path, command: Command, number: int, done: set[str], old: st
     assert new.keys() == reference.keys()
     for name in reference:
         if name.endswith(".parquet"):
-            mine, wanted = (pq.read_table(here / folder / "output" / name) for folder in ("new", "reference"))
+            mine, wanted = (
+                pq.read_table(here / folder / "output" / name) for folder in ("new", "reference")
+            )
             assert mine.to_pylist() == wanted.to_pylist()
             assert mine.schema == wanted.schema
         else:
             assert new[name] == reference[name]
-    written = Counter(row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path))
+    written = Counter(
+        row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path)
+    )
     assert written == expected(number)
 
 
-# datatrove's half-done runs, and ours under another number of tasks --------------------------------------------------
+# datatrove's half-done runs, and ours under another number of tasks ------------------------------
 
 
 @pytest.mark.matrix
@@ -149,8 +167,14 @@ def test_a_killed_run_of_datatroves_is_taken_over(
     write_input(here, number)
     with killer.server:
         for _ in range(killer.chance.randint(1, 3)):
-            killer.run(datatrove, here, killer.chance.randint(1, number), concurrent=killer.chance.choice([1, 3, 9]))
-        while not (done := finished(here / "output", here / "checkpoints")):  # it was killed before its first line
+            killer.run(
+                datatrove,
+                here,
+                killer.chance.randint(1, number),
+                concurrent=killer.chance.choice([1, 3, 9]),
+            )
+        # It was killed before its first line.
+        while not (done := finished(here / "output", here / "checkpoints")):
             killer.run(datatrove, here, number)
     take_over(here, command, number, done)
 
@@ -201,20 +225,24 @@ DATA = Path(__file__).parents[1] / "data"
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
-def test_a_killed_run_of_an_older_release_is_taken_over(here: Path, command: Command, release: str) -> None:
+def test_a_killed_run_of_an_older_release_is_taken_over(
+    here: Path, command: Command, release: str
+) -> None:
     shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
     with FakeServer() as server:
         write_yaml(here, server.url)
         command("run", "job.yaml")
         assert asked_first(server) == Counter(["id 5", "id 10"])
-    written = Counter(row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path))
+    written = Counter(
+        row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path)
+    )
     assert written == expected(11)
 
 
-# one old run, with what kills and people do to it --------------------------------------------------------------------
+# one old run, with what kills and people do to it ------------------------------------------------
 #
-# Eleven documents in chunks of four, of which the first ten are finished: datatrove's runner was killed while document
-# 10 waited for the answer of its second request. Document 5 was dropped.
+# Eleven documents in chunks of four, of which the first ten are finished: datatrove's runner was
+# killed while document 10 waited for the answer of its second request. Document 5 was dropped.
 
 NUMBER = 11
 CHUNK_FILE = Path("checkpoints/00000/chunk_00002.jsonl")
@@ -252,13 +280,20 @@ def job(here: Path, left: Path) -> Path:
     return here
 
 
-def test_what_has_no_result_is_named_once_before_the_first_request(job: Path, command: Command) -> None:
-    (job / CHUNK_FILE).write_bytes((job / CHUNK_FILE).read_bytes() + b'{"text": "a", "id": "b", "metadata": {}}\n' * 3)
+def test_what_has_no_result_is_named_once_before_the_first_request(
+    job: Path, command: Command
+) -> None:
+    (job / CHUNK_FILE).write_bytes(
+        (job / CHUNK_FILE).read_bytes() + b'{"text": "a", "id": "b", "metadata": {}}\n' * 3
+    )
     with FakeServer(status=lambda asked, times: 403) as server:
         write_yaml(job, server.url)
         err = command("run", "job.yaml", code=1).err
     assert "output, checkpoints has 9 finished documents in 4 files, which need no request" in err
-    assert "not taken over: 3 documents without results under 'rollout_results': dropped, skipped" in err
+    assert (
+        "not taken over: 3 documents without results under 'rollout_results': dropped, skipped"
+        in err
+    )
     assert "the document 'id 5' is the first that it lacks, after 5 found" in err
     assert err.index("not taken over") < err.index("refused with 403")
 
@@ -304,7 +339,9 @@ def test_compressed_output_is_taken_over_up_to_its_damage(
     take_over(here, command, NUMBER, DONE)
 
 
-def test_a_damaged_parquet_file_costs_its_documents(here: Path, command: Command, datatrove: Datatrove) -> None:
+def test_a_damaged_parquet_file_costs_its_documents(
+    here: Path, command: Command, datatrove: Datatrove
+) -> None:
     make(here, datatrove, template=PARQUET["TEMPLATE"])
     path = here / "output" / "000_00000_0.parquet"
     path.write_bytes(path.read_bytes()[:-10])
@@ -314,14 +351,20 @@ def test_a_damaged_parquet_file_costs_its_documents(here: Path, command: Command
 def test_a_document_with_another_text_or_id_is_asked_again(job: Path, command: Command) -> None:
     path = job / "input" / "0.jsonl"
     text = path.read_text()
-    path.write_text(text.replace('"text": "text 8"', '"text": "text 508"').replace('"id": "id 2"', '"id": "id 502"'))
+    path.write_text(
+        text.replace('"text": "text 8"', '"text": "text 508"').replace(
+            '"id": "id 2"', '"id": "id 502"'
+        )
+    )
     with FakeServer() as server:
         write_yaml(job, server.url)
         command("run", "job.yaml")
         assert asked_first(server) == Counter(["id 2", "id 5", "id 508", "id 10"])
 
 
-def test_nothing_to_take_over_is_refused_before_the_first_request(job: Path, command: Command) -> None:
+def test_nothing_to_take_over_is_refused_before_the_first_request(
+    job: Path, command: Command
+) -> None:
     with FakeServer() as server:
         for places, says in {
             "nowhere": "finished_from: nowhere does not exist",
@@ -338,29 +381,42 @@ def test_nothing_to_take_over_is_refused_before_the_first_request(job: Path, com
         assert not server.asked
 
 
-def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job: Path, command: Command) -> None:
+def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(
+    job: Path, command: Command
+) -> None:
     """It is no part of the run's identity."""
     rejected = {"text 10 twice"}
     refuse = lambda asked, times: 403 if any(text in str(asked) for text in rejected) else None  # noqa: E731
     with FakeServer(status=refuse) as server:
         write_yaml(job, server.url, '"output/${rank}_*"')
-        assert "output/${rank}_* has 7 finished documents in 3 files" in command("run", "job.yaml", code=1).err
+        assert (
+            "output/${rank}_* has 7 finished documents in 3 files"
+            in command("run", "job.yaml", code=1).err
+        )
         rejected.clear()
         write_yaml(job, server.url, "null")
         command("run", "job.yaml")
         assert asked_first(server).keys() >= {"id 5", "id 10"}
         assert not asked_first(server).keys() & {f"id {n}" for n in (0, 1, 2, 3, 4, 6, 7)}
         command("verify", "job.yaml", "--full")
-    written = Counter(row["id"] for path in (job / "new" / "output").iterdir() for row in rows_of(path))
+    written = Counter(
+        row["id"] for path in (job / "new" / "output").iterdir() for row in rows_of(path)
+    )
     assert written == expected(NUMBER)
 
 
 @pytest.mark.real_process
 def test_a_run_that_takes_over_is_killed_and_started_again(job: Path, command: Command) -> None:
-    """Documents of its own, which the next start finds in its journal, are not asked again either."""
+    """Documents of its own, which the next start finds in its journal, are not asked again
+    either.
+    """
     with FakeServer(hold_after=1) as server:
-        write_yaml(job, server.url, **{"max_concurrent_generations: 3": "max_concurrent_generations: 1"})
-        process = processes.start([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], cwd=job)
+        write_yaml(
+            job, server.url, **{"max_concurrent_generations: 3": "max_concurrent_generations: 1"}
+        )
+        process = processes.start(
+            [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], cwd=job
+        )
         until(lambda: server.asked.total() == 2)  # document 5, and document 10, which waits
         until(lambda: "dropped" in finished_lines(job / "new"))
         processes.kill_session(process.pid)
@@ -372,20 +428,29 @@ def finished_lines(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.rglob("chunk_*.jsonl"))
 
 
-def test_an_old_output_at_a_url_is_taken_over(job: Path, server: FakeServer, empty_memory_file_system: None) -> None:
+def test_an_old_output_at_a_url_is_taken_over(
+    job: Path, server: FakeServer, empty_memory_file_system: None
+) -> None:
     fsspec.filesystem("memory").put(str(job / "output"), "/old", recursive=True)
     config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
     for number, places in enumerate(("memory://old", ["memory://old/${rank}_*"], job / "output")):
         writer = JsonlWriter(f"new{number}", TEMPLATE, compression=None)
-        InferenceRunner(rollout, config, writer, finished_from=places).run(JsonlReader("input").run())
-        written = Counter(row["id"] for path in (job / f"new{number}").iterdir() for row in rows_of(path))
+        InferenceRunner(rollout, config, writer, finished_from=places).run(
+            JsonlReader("input").run()
+        )
+        written = Counter(
+            row["id"] for path in (job / f"new{number}").iterdir() for row in rows_of(path)
+        )
         assert written == expected(NUMBER)
         assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
 
 
 def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
     vector = base64.b64encode(np.arange(4, dtype="<f4") / 3).decode()
-    server.paths["/v1/embeddings"] = lambda asked: {"data": [{"index": 0, "embedding": vector}], "model": "fake"}
+    server.paths["/v1/embeddings"] = lambda asked: {
+        "data": [{"index": 0, "embedding": vector}],
+        "model": "fake",
+    }
     config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
     write_input(here, 9)
     found = []
@@ -399,23 +464,30 @@ def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
     assert found[1].to_pylist() == found[2].to_pylist()
 
 
-# metadata ------------------------------------------------------------------------------------------------------------
+# metadata ----------------------------------------------------------------------------------------
 
 
 async def translate(document: Document, generate: Any) -> Any:
     document.metadata["length"] = len(document.text)
     del document.metadata["raw"]
-    return await generate({"messages": [{"role": "user", "content": f"{document.metadata['lang']}: {document.text}"}]})
+    return await generate(
+        {"messages": [{"role": "user", "content": f"{document.metadata['lang']}: {document.text}"}]}
+    )
 
 
 def translations(*languages: str) -> list[Document]:
     return [
-        Document(f"text {n}", f"id {n}", metadata={"lang": lang, "raw": "<p>"}) for n in range(3) for lang in languages
+        Document(f"text {n}", f"id {n}", metadata={"lang": lang, "raw": "<p>"})
+        for n in range(3)
+        for lang in languages
     ]
 
 
 def texts(folder: Path) -> list[tuple[str, str]]:
-    return [(row["metadata"]["lang"], row["metadata"]["rollout_results"][0]["text"]) for row in rows(folder)]
+    return [
+        (row["metadata"]["lang"], row["metadata"]["rollout_results"][0]["text"])
+        for row in rows(folder)
+    ]
 
 
 def speak(payload: dict[str, Any], times: int) -> str:
@@ -423,9 +495,13 @@ def speak(payload: dict[str, Any], times: int) -> str:
 
 
 @pytest.mark.parametrize("old", ["output", "checkpoints"])
-def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_path: Path, old: str) -> None:
+def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(
+    tmp_path: Path, old: str
+) -> None:
     chunk = 5 if old == "checkpoints" else 2
-    with FakeServer(speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None) as server:
+    with FakeServer(
+        speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None
+    ) as server:
         stopped = runner(tmp_path / "old", server, translate, records_per_chunk=chunk)
         with pytest.raises(ServerRefused):
             stopped.run(translations("French", "German"))
@@ -433,16 +509,22 @@ def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_pat
         taken = runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old" / old)
         taken.run(translations("French", "German"))
         assert server.asked.total() == 2
-        assert taken.stats.stats["requests"].total == 6, "what was taken over counts as its requests"
+        assert taken.stats.stats["requests"].total == 6, (
+            "what was taken over counts as its requests"
+        )
         runner(tmp_path / "reference", server, translate).run(translations("French", "German"))
     assert outputs(tmp_path / "new/output") == outputs(tmp_path / "reference/output")
 
 
-def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tmp_path: Path, log: list[str]) -> None:
+def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(
+    tmp_path: Path, log: list[str]
+) -> None:
     with FakeServer(speak) as server:
         runner(tmp_path / "old", server, translate).run(translations("French"))
         server.asked.clear()
-        runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old/output").run(translations("German"))
+        runner(tmp_path / "new", server, translate, finished_from=tmp_path / "old/output").run(
+            translations("German")
+        )
         assert server.asked.total() == 3
     assert {language for language, _ in texts(tmp_path / "new")} == {"German"}
     (warning,) = [line for line in log if "requested again" in line]
@@ -455,7 +537,12 @@ def test_an_old_run_at_work_is_not_taken_over(tmp_path: Path, server: FakeServer
     lock = files.Lock(tmp_path / "old/checkpoints/00000/lock")
     try:
         for place in ("old", "old/checkpoints", "old/checkpoints/${rank}"):
-            with pytest.raises(CheckpointLocked, match=r"works on the old run, in .*/old/checkpoints/00000\. Stop it"):
-                runner(tmp_path / "new", server, finished_from=str(tmp_path / place)).run(documents(3))
+            with pytest.raises(
+                CheckpointLocked,
+                match=r"works on the old run, in .*/old/checkpoints/00000\. Stop it",
+            ):
+                runner(tmp_path / "new", server, finished_from=str(tmp_path / place)).run(
+                    documents(3)
+                )
     finally:
         lock.release()

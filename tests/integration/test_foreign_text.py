@@ -1,4 +1,6 @@
-"""What a server, a payload or a rollout says reaches logs, dead letters and the terminal as text, without secrets."""
+"""What a server, a payload or a rollout says reaches logs, dead letters and the terminal as text,
+without secrets.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ async def quotes(document: Document, generate: Any) -> Any:
     try:
         await generate(PAYLOAD)
     except InferenceError as error:
-        assert error.payload["extra_headers"]["Authorization"] == SENT  # the rollout sees what it has sent
+        # The rollout sees what it has sent.
+        assert error.payload["extra_headers"]["Authorization"] == SENT
         raise ValueError(f"{FORGED} {error} {PAYLOAD} {os.environ['SOME_PASSPHRASE']}") from error
 
 
@@ -99,7 +102,11 @@ def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
         assert list(tmp_path.rglob("dead_letters.jsonl"))
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     captured = capfd.readouterr()
-    said = [captured.out, captured.err, *(text.decode() for path, text in written.items() if path.suffix == ".log")]
+    said = [
+        captured.out,
+        captured.err,
+        *(text.decode() for path, text in written.items() if path.suffix == ".log"),
+    ]
     assert len(said) == 3
     assert [path for path, text in written.items() if b"canary-of" in text] == []
     for text in said:

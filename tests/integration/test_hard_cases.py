@@ -1,4 +1,6 @@
-"""What users' code does to a run: cancellations that leak, caches, forks, stalled readers, odd values."""
+"""What users' code does to a run: cancellations that leak, caches, forks, stalled readers, odd
+values.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,12 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
 
     monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
     monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
-    runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(documents(6))
-    assert all(total <= written + 2 for written, total in enumerate(asked)), "one may be past the look already"
+    runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(
+        documents(6)
+    )
+    assert all(total <= written + 2 for written, total in enumerate(asked)), (
+        "one may be past the look already"
+    )
 
 
 @pytest.mark.slow
@@ -114,7 +120,9 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(
 
     monkeypatch.setattr(StorageThread, "_write", slow)
     monkeypatch.setattr(open_checkpoint, "MAX_BACKLOG_BYTES", 1)
-    runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(documents(40))
+    runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(
+        documents(40)
+    )
     assert ids(tmp_path) == [f"id {index}" for index in range(40)]
     one = 1600  # bytes, at most, of a document and its answer
     assert max(backlogs) <= 2 * 4 * one
@@ -160,17 +168,27 @@ def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer)
     assert ids(tmp_path) == ["id 0"]
 
 
-def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path: Path, server: FakeServer) -> None:
+def test_max_dead_letters_counts_those_of_earlier_attempts(
+    tmp_path: Path, server: FakeServer
+) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         raise RuntimeError("always")
 
-    settings: dict[str, Any] = {"on_document_error": "dead_letter", "max_dead_letters": 2, "records_per_chunk": 100}
+    settings: dict[str, Any] = {
+        "on_document_error": "dead_letter",
+        "max_dead_letters": 2,
+        "records_per_chunk": 100,
+    }
     for _ in range(5):
         with pytest.raises(TooManyDeadLetters):
-            runner(tmp_path, server, fails, config={"max_concurrent_generations": 1}, **settings).run(documents(8))
+            runner(
+                tmp_path, server, fails, config={"max_concurrent_generations": 1}, **settings
+            ).run(documents(8))
 
 
-def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(tmp_path: Path) -> None:
+def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(
+    tmp_path: Path,
+) -> None:
     code = f"""
 import multiprocessing, os, signal
 from pathlib import Path
@@ -214,8 +232,12 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
 def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 0":
-            other = JsonlWriter(str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None)
-            step = InferenceRunner(ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other"))
+            other = JsonlWriter(
+                str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None
+            )
+            step = InferenceRunner(
+                ask, config(server), other, checkpoints_local_dir=str(tmp_path / "other")
+            )
             await asyncio.to_thread(step.run, documents(2))
         return await ask(document, generate)
 
@@ -271,7 +293,7 @@ def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) 
     assert server.payloads[0]["logit_bias"] == {"50256": -100}
 
 
-# a checkpoint that is deleted while its run is on --------------------------------------------------------------------
+# a checkpoint that is deleted while its run is on ------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -294,7 +316,13 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path: Path, name: str) 
 
 
 def test_sqlite_names_another_cause(tmp_path: Path) -> None:
-    with pytest.raises(StorageFailed, match="It was removed"), explained("write to", tmp_path / "gone" / "database"):
+    with (
+        pytest.raises(StorageFailed, match="It was removed"),
+        explained("write to", tmp_path / "gone" / "database"),
+    ):
         raise sqlite3.OperationalError("attempt to write a readonly database")
-    with pytest.raises(StorageFailed, match="Make it writable"), explained("write to", tmp_path / "database"):
+    with (
+        pytest.raises(StorageFailed, match="Make it writable"),
+        explained("write to", tmp_path / "database"),
+    ):
         raise sqlite3.OperationalError("attempt to write a readonly database")

@@ -36,7 +36,9 @@ def numbers(progress: Progress) -> tuple[int, int, int]:
     return documents.read, documents.requests, documents.prompt_tokens + documents.completion_tokens
 
 
-def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(tmp_path: Path) -> None:
+def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(
+    tmp_path: Path,
+) -> None:
     async def stop_at_seven(document: Document, generate: Any) -> Any:
         if document.id == "id 7":
             signal.raise_signal(signal.SIGTERM)
@@ -65,7 +67,9 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert killed.end is None
     assert (done.end.why, done.end.what) == ("done", "")
     assert numbers(failed.last)[0] == 5
-    assert stopped.progress[0].documents == failed.last.documents, "an attempt starts where the one before ended"
+    assert stopped.progress[0].documents == failed.last.documents, (
+        "an attempt starts where the one before ended"
+    )
     commits = read_commits(tmp_path / "checkpoints" / "00000" / "commits.jsonl").values()
     assert numbers(done.last) == (
         10,
@@ -79,7 +83,9 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert failed.first_at <= min(ends) <= max(ends) <= done.last_at
 
 
-def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_noted_each_minute_with_what_is_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_progress, "MINUTE_SECONDS", 0.01)
     monkeypatch.setattr(rank_progress, "_SPREAD_EVERY", 1)
 
@@ -97,14 +103,20 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path: Path, mo
     with FakeServer() as server:
         runner(tmp_path, server, until_noted, config=ONE_BY_ONE).run(documents(5))
     (attempt,) = history_of(tmp_path).attempts
-    assert sum(attempt.spread.milliseconds.values()) == sum(attempt.spread.completion_tokens.values()) == 5
+    assert (
+        sum(attempt.spread.milliseconds.values())
+        == sum(attempt.spread.completion_tokens.values())
+        == 5
+    )
     last = attempt.last
     assert (last.own.documents, last.own.requests, last.own.sent, last.in_work) == (5, 5, 5, 0)
     assert last.total == last.own
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
 
 
-def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, policy: ChangePolicy) -> None:
+def test_answers_from_the_cache_retries_and_errors_are_counted(
+    tmp_path: Path, policy: ChangePolicy
+) -> None:
     policy("SERVER", first=0.01)
 
     def busy_twice(payload: dict[str, Any], times: int) -> int | None:
@@ -112,7 +124,9 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, p
 
     async def twice(document: Document, generate: Any) -> Any:
         await ask(document, generate)
-        result = await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+        result = await generate(
+            {"messages": [{"role": "user", "content": f"{document.text} again"}]}
+        )
         if fail:
             raise ValueError
         return result
@@ -131,16 +145,26 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path: Path, p
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path: Path, server: FakeServer) -> None:
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
+    tmp_path: Path, server: FakeServer
+) -> None:
     path = tmp_path / "input" / "documents.jsonl.gz"
     path.parent.mkdir()
-    content = b"".join(orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100))
+    content = b"".join(
+        orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100)
+    )
     path.write_bytes(gzip.compress(content))
     size = path.stat().st_size
 
-    settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True, "records_per_chunk": 20}
+    settings: dict[str, Any] = {
+        "config": ONE_BY_ONE,
+        "accept_changes": True,
+        "records_per_chunk": 20,
+    }
     with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at(["id 50"]), **settings).run(JsonlReader(str(path.parent)).run())
+        runner(tmp_path, server, fails_at(["id 50"]), **settings).run(
+            JsonlReader(str(path.parent)).run()
+        )
     runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
     first, second = history_of(tmp_path).attempts
     assert first.last.position.unit == "bytes"

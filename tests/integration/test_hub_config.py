@@ -1,4 +1,6 @@
-"""configs/hub.yaml and configs/finephrase.yaml run as they are: hub in, hub out, without Slurm, and a fake server."""
+"""configs/hub.yaml and configs/finephrase.yaml run as they are: hub in, hub out, without Slurm, and
+a fake server.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,20 @@ configs:
 
 @pytest.fixture
 def datasets_on_hub(hub: FakeHub) -> FakeHub:
-    """The repositories that the configs name. The last text of each file is longer than the model's context."""
+    """The repositories that the configs name.
+
+    The last text of each file is longer than the model's context.
+    """
     hub.orgs += ("HuggingFaceFW", "my-org")
     files = {"README.md": README.encode()}
     for number in range(2):
-        texts = [f"text {number} {row}" + "\nmore words" * 3000 * (row == ROWS - 1) for row in range(ROWS)]
-        table = pa.Table.from_pylist([{"id": f"{number} {row}", "text": text} for row, text in enumerate(texts)])
+        texts = [
+            f"text {number} {row}" + "\nmore words" * 3000 * (row == ROWS - 1)
+            for row in range(ROWS)
+        ]
+        table = pa.Table.from_pylist(
+            [{"id": f"{number} {row}", "text": text} for row, text in enumerate(texts)]
+        )
         buffer = io.BytesIO()
         pq.write_table(table, buffer, row_group_size=5)
         files[f"sample/{number}.parquet"] = buffer.getvalue()
@@ -47,12 +57,17 @@ def datasets_on_hub(hub: FakeHub) -> FakeHub:
 
 
 def on_this_machine(name: str, server: FakeServer) -> str:
-    """The config's file, with its pipeline on this machine. Of the runner only server and chunks are other ones."""
+    """The config's file, with its pipeline on this machine.
+
+    Of the runner only server and chunks are other ones.
+    """
     endpoint = (
         f"{{server_type: endpoint, endpoint_url: '{server.url}', model_name_or_path: fake, model_max_context: 8192, "
         "default_generation_params: {max_tokens: 2048}}"
     )
-    content = read_config(str(CONFIGS / name), [f"--pipeline.1.config={endpoint}", "--pipeline.1.records_per_chunk=5"])
+    content = read_config(
+        str(CONFIGS / name), [f"--pipeline.1.config={endpoint}", "--pipeline.1.records_per_chunk=5"]
+    )
     slurm = content["executor"]["init_args"]
     kept = {name: slurm[name] for name in ("logging_dir", "pipeline")}
     local = {"class_path": "LocalPipelineExecutor", "init_args": {"tasks": 2, "workers": 1, **kept}}
@@ -94,14 +109,18 @@ def test_the_config_writes_each_row_of_the_hub_to_the_hub(
     names = {f"faq/000_{rank:05d}_{chunk:05d}.parquet" for rank in range(2) for chunk in range(3)}
     assert written.keys() == names
     rows = [row for content in written.values() for row in content]
-    assert sorted(row["id"] for row in rows) == sorted(f"{number} {row}" for number in range(2) for row in range(ROWS))
+    assert sorted(row["id"] for row in rows) == sorted(
+        f"{number} {row}" for number in range(2) for row in range(ROWS)
+    )
     asked = [payload["messages"][-1]["content"] for payload in server.payloads]
     assert len(asked) == 2 * ROWS
     assert all("[[DOCUMENT]]" not in text and "text " in text for text in asked)
     assert max(map(len, asked)) <= longest < max(len(row["text"]) for row in rows)
     stats = json.loads(Path(logs, "stats.json").read_text())
     usages = [row["rollout_results"][0]["usage"] for row in rows]
-    assert stats[1]["stats"]["prompt_tokens"]["total"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert stats[1]["stats"]["prompt_tokens"]["total"] == sum(
+        usage["prompt_tokens"] for usage in usages
+    )
     assert stats[0]["stats"]["documents"]["total"] == len(rows)
     command("run", job)
     assert len(server.payloads) == 2 * ROWS
@@ -114,5 +133,9 @@ def test_run_warns_as_doctor_does_of_commits_that_take_days(
     monkeypatch.setenv("PATH", "")
     said = command("run", CONFIGS / "finephrase.yaml", "--executor.tasks=10000", code=2)
     assert "sbatch, which is not on this machine's PATH" in said
-    assert [line for line in log if line.startswith("WARNING commits: all tasks together keep to 112 per hour")]
+    assert [
+        line
+        for line in log
+        if line.startswith("WARNING commits: all tasks together keep to 112 per hour")
+    ]
     assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d." in "".join(log)

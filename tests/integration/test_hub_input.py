@@ -1,4 +1,6 @@
-"""Input on the hub: nothing before the position is downloaded again, and all ranks read one commit."""
+"""Input on the hub: nothing before the position is downloaded again, and all ranks read one
+commit.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,26 @@ REPOSITORY = "org/data"
 
 def parquet(first: int, count: int, size: int = 10) -> bytes:
     chance = np.random.default_rng(first)
-    rows = [{"id": str(i), "text": f"{i} {chance.bytes(size).hex()}", "n": i} for i in range(first, first + count)]
+    rows = [
+        {"id": str(i), "text": f"{i} {chance.bytes(size).hex()}", "n": i}
+        for i in range(first, first + count)
+    ]
     buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer, row_group_size=4, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.Table.from_pylist(rows),
+        buffer,
+        row_group_size=4,
+        compression="none",
+        use_dictionary=False,
+    )
     return buffer.getvalue()
 
 
 @pytest.fixture
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """What is downloaded of files that are read in parts: path in the repository, first byte, end."""
+    """What is downloaded of files that are read in parts: path in the repository, first byte,
+    end.
+    """
     from huggingface_hub.hf_file_system import HfFileSystemFile
 
     found: list[tuple[str, int, int]] = []
@@ -70,7 +83,9 @@ def read(kind: type[Any], given: dict[str, Any], rank: int = 0, tasks: int = 1) 
     return list(kind(**given).run(None, rank, tasks))
 
 
-def resumed(given: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1) -> Iterator[Document]:
+def resumed(
+    given: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1
+) -> Iterator[Document]:
     reader = HuggingFaceDatasetReader(**given)
     reader.load_state_dict(position_state(document))
     return reader.run(None, rank, tasks)
@@ -89,7 +104,9 @@ def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None
                 assert list(resumed(given, documents[3], rank, tasks)) == documents[4:]
 
 
-def test_nothing_before_the_position_is_downloaded_again(hub: FakeHub, ranges: list[tuple[str, int, int]]) -> None:
+def test_nothing_before_the_position_is_downloaded_again(
+    hub: FakeHub, ranges: list[tuple[str, int, int]]
+) -> None:
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
     documents = read(HuggingFaceDatasetReader, options())
@@ -100,7 +117,8 @@ def test_nothing_before_the_position_is_downloaded_again(hub: FakeHub, ranges: l
     group = pq.read_metadata(io.BytesIO(contents["data/train-1.parquet"])).row_group(7)
     start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
     footer = len(contents["data/train-0.parquet"]) - 2**17
-    assert all(first >= footer for name, first, _ in ranges if name == "data/train-0.parquet")  # for the columns
+    # For the columns.
+    assert all(first >= footer for name, first, _ in ranges if name == "data/train-0.parquet")
     assert min(first for name, first, _ in ranges if name == "data/train-1.parquet") >= start
     kinds = [request.kind for request in hub.requests[asked:]]
     assert len([kind for kind in kinds if kind != "resolve"]) <= 15
@@ -109,7 +127,9 @@ def test_nothing_before_the_position_is_downloaded_again(hub: FakeHub, ranges: l
 def test_a_run_continues_on_the_commit_that_it_began_with(hub: FakeHub) -> None:
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
     documents = read(HuggingFaceDatasetReader, options())
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)})
+    hub.put(
+        REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)}
+    )
     assert list(resumed(options(), documents[12])) == documents[13:]
     assert read(HuggingFaceDatasetReader, options()) != documents
 
@@ -141,7 +161,10 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         read(HuggingFaceDatasetReader, options(streaming))
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     with pytest.raises(InputError, match=r"'org/data' cannot be opened.*v9"):
-        read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "train", "revision": "v9"}))
+        read(
+            HuggingFaceDatasetReader,
+            options(streaming, dataset_options={"split": "train", "revision": "v9"}),
+        )
     with pytest.raises(InputError, match=r"test"):
         read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
@@ -150,9 +173,17 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (401, None, r"the hub wants a valid token .*: log in \(hf auth login, or export HF_TOKEN\)"),
+        (
+            401,
+            None,
+            r"the hub wants a valid token .*: log in \(hf auth login, or export HF_TOKEN\)",
+        ),
         (404, None, r"Correct dataset and dataset_options.*HF_TOKEN"),
-        (404, "RevisionNotFound", r"has no commit [0-9a-f]{40} any more.*A run keeps to the commit"),
+        (
+            404,
+            "RevisionNotFound",
+            r"has no commit [0-9a-f]{40} any more.*A run keeps to the commit",
+        ),
     ],
 )
 def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
@@ -168,7 +199,7 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
     assert "\n" not in str(raised.value)
 
 
-# ParquetReader ------------------------------------------------------------------------------------------
+# ParquetReader -----------------------------------------------------------------------------------
 
 
 def test_parquet_reader_lists_without_a_request_per_file(hub: FakeHub) -> None:
@@ -217,7 +248,7 @@ def _without_backoff(*arguments: Any, **more: Any) -> Any:
     return http_backoff(*arguments, **more, max_retries=0)
 
 
-# what cannot be read: one line each, with what to do ------------------------------------------------------------------
+# what cannot be read: one line each, with what to do ---------------------------------------------
 
 LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
 FILES = {ParquetReader: "part/0.parquet", JsonlReader: "part/0.jsonl"}
@@ -234,7 +265,10 @@ def refused(reader: Any) -> str:
 @pytest.fixture(params=[ParquetReader, JsonlReader])
 def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
     """A reader for whose format there is a file of two documents in the repository."""
-    hub.put("org/input", {FILES[request.param]: parquet(0, 2) if request.param is ParquetReader else LINES})
+    hub.put(
+        "org/input",
+        {FILES[request.param]: parquet(0, 2) if request.param is ParquetReader else LINES},
+    )
     return request.param
 
 
@@ -246,7 +280,10 @@ def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
             "org/none/part",
             "the dataset org/none does not exist, or this token may not see it. Correct the name, or log in",
         ),
-        ("org/input/other", "the folder does not exist there, or glob_pattern fits none. Correct data_folder"),
+        (
+            "org/input/other",
+            "the folder does not exist there, or glob_pattern fits none. Correct data_folder",
+        ),
         ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
     ],
 )
@@ -259,7 +296,9 @@ def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
 @pytest.mark.matrix
 def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
-    assert "log in (hf auth login, or export HF_TOKEN)" in refused(kind("hf://datasets/org/input/part"))
+    assert "log in (hf auth login, or export HF_TOKEN)" in refused(
+        kind("hf://datasets/org/input/part")
+    )
 
 
 @pytest.mark.matrix

@@ -31,16 +31,22 @@ def parquet(first: int, count: int) -> bytes:
 
 
 @pytest.fixture
-def job(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Said:
+def job(
+    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer
+) -> Said:
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
     hub.put("org/data", {f"data/train-{n}.parquet": parquet(100 * n, 8) for n in range(3)})
 
     def run(
-        name: str, options: str = "streaming: true, dataset_options: {split: train}", code: int | None = 0
+        name: str,
+        options: str = "streaming: true, dataset_options: {split: train}",
+        code: int | None = 0,
     ) -> Printed:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         text = text.replace("class_path: JsonlReader", "class_path: HuggingFaceDatasetReader")
-        Path("job.yaml").write_text(text.replace("{data_folder: input}", f"{{dataset: org/data, {options}}}"))
+        Path("job.yaml").write_text(
+            text.replace("{data_folder: input}", f"{{dataset: org/data, {options}}}")
+        )
         said = command(name, "job.yaml", *["--all"] * (name == "doctor"), code=code)
         assert "Traceback" not in said
         return said
@@ -53,9 +59,14 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
 ) -> None:
     """It stops in its first task, so the second one starts after the dataset has moved on."""
     with monkeypatch.context() as patched:
-        patched.setattr(server, "_status", lambda payload, times: 401 if len(server.payloads) > 9 else None)
+        patched.setattr(
+            server, "_status", lambda payload, times: 401 if len(server.payloads) > 9 else None
+        )
         job("run", code=1)
-    hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/added.parquet": parquet(700, 3)})
+    hub.put(
+        "org/data",
+        {"data/train-0.parquet": parquet(900, 40), "data/added.parquet": parquet(700, 3)},
+    )
     assert "24 of 24 documents" in job("run")
     assert sorted(row["text"] for row in rows(Path())) == sorted(
         f"text {100 * n + row}" for n in range(3) for row in range(8)
@@ -65,11 +76,18 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
-    ["streaming: true, dataset_options: {split: train}", "streaming: false, dataset_options: {split: train}"],
+    [
+        "streaming: true, dataset_options: {split: train}",
+        "streaming: false, dataset_options: {split: train}",
+    ],
 )
-def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job: Said, hub: FakeHub, options: str) -> None:
+def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
+    job: Said, hub: FakeHub, options: str
+) -> None:
     assert "24 of 24 documents" in job("run", options)
-    hub.put("org/data", {"data/train-0.parquet": parquet(900, 40), "data/a.parquet": parquet(700, 3)})
+    hub.put(
+        "org/data", {"data/train-0.parquet": parquet(900, 40), "data/a.parquet": parquet(700, 3)}
+    )
     assert "24 of 24 documents" in job("run", options)
     other = options.replace("split: train", "split: train, revision: main")
     assert "revision" in job("run", other, code=1)
@@ -83,7 +101,9 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job: Said, hub:
         ("dataset_options: {split: train}", "each of 2 tasks gets an equal part of the rows"),
     ],
 )
-def test_the_doctor_reads_the_beginning_of_a_dataset(job: Said, hub: FakeHub, options: str, found: str) -> None:
+def test_the_doctor_reads_the_beginning_of_a_dataset(
+    job: Said, hub: FakeHub, options: str, found: str
+) -> None:
     said = job("doctor", options)
     # On a busy machine the doctor's two seconds end before all 24 are read.
     assert re.search(r"the dataset org/data: (all|the first) \d+ documents? read", said)
@@ -95,12 +115,17 @@ def test_the_doctor_reads_the_beginning_of_a_dataset(job: Said, hub: FakeHub, op
     ("options", "message"),
     [
         ("streaming: true, dataset_options: {split: validation}", "validation"),
-        ("dataset_options: {split: train}, text_key: body", "no column 'body'. Its columns are 'text', 'n'"),
+        (
+            "dataset_options: {split: train}, text_key: body",
+            "no column 'body'. Its columns are 'text', 'n'",
+        ),
         ("dataset_options: {split: train, token: hf_abcdefghijklmnopqrstuvwxyz}", "HF_TOKEN"),
         ("streaming: true, shuffle_files: true", "streaming=False"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_asked(job: Said, server: FakeServer, options: str, message: str) -> None:
+def test_a_mistake_is_found_before_anything_is_asked(
+    job: Said, server: FakeServer, options: str, message: str
+) -> None:
     for command in ("doctor", "run"):
         said = job(command, options, code=None)
         assert said.code != 0

@@ -79,7 +79,9 @@ def committed(folder: Path) -> list[int]:
     return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
 
 
-def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(
+    hub: FakeHub, tmp_path: Path
+) -> None:
     taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
     (tmp_path / "staged").write_text("content")
     uploads = HubUploads(HubFolder.parse("hf://datasets/org/data/config"), StoppableCalls(), taken)
@@ -102,7 +104,9 @@ def test_a_commit_carries_at_most_so_many_files(
     hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
     assert len(hub.files("org/data")) == 5
     assert max(len(commit.added) for commit in hub.commits("org/data")) == 2
-    assert sorted(path for commit in hub.commits("org/data") for path in commit.added) == list(hub.files("org/data"))
+    assert sorted(path for commit in hub.commits("org/data") for path in commit.added) == list(
+        hub.files("org/data")
+    )
 
 
 def test_small_text_files_travel_inside_the_commit(
@@ -117,7 +121,11 @@ def test_small_text_files_travel_inside_the_commit(
 
 
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    hub: FakeHub,
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
 ) -> None:
     for n in range(59):  # with the first commit more than a page of the history
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
@@ -125,7 +133,8 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
 
     def wait(pace: CommitPace, history: History, ends: bool = False) -> float:
         found = asked_to_wait(pace, history, ends)
-        assert found == 0 or 3000 < found < 3610  # some seconds have passed since the first commits, or minutes
+        # Some seconds have passed since the first commits, or minutes.
+        assert found == 0 or 3000 < found < 3610
         assert len(hub.commits("org/data")) == 59
         hub.clock.advance(found + 2)  # the hub's Date has whole seconds
         return min(found, 0.01)
@@ -135,7 +144,10 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(3)
     assert len(hub.asked("commits")) == 3  # two pages, and one after the hour
     (said,) = [line for line in log if "Next look in" in line]
-    assert "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look" in said
+    assert (
+        "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look"
+        in said
+    )
     assert "the rank has nothing else left to do." in said
 
 
@@ -156,15 +168,28 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(
             events.append(event)
         return await ask(document, generate)
 
-    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=0, config={"max_concurrent_documents": 1})
+    step = hub_runner(
+        tmp_path,
+        server,
+        rollout=rollout,
+        hub_commit_seconds=0,
+        config={"max_concurrent_documents": 1},
+    )
     # What was uploaded for the repository that was deleted cannot be committed to another one.
-    with pytest.raises((OutputMismatch, OutputFailed), match=r"_00000\.parquet is missing|Not Found|upload it first"):
+    with pytest.raises(
+        (OutputMismatch, OutputFailed),
+        match=r"_00000\.parquet is missing|Not Found|upload it first",
+    ):
         step.run(documents(7))
     assert events == [event]
 
 
 FAULTS = [
-    pytest.param("commit", {"status": 412, "message": "A commit has happened since. Please refresh."}, id="412"),
+    pytest.param(
+        "commit",
+        {"status": 412, "message": "A commit has happened since. Please refresh."},
+        id="412",
+    ),
     pytest.param("commit", {"status": 429}, id="429 without advice"),
     pytest.param("commit", {"status": 504, "after_effect": True}, id="504 after the effect"),
     pytest.param("commit", {"status": None}, id="reset"),
@@ -172,7 +197,9 @@ FAULTS = [
     pytest.param("auth-check", {"status": None}, id="reset of the first question"),
     pytest.param("tree", {"status": 500}, id="500 of tree"),
     pytest.param("lfs-upload", {"status": 403}, id="403 of the storage"),
-    pytest.param("lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}, id="verify too early"),
+    pytest.param(
+        "lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}, id="verify too early"
+    ),
 ]
 
 
@@ -213,7 +240,11 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
 @pytest.mark.parametrize(
     ("kind", "fault", "message"),
     [
-        ("commit", {"status": 403}, r"cannot be claimed for this run: .*403.*The token may not write to org/data"),
+        (
+            "commit",
+            {"status": 403},
+            r"cannot be claimed for this run: .*403.*The token may not write to org/data",
+        ),
         (
             "commit",
             {"status": 400, "message": "bad"},
@@ -287,14 +318,16 @@ def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritte
     assert hub.files("org/data") == other
 
 
-# datatrove's writers for the hub -------------------------------------------------------------------------------------
+# datatrove's writers for the hub -----------------------------------------------------------------
 
 
 def shout(writer: Any, document: Any) -> dict[str, Any]:
     return {"text": document.text.upper(), "by": type(writer).__name__}
 
 
-def test_a_dataset_writer_is_uploaded_by_us(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+def test_a_dataset_writer_is_uploaded_by_us(
+    hub: FakeHub, server: FakeServer, tmp_path: Path
+) -> None:
     hub.create_repo("org/data", branches=("try/1",))
     folder = tmp_path / "working"
     writer = HuggingFaceDatasetWriter(
@@ -314,7 +347,9 @@ def test_a_dataset_writer_is_uploaded_by_us(hub: FakeHub, server: FakeServer, tm
     assert not list(folder.rglob("*.parquet"))
 
 
-def test_files_of_a_bucket_appear_chunk_by_chunk(hub: FakeHub, server: FakeServer, tmp_path: Path) -> None:
+def test_files_of_a_bucket_appear_chunk_by_chunk(
+    hub: FakeHub, server: FakeServer, tmp_path: Path
+) -> None:
     hub.create_repo("org/bucket", kind="bucket")
     rule = hub.fail("batch", 520, times=2)
     writer = HuggingFaceBucketWriter("org/bucket", prefix="config", output_filename=NAME)
@@ -331,17 +366,23 @@ def test_writers_that_cannot_be_taken_over_are_refused(server: FakeServer, tmp_p
         pass
 
     mine = Mine("org/data", local_working_dir=str(tmp_path), output_filename=NAME)
-    with pytest.raises(ConfigError, match=r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"):
+    with pytest.raises(
+        ConfigError, match=r"Mine changes HuggingFaceDatasetWriter.*Derive it from ParquetWriter"
+    ):
         hub_runner(tmp_path, server, output_writer=mine)
-    nobodys = HuggingFaceDatasetWriter("data", local_working_dir=str(tmp_path), output_filename=NAME)
+    nobodys = HuggingFaceDatasetWriter(
+        "data", local_working_dir=str(tmp_path), output_filename=NAME
+    )
     with pytest.raises(ConfigError, match="'data' names no owner"):
         hub_runner(tmp_path, server, output_writer=nobodys)
-    bucket = HuggingFaceBucketWriter("org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True)
+    bucket = HuggingFaceBucketWriter(
+        "org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True
+    )
     with pytest.raises(ConfigError, match="overwrite=True would delete"):
         hub_runner(tmp_path, server, output_writer=bucket)
 
 
-# secrets -------------------------------------------------------------------------------------------------------------
+# secrets -----------------------------------------------------------------------------------------
 
 
 def test_the_token_is_in_no_file_no_pickle_and_no_log(
@@ -362,7 +403,7 @@ def test_the_token_is_in_no_file_no_pickle_and_no_log(
         assert not path.is_file() or hub.token.encode() not in path.read_bytes(), path
 
 
-# waiting -------------------------------------------------------------------------------------------------------------
+# waiting -----------------------------------------------------------------------------------------
 
 
 def stops(last: int, ready: Callable[[], bool]) -> Any:
@@ -398,7 +439,11 @@ def test_a_drain_commits_what_is_uploaded(
 
 @pytest.mark.slow
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+    hub: FakeHub,
+    server: FakeServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
 ) -> None:
     monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
@@ -413,7 +458,9 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 
     def all_uploaded_and_refused() -> bool:
-        return len(hub.repo("org/data").uploads) == number // 2 and any("Next attempt in" in line for line in log)
+        return len(hub.repo("org/data").uploads) == number // 2 and any(
+            "Next attempt in" in line for line in log
+        )
 
     rollout = stops(number - 1, all_uploaded_and_refused)
     step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=0)
@@ -434,7 +481,9 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert set(server.asked.values()) == {1}
 
 
-def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub: FakeHub, server: FakeServer) -> None:
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
+    hub: FakeHub, server: FakeServer
+) -> None:
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

@@ -1,4 +1,6 @@
-"""What is asked of the hub before anything is paid for: repository, token, branch, reachability; and what it costs."""
+"""What is asked of the hub before anything is paid for: repository, token, branch, reachability;
+and what it costs.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,26 @@ def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
     return said
 
 
-# may the folder be written to ----------------------------------------------------------------------------------------
+# may the folder be written to --------------------------------------------------------------------
 
 
 def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.create_repo("org/data")
     monkeypatch.setenv("HF_TOKEN", hub.read_token)
     said = refused()
-    assert said.startswith("hf://datasets/org/data/part: the hub answers 403, Forbidden: you must use a write token")
+    assert said.startswith(
+        "hf://datasets/org/data/part: the hub answers 403, Forbidden: you must use a write token"
+    )
     assert "Take one of role write, or a fine-grained one with write access to org/data" in said
 
 
 def test_no_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     said = refused()
-    assert "there is no token for the hub. Export HF_TOKEN with one that may write to org/data, or run: hf auth" in said
+    assert (
+        "there is no token for the hub. Export HF_TOKEN with one that may write to org/data, or run: hf auth"
+        in said
+    )
     assert not hub.requests
 
 
@@ -75,13 +82,15 @@ def test_an_answer_that_quotes_the_token_does_not_show_it(hub: FakeHub) -> None:
     assert "no rights for ***" in refused()
 
 
-# a repository that is missing ----------------------------------------------------------------------------------------
+# a repository that is missing --------------------------------------------------------------------
 
 
 def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[str]) -> None:
     check_access(FOLDER, private=True)
     assert hub.repo("org/data").private
-    assert any("made the private dataset repository org/data, which was not there" in line for line in log)
+    assert any(
+        "made the private dataset repository org/data, which was not there" in line for line in log
+    )
     check_access(FOLDER, private=True)
     assert [request.kind for request in hub.requests] == ["auth-check", "create", "auth-check"]
 
@@ -94,20 +103,22 @@ def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
     assert "shows with the first file" in check_access(bucket)
 
 
-# the branch ----------------------------------------------------------------------------------------------------------
+# the branch --------------------------------------------------------------------------------------
 
 
 def test_a_missing_branch_stops_a_rank_before_the_first_request(
     tmp_path: Path, hub: FakeHub, server: FakeServer
 ) -> None:
     hub.create_repo("org/data")
-    writer = JsonlWriter("hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None)
+    writer = JsonlWriter(
+        "hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None
+    )
     with pytest.raises(OutputFailed, match="make the repository and the branch"):
         run_rank(tmp_path, server, output_writer=writer)
     assert not server.payloads
 
 
-# a hub that is away --------------------------------------------------------------------------------------------------
+# a hub that is away ------------------------------------------------------------------------------
 
 
 def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str]) -> None:
@@ -152,19 +163,27 @@ def test_a_hub_that_does_not_answer_is_no_hang(
         held.release()
 
 
-# a runner, and a job -------------------------------------------------------------------------------------------------
+# a runner, and a job -----------------------------------------------------------------------------
 
 
-def run_rank(folder: Path, server: FakeServer, rank: int = 0, number: int = 4, **changes: Any) -> None:
+def run_rank(
+    folder: Path, server: FakeServer, rank: int = 0, number: int = 4, **changes: Any
+) -> None:
     """One rank of two whose output is on the hub, two documents to a file."""
-    writer = JsonlWriter("hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None)
+    writer = JsonlWriter(
+        "hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None
+    )
     changes = {"output_writer": writer, **changes}
     runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
-    tmp_path: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    tmp_path: Path,
+    hub: FakeHub,
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
 ) -> None:
     policy("HUB_LOOK", first=600.0, longest=600.0)
     hub.create_repo("org/data")
@@ -172,7 +191,8 @@ def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
     waits = SimpleNamespace(warning=lambda text: os.kill(os.getpid(), signal.SIGTERM), info=print)
     monkeypatch.setattr(retrying, "logger", waits)
     came: list[int] = []
-    old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))  # it ends nothing
+    # It ends nothing.
+    old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         with pytest.raises(Preempted):
             run_rank(tmp_path, server)
@@ -186,15 +206,21 @@ Run = Callable[..., Printed]
 
 
 @pytest.fixture
-def job(here: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command) -> Run:
+def job(
+    here: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> Run:
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part")
+    text = job_yaml(
+        ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part"
+    )
     write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 
 
-def test_a_job_whose_repository_is_missing_ends_before_its_tasks(job: Run, hub: FakeHub, server: FakeServer) -> None:
+def test_a_job_whose_repository_is_missing_ends_before_its_tasks(
+    job: Run, hub: FakeHub, server: FakeServer
+) -> None:
     said = job("run", code=1)
     assert "hf repos create org/data" in said.err
     assert "Traceback" not in said
@@ -213,9 +239,13 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     writer = "class_path: HuggingFaceDatasetWriter\n            init_args: "
     writer += '{dataset: org/made, local_working_dir: work, output_filename: "data/${rank}_${chunk_index}.parquet"}'
     Path("job.yaml").write_text(f"{text[:start]}{writer}\n          {text[end:]}")
-    assert "there is no dataset repository org/made yet; a run makes it, private." in job("doctor", "--all")
+    assert "there is no dataset repository org/made yet; a run makes it, private." in job(
+        "doctor", "--all"
+    )
     said = job("run")
-    assert any("made the private dataset repository org/made, which was not there" in line for line in log)
+    assert any(
+        "made the private dataset repository org/made, which was not there" in line for line in log
+    )
     assert hub.repo("org/made").private
     assert len(hub.asked("create")) == 1
     assert len(hub.files("org/made")) == 3
@@ -224,24 +254,32 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
 
 
-# the doctor ----------------------------------------------------------------------------------------------------------
+# the doctor --------------------------------------------------------------------------------------
 
 
 def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
     hub.create_repo("org/data")
     said = doctor_lines(job("doctor", "--all").out)
-    assert said["output, reachable"] == "ok: hf://datasets/org/data/part exists, and the token may write to it."
-    assert said["output, commits"] == "ok: all tasks together keep to 112 per hour (hub_commits_per_hour)."
+    assert (
+        said["output, reachable"]
+        == "ok: hf://datasets/org/data/part exists, and the token may write to it."
+    )
+    assert (
+        said["output, commits"]
+        == "ok: all tasks together keep to 112 per hour (hub_commits_per_hour)."
+    )
     assert len(hub.repo("org/data").commits) == 1
     assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
 
 
-# what it costs -------------------------------------------------------------------------------------------------------
+# what it costs -----------------------------------------------------------------------------------
 
 
 def counted(hub: FakeHub) -> list[str]:
     """The kinds of the requests that count for the hub's limit of 1000 in 5 minutes."""
-    return [request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")]
+    return [
+        request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")
+    ]
 
 
 @pytest.mark.slow
@@ -249,7 +287,14 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(
     tmp_path: Path, hub: FakeHub, server: FakeServer
 ) -> None:
     """100 ranks that start together may make 1000 requests: 10 each."""
-    hub.put("org/data", {f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}" for rank in range(2, 102) for chunk in range(34)})
+    hub.put(
+        "org/data",
+        {
+            f"part/{rank:05d}_{chunk:05d}.jsonl": b"{}"
+            for rank in range(2, 102)
+            for chunk in range(34)
+        },
+    )
     hub.fail("preupload", 400, times=None)  # the rank has asked for all it wants by then
     with pytest.raises(OutputFailed):
         run_rank(tmp_path, server)
@@ -258,7 +303,9 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(
 
 
 @pytest.mark.slow
-def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job: Run, hub: FakeHub) -> None:
+def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(
+    job: Run, hub: FakeHub
+) -> None:
     hub.create_repo("org/data")
     job("run")
     assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
@@ -267,7 +314,7 @@ def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job
     assert counted(hub) == ["paths-info", "tree"] * 2  # whose the folder is, and what it holds
 
 
-# input on the hub ----------------------------------------------------------------------------------------------------
+# input on the hub --------------------------------------------------------------------------------
 
 
 def from_hub(hub: FakeHub, files: int) -> None:
@@ -286,7 +333,9 @@ def from_hub(hub: FakeHub, files: int) -> None:
 
 
 @pytest.mark.slow
-def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job: Run, hub: FakeHub) -> None:
+def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(
+    job: Run, hub: FakeHub
+) -> None:
     from_hub(hub, files=30)
     job("run")
     api = counted(hub)

@@ -40,7 +40,9 @@ def remove(hub: FakeHub, *names: str) -> None:
     repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
 
 
-def test_a_file_removed_by_hand_is_found_named_and_made_again(cli: Cli, hub: FakeHub, server: FakeServer) -> None:
+def test_a_file_removed_by_hand_is_found_named_and_made_again(
+    cli: Cli, hub: FakeHub, server: FakeServer
+) -> None:
     cli("run", "job.yaml")
     before = hub.files("org/data")
     remove(hub, FILES[1])
@@ -74,7 +76,9 @@ def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
-def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, hub: FakeHub, ending: str) -> None:
+def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(
+    cli: Cli, hub: FakeHub, ending: str
+) -> None:
     job = Path("job.yaml")
     text = job.read_text().replace("${chunk_index}.jsonl", f"${{chunk_index}}.{ending}")
     job.write_text(text.replace("compression: null", "compression: infer"))
@@ -83,7 +87,11 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli: Cli, 
     (name,) = [name for name in before if name.startswith("part/00000_00000")]
     hub.put("org/data", {name: bytes([*before[name][:-1], before[name][-1] ^ 1])})
     hub.requests.clear()
-    for command in (["verify", "checkpoints"], ["run", "job.yaml"], ["verify", "checkpoints", "--full"]):
+    for command in (
+        ["verify", "checkpoints"],
+        ["run", "job.yaml"],
+        ["verify", "checkpoints", "--full"],
+    ):
         said = cli(*command, code=1)
         assert f"{Path(name).name} is altered" in said
     read = [request.path for request in hub.asked("resolve") if OWNER not in request.path]
@@ -113,7 +121,9 @@ def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> N
 
 def beside(job: str) -> str:
     """The job with local folders of its own."""
-    return job.replace("logging_dir: logs", "logging_dir: b/logs").replace("dir: checkpoints", "dir: b/checkpoints")
+    return job.replace("logging_dir: logs", "logging_dir: b/logs").replace(
+        "dir: checkpoints", "dir: b/checkpoints"
+    )
 
 
 def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
@@ -140,7 +150,9 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli: Cli, hub: FakeHub, policy: ChangePolicy) -> None:
+def test_a_first_listing_that_fails_for_a_moment_is_made_again(
+    cli: Cli, hub: FakeHub, policy: ChangePolicy
+) -> None:
     cli("run", "job.yaml")
     policy("HUB_LOOK", first=0.01)
     for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
@@ -148,7 +160,7 @@ def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli: Cli, hub: Fa
         assert cli(*command).count("Next attempt in") == 2
 
 
-# a repository that vanishes after files were committed there ----------------------------------------------------------
+# a repository that vanishes after files were committed there -------------------------------------
 
 WRITER = """          class_path: HuggingFaceDatasetWriter
             init_args: {dataset: org/data, local_working_dir: work, output_filename: "${rank}_${chunk_index}.jsonl"}
@@ -177,7 +189,10 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     asked = len(server.payloads)
     said = cli("run", "job.yaml", code=1)
     assert GONE in said
-    assert "Restore it or rename it back, or set output_folder to its new name and accept_changes to true" in said
+    assert (
+        "Restore it or rename it back, or set output_folder to its new name and accept_changes to true"
+        in said
+    )
     assert "start anew with another checkpoints_local_dir, output_folder and logging_dir" in said
     assert "repos create" not in said
     assert len(server.payloads) == asked
@@ -189,7 +204,10 @@ def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
     cli: Cli, hub: FakeHub, complete: bool
 ) -> None:
     text = Path("job.yaml").read_text()
-    start, end = text.index("          class_path: JsonlWriter"), text.index("          checkpoints_local_dir")
+    start, end = (
+        text.index("          class_path: JsonlWriter"),
+        text.index("          checkpoints_local_dir"),
+    )
     Path("job.yaml").write_text(text[:start] + WRITER + text[end:])
     cli("run", "job.yaml")
     hub.repos.clear()
@@ -213,5 +231,10 @@ def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: Fak
 def test_output_on_the_hub_is_shown_and_not_started_over(cli: Cli) -> None:
     cli("run", "job.yaml")
     said = cli("show", "checkpoints", "--n", "9").out
-    assert [line for line in said.splitlines() if line.startswith("  text: ")] == [f"  text: {one}" for one in "abcd"]
-    assert "To start over, move" not in cli("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=New {text}", code=1).err
+    assert [line for line in said.splitlines() if line.startswith("  text: ")] == [
+        f"  text: {one}" for one in "abcd"
+    ]
+    assert (
+        "To start over, move"
+        not in cli("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=New {text}", code=1).err
+    )

@@ -1,4 +1,6 @@
-"""What a run says of its input: rows that were skipped, rows that are no documents, changes after it was finished."""
+"""What a run says of its input: rows that were skipped, rows that are no documents, changes after
+it was finished.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +51,33 @@ class Drop(PipelineStep):
 
 
 def lines(*numbers: int) -> str:
-    return "".join(json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers)
+    return "".join(
+        json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers
+    )
 
 
 @pytest.fixture
 def job(here: Path, command: Command, server: FakeServer) -> Run:
-    """``datatrove-ckpt run`` in this process. ``documents`` holds four files of two documents; there are two tasks."""
+    """``datatrove-ckpt run`` in this process.
+
+    ``documents`` holds four files of two documents; there are two tasks.
+    """
     (here / "documents").mkdir()
     for number in range(4):
         (here / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
 
     def run(
-        reader: str = "JsonlReader", tasks: int = 2, steps: tuple[Any, ...] = (), code: int = 0, **options: Any
+        reader: str = "JsonlReader",
+        tasks: int = 2,
+        steps: tuple[Any, ...] = (),
+        code: int = 0,
+        **options: Any,
     ) -> Printed:
         data = json.dumps({"data_folder": f"{here}/documents", **options})
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
-        text = text.replace("{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)]))
+        text = text.replace(
+            "{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)])
+        )
         (here / "job.yaml").write_text(f"{text}          records_per_chunk: 3\n")
         return command("run", "job.yaml", code=code)
 
@@ -84,7 +97,7 @@ def kept(folder: Path, rank: int = 0) -> Any:
     return orjson.loads((folder / f"checkpoints/{rank:05}/shard.json").read_bytes())
 
 
-# No documents ----------------------------------------------------------------------------------------------------
+# No documents ------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -119,7 +132,9 @@ def test_a_rank_without_documents_is_not_complete(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_path: Path, reader: str) -> None:
+def test_ranks_without_files_and_files_without_rows_are_complete(
+    job: Run, tmp_path: Path, reader: str
+) -> None:
     for number in range(1, 4):
         (tmp_path / f"documents/{number}.jsonl").write_text("\n" * number if number > 1 else "")
     job(reader, tasks=6)
@@ -129,7 +144,9 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job: Run, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job: Run, tmp_path: Path, reader: str) -> None:
+def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(
+    job: Run, tmp_path: Path, reader: str
+) -> None:
     drop = {"class_path": f"{__name__}.Drop"}
     job(reader, steps=(drop,))
     shutil.rmtree(tmp_path / "logs")
@@ -146,7 +163,10 @@ def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) ->
     for path in tmp_path.glob("documents/*"):
         path.write_text(json.dumps({"text": ""}))
     for _ in range(2):
-        assert "No row of the whole input is a document. Skipped: 4 rows without text." in job(code=1).err
+        assert (
+            "No row of the whole input is a document. Skipped: 4 rows without text."
+            in job(code=1).err
+        )
     (tmp_path / "documents/3.jsonl").write_text(lines(7))
     shutil.rmtree(tmp_path / "checkpoints")
     shutil.rmtree(tmp_path / "logs")
@@ -155,8 +175,13 @@ def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) ->
 
 def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path) -> None:
     (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
-    assert "The input file '0.jsonl' in " in (said := job("datatrove.pipeline.readers.CSVReader", code=1).err)
-    assert "is not UTF-8, or has a quote that is not closed: 'utf-8' codec can't decode byte 0xe9" in said
+    assert "The input file '0.jsonl' in " in (
+        said := job("datatrove.pipeline.readers.CSVReader", code=1).err
+    )
+    assert (
+        "is not UTF-8, or has a quote that is not closed: 'utf-8' codec can't decode byte 0xe9"
+        in said
+    )
 
 
 def test_a_csv_field_of_a_document_of_150_kb_is_read(job: Run, tmp_path: Path) -> None:
@@ -176,7 +201,9 @@ def test_a_csv_field_without_end_is_an_error_that_names_the_file(
     assert "has a quote that is not closed: field larger than field limit (300). Correct it" in said
 
 
-@pytest.mark.parametrize("kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"])
+@pytest.mark.parametrize(
+    "kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"]
+)
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
     job: Run, server: FakeServer, tmp_path: Path, reader: str, kind: int
@@ -187,19 +214,30 @@ def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
     else:
         os.mknod(special, kind | 0o600)
     said = job(reader, code=1).err.splitlines()[-1]
-    assert said.startswith(f"error: The input file '9.jsonl' in {tmp_path}/documents is a FIFO, a socket or a device")
+    assert said.startswith(
+        f"error: The input file '9.jsonl' in {tmp_path}/documents is a FIFO, a socket or a device"
+    )
     assert server.payloads == []
     special.unlink()
     job(reader)
     assert len(outputs(tmp_path)) == 8
 
 
-# What was skipped is said ----------------------------------------------------------------------------------------
+# What was skipped is said ------------------------------------------------------------------------
 
 
-def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(job: Run, tmp_path: Path) -> None:
+def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
+    job: Run, tmp_path: Path
+) -> None:
     first = tmp_path / "documents/0.jsonl"
-    first.write_text(lines(0) + "torn\n" + '{"text": "", "id": 1}\n' + lines(1) + '{"id": 2}\n[1]\n' + lines(8, 9, 10))
+    first.write_text(
+        lines(0)
+        + "torn\n"
+        + '{"text": "", "id": 1}\n'
+        + lines(1)
+        + '{"id": 2}\n[1]\n'
+        + lines(8, 9, 10)
+    )
     (tmp_path / "documents/2.jsonl").write_bytes(gzip.compress(b"x"))
     (tmp_path / "documents/2.jsonl").rename(tmp_path / "documents/2.jsonl.gz")
     whole = gzip.compress((lines(4, 5) + "end\n").encode())
@@ -218,7 +256,7 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
-# The input of a finished run -------------------------------------------------------------------------------------
+# The input of a finished run ---------------------------------------------------------------------
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
@@ -229,15 +267,25 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "file added": (lambda f: (f / "4.jsonl").write_text(lines(9)), "added: '4.jsonl'"),
     "file added first": (lambda f: (f / "00.jsonl").write_text(lines(9)), "added: '00.jsonl'"),
     "file removed": (lambda f: (f / "3.jsonl").unlink(), "removed: '3.jsonl'"),
-    "file renamed": (lambda f: (f / "3.jsonl").rename(f / "5.jsonl"), "removed: '3.jsonl'\n  added: '5.jsonl'"),
-    "file grown": (lambda f: (f / "3.jsonl").write_text(lines(6, 7, 8)), "changed: '3.jsonl' (had 66 bytes, has 99)"),
-    "file edited": (lambda f: rewrite(f / "1.jsonl", "text 2", "Text 2"), "changed: '1.jsonl' (has other content)"),
+    "file renamed": (
+        lambda f: (f / "3.jsonl").rename(f / "5.jsonl"),
+        "removed: '3.jsonl'\n  added: '5.jsonl'",
+    ),
+    "file grown": (
+        lambda f: (f / "3.jsonl").write_text(lines(6, 7, 8)),
+        "changed: '3.jsonl' (had 66 bytes, has 99)",
+    ),
+    "file edited": (
+        lambda f: rewrite(f / "1.jsonl", "text 2", "Text 2"),
+        "changed: '1.jsonl' (has other content)",
+    ),
 }
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("reader", "change"), [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")]
+    ("reader", "change"),
+    [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")],
 )
 def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
     job: Run, tmp_path: Path, reader: str, change: str
@@ -302,7 +350,10 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: 
     job(code=1)
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
-    assert "is not what rank 0 has read:\n  added, or moved here from another rank: '" in job(code=1).err
+    assert (
+        "is not what rank 0 has read:\n  added, or moved here from another rank: '"
+        in job(code=1).err
+    )
     (tmp_path / "documents/00.jsonl").unlink()
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     job()
@@ -319,7 +370,9 @@ def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_co
     assert "9 of 9 documents" in job().out
     rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
     shutil.rmtree(tmp_path / "logs")
-    assert "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
+    assert (
+        "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
+    )
 
 
 @pytest.mark.matrix
@@ -327,7 +380,10 @@ def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_co
 def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5. Document 8 is appended to one."""
+    """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5.
+
+    Document 8 is appended to one.
+    """
     grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
     parse = JsonlReader._parse
 
@@ -367,10 +423,13 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: 
 
 
 @pytest.mark.usefixtures("code_described_once")
-def test_the_record_is_right_after_a_crash_at_every_effect(ram: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_is_right_after_a_crash_at_every_effect(
+    ram: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two chunks, the first is committed before the record is written, the second after that.
 
-    The effects of threads then come in one order, and crashes hit the record between the two commits.
+    The effects of threads then come in one order, and crashes hit the record between the two
+    commits.
     """
     folder = ram / "job"
     (folder / "documents").mkdir(parents=True)

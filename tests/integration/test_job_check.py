@@ -1,4 +1,6 @@
-"""What people change between two runs of a command: exit code 0 means that every document is in the output."""
+"""What people change between two runs of a command: exit code 0 means that every document is in the
+output.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,22 @@ def server() -> Iterator[FakeServer]:
 
     def status(payload: dict[str, Any], times: int) -> int | None:
         content = payload["messages"][-1]["content"]
-        return 400 if content == "Say refused" else 403 if "forbidden" in content or "Deny" in content else None
+        return (
+            400
+            if content == "Say refused"
+            else 403
+            if "forbidden" in content or "Deny" in content
+            else None
+        )
 
     with FakeServer(status=status) as server:
         yield server
 
 
 class Run:
-    """``datatrove-ckpt run job.yaml ...`` in this process, with the exit code and what it printed."""
+    """``datatrove-ckpt run job.yaml ...`` in this process, with the exit code and what it
+    printed.
+    """
 
     def __init__(self, command: Command, server: FakeServer) -> None:
         self._command = command
@@ -56,7 +66,11 @@ class Run:
 def run(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Run:
     """A job of three tasks with four documents each, in the working folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    write_job(here, JOB.replace("URL", server.url), *([f"text {n}" for n in range(at, at + 4)] for at in (0, 4, 8)))
+    write_job(
+        here,
+        JOB.replace("URL", server.url),
+        *([f"text {n}" for n in range(at, at + 4)] for at in (0, 4, 8)),
+    )
     return Run(command, server)
 
 
@@ -69,7 +83,10 @@ def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run: Run, command
     run()
     shutil.rmtree("checkpoints/00001")
     said = command("verify", "job.yaml", code=1)
-    assert "move the output files of task 1 elsewhere, delete completions/00001 in logging_dir, then run." in said
+    assert (
+        "move the output files of task 1 elsewhere, delete completions/00001 in logging_dir, then run."
+        in said
+    )
     for path in Path("output").glob("00001_*"):
         path.rename(path.name)
     Path("logs/completions/00001").unlink()
@@ -79,8 +96,14 @@ def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run: Run, command
 
 def test_the_markers_of_another_job_are_refused(run: Run) -> None:
     run()
-    error = run("--pipeline.1.checkpoints_local_dir=other", "--pipeline.1.output_writer.output_folder=others", code=1)
-    assert re.search(r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error)
+    error = run(
+        "--pipeline.1.checkpoints_local_dir=other",
+        "--pipeline.1.output_writer.output_folder=others",
+        code=1,
+    )
+    assert re.search(
+        r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error
+    )
     assert "choose another logging_dir" in error
 
 
@@ -137,7 +160,9 @@ def finish_one_task(run: Run) -> None:
     assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
 
 
-def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run: Run, command: Command) -> None:
+def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(
+    run: Run, command: Command
+) -> None:
     finish_one_task(run)
     error = run(OTHER_MODEL, code=1)
     assert 'model: "fake" -> "other"' in error
@@ -182,9 +207,15 @@ def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Run) -> N
 def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Run) -> None:
     error = run("--executor.tasks=0", code=2)
     assert "error: executor LocalPipelineExecutor: tasks: must be at least 1; it is 0." in error
-    assert "workers: must be at least 1, or -1 for one per task; it is 0." in run("--executor.workers=0", code=2)
-    assert "workers: must be at least 1, or -1 for one per task; it is -2." in run("--executor.workers=-2", code=2)
-    assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run("--executor.local_tasks=0", code=2)
+    assert "workers: must be at least 1, or -1 for one per task; it is 0." in run(
+        "--executor.workers=0", code=2
+    )
+    assert "workers: must be at least 1, or -1 for one per task; it is -2." in run(
+        "--executor.workers=-2", code=2
+    )
+    assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run(
+        "--executor.local_tasks=0", code=2
+    )
     assert not Path("logs").exists()
 
 
@@ -193,23 +224,35 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     text = Path("job.yaml").read_text()
     reader = "      - class_path: JsonlReader\n        init_args: {data_folder: input}\n"
     start = text.index("      - class_path: InferenceRunner")
-    another = text[start:].replace("output_folder: output", "output_folder: other").replace(": checkpoints", ": second")
+    another = (
+        text[start:]
+        .replace("output_folder: output", "output_folder: other")
+        .replace(": checkpoints", ": second")
+    )
     writer = "      - {class_path: JsonlWriter, init_args: {output_folder: copies}}\n"
     for later, name in ((another, "InferenceRunner"), (writer, "JsonlWriter")):
         Path("job.yaml").write_text(text + later)
         error = run(code=2)
-        assert f"pipeline[2] {name} would get no documents: pipeline[1] InferenceRunner passes none on" in error
+        assert (
+            f"pipeline[2] {name} would get no documents: pipeline[1] InferenceRunner passes none on"
+            in error
+        )
         assert "second executor" in error
     Path("job.yaml").write_text(text.replace(reader, ""))
-    assert "pipeline[0] InferenceRunner would get no documents: no step before it reads any" in run(code=2)
+    assert "pipeline[0] InferenceRunner would get no documents: no step before it reads any" in run(
+        code=2
+    )
     assert not run.server.asked
     Path("job.yaml").write_text(text + reader + another)
     assert run().count("12 of 12 documents") == 2
-    assert run().count("12 of 12 documents") == 2  # finished, and compared with the steps since the runner before
+    # Finished, and compared with the steps since the runner before.
+    assert run().count("12 of 12 documents") == 2
 
 
 def test_the_last_line_says_what_can_be_done_next(run: Run) -> None:
-    assert run("--executor.tasks=1").endswith("To check the files: datatrove-ckpt verify checkpoints --full\n")
+    assert run("--executor.tasks=1").endswith(
+        "To check the files: datatrove-ckpt verify checkpoints --full\n"
+    )
     Path("input/3.jsonl").write_text('{"id": "id 12", "text": "refused"}')
     shutil.rmtree("logs")
     command = "datatrove-ckpt run job.yaml --executor.tasks=1 --pipeline.1.skip_bad_requests=true"
@@ -271,7 +314,8 @@ def test_other_plain_functions_are_refused_for_finished_ranks(
 ) -> None:
     executor_of(two_files, server, *then).run()
     with pytest.raises(
-        CheckpointMismatch, match=r"The steps before InferenceRunner are not those through which rank 0"
+        CheckpointMismatch,
+        match=r"The steps before InferenceRunner are not those through which rank 0",
     ):
         executor_of(two_files, server, *now).run()
     with pytest.raises(CheckpointMismatch) as caught:
@@ -294,11 +338,13 @@ def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -
         shutil.rmtree(two_files / "logs")
 
 
-# the number of tasks is the run's, not the rank's --------------------------------------------------------------------
+# the number of tasks is the run's, not the rank's ------------------------------------------------
 
 
 class Nodes:
-    """Each rank runs on an empty disk; mirror and output are shared. datatrove would skip the ranks that are done."""
+    """Each rank runs on an empty disk; mirror and output are shared. datatrove would skip the ranks
+    that are done.
+    """
 
     def __init__(self, folder: Path, server: FakeServer) -> None:
         self.folder = folder
@@ -308,7 +354,13 @@ class Nodes:
     def run(self, rank: int, tasks: int, **changes: Any) -> None:
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.server.asked.clear()
-        step = runner(self.folder, self.server, checkpoints_remote_dir=str(self.mirror), mirror_seconds=1000, **changes)
+        step = runner(
+            self.folder,
+            self.server,
+            checkpoints_remote_dir=str(self.mirror),
+            mirror_seconds=1000,
+            **changes,
+        )
         step.run(documents(12)[rank::tasks], rank, tasks)
 
 
@@ -330,20 +382,29 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
             nodes.run(rank, 4, accept_changes=True)
         assert not nodes.server.asked
     assert str(nodes.mirror) in str(refused.value)
-    assert "Go on with 1 task (tasks=1), or choose another checkpoints_local_dir" in str(refused.value)
-    assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(refused.value)
+    assert "Go on with 1 task (tasks=1), or choose another checkpoints_local_dir" in str(
+        refused.value
+    )
+    assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(
+        refused.value
+    )
 
 
 def test_another_model_is_refused_unless_it_is_accepted(nodes: Nodes) -> None:
     nodes.run(0, 2)
     other: dict[str, Any] = {"config": {"model_name_or_path": "other"}}
-    with pytest.raises(CheckpointMismatch, match=r'\(task 0\) were made by another run:\n  model: "fake" -> "other"'):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=r'\(task 0\) were made by another run:\n  model: "fake" -> "other"',
+    ):
         nodes.run(1, 2, **other)
     assert not nodes.server.asked
     nodes.run(1, 2, accept_changes=True, **other)
     nodes.run(1, 2, **other)
     accepted = json.loads((nodes.mirror / "job.json").read_text())["accepted_changes"]
-    assert [(change["field"], change["old"], change["new"]) for change in accepted] == [("model", "fake", "other")]
+    assert [(change["field"], change["old"], change["new"]) for change in accepted] == [
+        ("model", "fake", "other")
+    ]
 
 
 def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(
@@ -365,7 +426,9 @@ def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(
 
 def test_ranks_that_hold_nothing_refuse_nobody(nodes: Nodes) -> None:
     shutil.rmtree(nodes.folder / "checkpoints", ignore_errors=True)
-    step = runner(nodes.folder, nodes.server, checkpoints_remote_dir=str(nodes.mirror), mirror_seconds=1000)
+    step = runner(
+        nodes.folder, nodes.server, checkpoints_remote_dir=str(nodes.mirror), mirror_seconds=1000
+    )
     step.run([], 0, 1)
     nodes.run(1, 4)
     assert json.loads((nodes.mirror / "job.json").read_text())["tasks"] == 4

@@ -1,4 +1,6 @@
-"""Commands on a run of Hugging Face Jobs: its checkpoints are in the bucket alone, whatever lies on this machine."""
+"""Commands on a run of Hugging Face Jobs: its checkpoints are in the bucket alone, whatever lies on
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def write(name: str, **changed: Any) -> dict[str, Any]:
     """A short form of Jobs."""
-    content = {"run_folder": f"{URL}/{name}", "input": f"{URL}/input/*.jsonl", "prompt": "Say {text}", "model": "fake"}
+    content = {
+        "run_folder": f"{URL}/{name}",
+        "input": f"{URL}/input/*.jsonl",
+        "prompt": "Say {text}",
+        "model": "fake",
+    }
     content |= {"endpoint": "http://127.0.0.1:1", "records_per_chunk": 2, "mirror_seconds": 0.2}
     content |= {"jobs": {"flavor": "cpu-basic", "poll_interval": 0.1}, **changed}
     Path(f"{name}.yaml").write_text(yaml.safe_dump(content))
@@ -43,7 +50,9 @@ def write(name: str, **changed: Any) -> dict[str, Any]:
 
 
 def begin(command: Command, name: str, **changed: Any) -> None:
-    """What the run of a file would leave in the bucket, made in this process with a disk that is then gone."""
+    """What the run of a file would leave in the bucket, made in this process with a disk that is
+    then gone.
+    """
     content = write(name, **changed)
     printed = command("run", f"{name}.yaml", "--print-config").out
     long = yaml.safe_load(printed)
@@ -78,7 +87,9 @@ def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here: Path, command:
         assert "tasks: 1 -> 2" in command("doctor", "w.yaml", code=1)
         Path("here.jsonl").write_text('{"id": "a", "text": "b"}')
         write("new", endpoint=server.url, input="here.jsonl")
-        assert "a job of Hugging Face starts with an empty disk" in command("doctor", "new.yaml", code=1)
+        assert "a job of Hugging Face starts with an empty disk" in command(
+            "doctor", "new.yaml", code=1
+        )
         content = write("new", model="org/model")
         del content["endpoint"]
         Path("new.yaml").write_text(yaml.safe_dump(content))

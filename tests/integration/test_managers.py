@@ -1,4 +1,6 @@
-"""datatrove's executor: its manager and the workers of its pool end with its process, and a signal ends a task."""
+"""datatrove's executor: its manager and the workers of its pool end with its process, and a signal
+ends a task.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,10 @@ def left_of(session: int, seconds: float = 5) -> list[int]:
 
 
 class Script:
-    """``script | cat``: it has ended once nobody holds its standard output. Its requests wait at the server."""
+    """``script | cat``: it has ended once nobody holds its standard output.
+
+    Its requests wait at the server.
+    """
 
     def __init__(
         self,
@@ -147,7 +152,7 @@ def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
         assert script.ends_with_all() == 0
 
 
-# pools ---------------------------------------------------------------------------------------------------------------
+# pools -------------------------------------------------------------------------------------------
 
 
 AFTER_OURS = """
@@ -166,10 +171,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
-    """Both use one fork server. With the signals blocked that ours blocks, a pool's workers would not be terminated."""
+    """Both use one fork server.
+
+    With the signals blocked that ours blocks, a pool's workers would not be terminated.
+    """
     (tmp_path / "script.py").write_text(AFTER_OURS)
     popen = subprocess.Popen(
-        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert popen.communicate(timeout=400)[0] == "done\n"
@@ -177,7 +189,7 @@ def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
         left_of(popen.pid)
 
 
-# the parent watch ----------------------------------------------------------------------------------------------------
+# the parent watch --------------------------------------------------------------------------------
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
@@ -209,7 +221,8 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
             os.close(worker)
         assert process.wait(300) == -number
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # a process of datatrove's without a rank may still run
+            # A process of datatrove's without a rank may still run.
+            os.killpg(process.pid, signal.SIGKILL)
         job.finish(process)
         log = tmp_path / "killed/logs/logs/task_00000.log"
         assert "With datatrove_ckpt.LocalPipelineExecutor, ranks drain." in log.read_text()

@@ -1,4 +1,6 @@
-"""Pictures, sound and files of documents in requests: sent whole, not written, named when they are damaged."""
+"""Pictures, sound and files of documents in requests: sent whole, not written, named when they are
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ PDF = b"%PDF-1.7 a page"
 WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
 
 
-def picture(seed: int = 0, size: tuple[int, int] = (60, 40), form: str = "PNG", **options: Any) -> bytes:
+def picture(
+    seed: int = 0, size: tuple[int, int] = (60, 40), form: str = "PNG", **options: Any
+) -> bytes:
     noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
     made = io.BytesIO()
     Image.frombytes("RGB", size, noise).save(made, form, **options)
@@ -59,7 +63,10 @@ def media(data: bytes | None, name: str = "", **fields: Any) -> Media:
 
 
 def pages(number: int) -> list[Document]:
-    return [Document(f"page {index}", f"id {index}", [media(picture(index), f"m{index}")]) for index in range(number)]
+    return [
+        Document(f"page {index}", f"id {index}", [media(picture(index), f"m{index}")])
+        for index in range(number)
+    ]
 
 
 def parts(server: FakeServer, number: int = -1) -> list[dict[str, Any]]:
@@ -69,7 +76,9 @@ def parts(server: FakeServer, number: int = -1) -> list[dict[str, Any]]:
 
 def sent(server: FakeServer, number: int = -1) -> list[bytes]:
     """The bytes of the pictures in a payload."""
-    urls = [part["image_url"]["url"] for part in parts(server, number) if part["type"] == "image_url"]
+    urls = [
+        part["image_url"]["url"] for part in parts(server, number) if part["type"] == "image_url"
+    ]
     return [base64.b64decode(url.partition(";base64,")[2]) for url in urls]
 
 
@@ -77,19 +86,29 @@ def url_of(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-# what is sent ---------------------------------------------------------------------------------------------------------
+# what is sent ------------------------------------------------------------------------------------
 
 
-def test_media_follow_the_text_and_their_bytes_are_not_written(server: FakeServer, tmp_path: Path) -> None:
+def test_media_follow_the_text_and_their_bytes_are_not_written(
+    server: FakeServer, tmp_path: Path
+) -> None:
     document = Document(
-        "Read.", "0", [media(picture(), "a", path="a.png"), media(WAV, "b"), media(PDF, path="x/c.pdf")]
+        "Read.",
+        "0",
+        [media(picture(), "a", path="a.png"), media(WAV, "b"), media(PDF, path="x/c.pdf")],
     )
     runner(tmp_path, server, PromptRollout(images="media")).run([document])
     assert parts(server) == [
         {"type": "text", "text": "Read."},
         {"type": "image_url", "image_url": {"url": url_of(picture())}},
-        {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}},
-        {"type": "file", "file": {"filename": "c.pdf", "file_data": url_of(PDF, "application/pdf")}},
+        {
+            "type": "input_audio",
+            "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"},
+        },
+        {
+            "type": "file",
+            "file": {"filename": "c.pdf", "file_data": url_of(PDF, "application/pdf")},
+        },
     ]
     (row,) = rows(tmp_path)
     assert [one["media_bytes"] for one in row["media"]] == [None] * 3
@@ -117,12 +136,26 @@ def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path)
         [picture()],
         Image.open(io.BytesIO(picture())),
     ],
-    ids=["bytes", "bytearray", "data URL", "datasets", "datasets path", "path", "dots", "list", "Pillow"],
+    ids=[
+        "bytes",
+        "bytearray",
+        "data URL",
+        "datasets",
+        "datasets path",
+        "path",
+        "dots",
+        "list",
+        "Pillow",
+    ],
 )
-def test_a_column_may_hold_each_form_of_a_picture(server: FakeServer, tmp_path: Path, value: Any) -> None:
+def test_a_column_may_hold_each_form_of_a_picture(
+    server: FakeServer, tmp_path: Path, value: Any
+) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     rollout = PromptRollout("What is it?", images="page", media_folder=str(tmp_path))
-    runner(tmp_path, server, rollout).run([Document("x", "0", metadata={"page": value, "other": 1})])
+    runner(tmp_path, server, rollout).run(
+        [Document("x", "0", metadata={"page": value, "other": 1})]
+    )
     if isinstance(value, Image.Image):
         assert image(sent(server)[0]).tobytes() == value.tobytes()
     else:
@@ -143,17 +176,24 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
     document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
     rollout = PromptRollout(images="media", media_folder=str(tmp_path), media_urls=["example.com"])
     runner(tmp_path, server, rollout).run([document])
-    assert parts(server, 0)[1] == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    assert parts(server, 0)[1] == {
+        "type": "image_url",
+        "image_url": {"url": "https://example.com/a.png"},
+    }
     assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
 
 
 def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> None:
-    rollout = JudgeRollout("{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]")
+    rollout = JudgeRollout(
+        "{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]"
+    )
     runner(tmp_path, server, rollout).run(pages(1))
     assert [sent(server, number) for number in range(2)] == [[picture()]] * 2
 
 
-def test_media_join_the_last_user_message_of_a_conversation(server: FakeServer, tmp_path: Path) -> None:
+def test_media_join_the_last_user_message_of_a_conversation(
+    server: FakeServer, tmp_path: Path
+) -> None:
     said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "At what?"}]
     document = Document("x", "0", [media(picture())], {"said": said})
     runner(tmp_path, server, PromptRollout(images="media", prompt_column="said")).run([document])
@@ -165,7 +205,10 @@ def test_media_join_the_last_user_message_of_a_conversation(server: FakeServer, 
 
 def test_a_function_of_the_users_sends_a_part(server: FakeServer, tmp_path: Path) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
-        content = [{"type": "text", "text": document.text}, media_part(document.media[0].media_bytes)]
+        content = [
+            {"type": "text", "text": document.text},
+            media_part(document.media[0].media_bytes),
+        ]
         return await generate({"messages": [{"role": "user", "content": content}]})
 
     runner(tmp_path, server, rollout).run(pages(1))
@@ -174,28 +217,55 @@ def test_a_function_of_the_users_sends_a_part(server: FakeServer, tmp_path: Path
         media_part(b"")
 
 
-# what goes wrong ------------------------------------------------------------------------------------------------------
+# what goes wrong ---------------------------------------------------------------------------------
 
 BAD = {
     "empty": (media(b"", path="a.png"), "medium 1 (a.png) is empty"),
     "type": (media(b"GIF12345"), "medium 1 is of no type that can be sent"),
     "nothing": (media(None), "medium 1 has no bytes, no path and no URL"),
-    "missing": (media(None, path="gone.png"), "medium 1 (gone.png) cannot be read: FileNotFoundError"),
+    "missing": (
+        media(None, path="gone.png"),
+        "medium 1 (gone.png) cannot be read: FileNotFoundError",
+    ),
     "outside": (media(None, path="../a.png"), "medium 1 (../a.png) lies outside of media_folder"),
-    "absolute": (media(None, path="/etc/hostname"), "medium 1 (/etc/hostname) lies outside of media_folder"),
-    "chained": (media(None, path="zip://a::b.zip"), "medium 1 (zip://a::b.zip) lies outside of media_folder"),
+    "absolute": (
+        media(None, path="/etc/hostname"),
+        "medium 1 (/etc/hostname) lies outside of media_folder",
+    ),
+    "chained": (
+        media(None, path="zip://a::b.zip"),
+        "medium 1 (zip://a::b.zip) lies outside of media_folder",
+    ),
     "scheme": (media(None, url="file:///a.png"), "('file:///a.png') is no http(s) or data URL"),
-    "base64": (media(None, url="data:image/png;base64,???"), "medium 1 (data:image/png;base64,...) is damaged"),
-    "secret": (media(None, path="link/secret"), "medium 1 (link/secret) lies outside of media_folder"),
+    "base64": (
+        media(None, url="data:image/png;base64,???"),
+        "medium 1 (data:image/png;base64,...) is damaged",
+    ),
+    "secret": (
+        media(None, path="link/secret"),
+        "medium 1 (link/secret) lies outside of media_folder",
+    ),
     "device": (media(None, path="zero"), "medium 1 (zero) lies outside of media_folder"),
     "FIFO": (media(None, path="FIFO"), "medium 1 (FIFO) lies outside of media_folder, which is "),
     "socket": (media(None, path="socket"), "or is no regular file"),
     "large": (media(None, path="large"), "medium 1 (large) is larger than 20000 bytes"),
-    "negative": (media(None, path="large", offset=1, length=-1), "medium 1 (large) is larger than 20000 bytes"),
+    "negative": (
+        media(None, path="large", offset=1, length=-1),
+        "medium 1 (large) is larger than 20000 bytes",
+    ),
     "text": (media(None, path="text"), "medium 1 (text) is of no type that can be sent"),
-    "URL": (media(None, url="http://169.254.169.254/latest"), "media_urls does not allow '169.254.169.254'"),
-    "port": (media(None, url="http://example.com:80@169.254.169.254/"), "media_urls does not allow 'http://example"),
-    "backslash": (media(None, url="http://169.254.169.254\\@example.com/"), "media_urls does not allow 'http://169"),
+    "URL": (
+        media(None, url="http://169.254.169.254/latest"),
+        "media_urls does not allow '169.254.169.254'",
+    ),
+    "port": (
+        media(None, url="http://example.com:80@169.254.169.254/"),
+        "media_urls does not allow 'http://example",
+    ),
+    "backslash": (
+        media(None, url="http://169.254.169.254\\@example.com/"),
+        "media_urls does not allow 'http://169",
+    ),
     "cut off": (media(picture()[:-600]), "medium 1 is damaged, or no whole picture"),
 }
 
@@ -219,9 +289,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Path, folder: Path, name: str) -> None:
+def test_a_bad_medium_is_one_clear_dead_letter(
+    server: FakeServer, tmp_path: Path, folder: Path, name: str
+) -> None:
     bad, said = BAD[name]
-    rollout = PromptRollout(images="media", media_folder=str(folder), media_urls=["example.com"], max_image_side=20)
+    rollout = PromptRollout(
+        images="media", media_folder=str(folder), media_urls=["example.com"], max_image_side=20
+    )
     documents = [Document("bad", "bad", [bad]), *pages(1)]
     runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents)
     (letter,) = letters(tmp_path)
@@ -234,31 +308,49 @@ def test_a_bad_medium_is_one_clear_dead_letter(server: FakeServer, tmp_path: Pat
     assert len(server.payloads) == 1
 
 
-def test_links_within_the_folder_are_followed(server: FakeServer, tmp_path: Path, folder: Path) -> None:
+def test_links_within_the_folder_are_followed(
+    server: FakeServer, tmp_path: Path, folder: Path
+) -> None:
     (folder / "a.png").write_bytes(picture())
     (folder / "b.png").symlink_to("../media/a.png")
     rollout = PromptRollout(images="page", media_folder=str(folder))
-    runner(tmp_path, server, rollout).run([Document("x", "0", metadata={"page": ["b.png", f"{folder}/a.png"]})])
+    runner(tmp_path, server, rollout).run(
+        [Document("x", "0", metadata={"page": ["b.png", f"{folder}/a.png"]})]
+    )
     assert sent(server) == [picture()] * 2
 
 
-@pytest.mark.parametrize("url", ["https://Example.com:8000/a.png", "http://example.com?a", "http://example.com"])
+@pytest.mark.parametrize(
+    "url", ["https://Example.com:8000/a.png", "http://example.com?a", "http://example.com"]
+)
 @pytest.mark.parametrize("column", ["images", "prompt_column"])
 def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(
     server: FakeServer, tmp_path: Path, url: str, column: str
 ) -> None:
-    part = {"type": "image_url", "image_url": {"url": url}, "video_url": None, "audio_url": "data:audio/wav;base64,AA"}
+    part = {
+        "type": "image_url",
+        "image_url": {"url": url},
+        "video_url": None,
+        "audio_url": "data:audio/wav;base64,AA",
+    }
     pictures = {"type": "image_url", "image_url": {"url": url_of(picture())}}
     value: Any = url
     if column == "prompt_column":
-        value = [{"role": "user", "content": ["Look.", pictures, part]}, {"role": "user", "content": "At it."}]
-    documents = [Document("first", "0", metadata={"at": []}), Document("Look.", "1", metadata={"at": value})]
+        value = [
+            {"role": "user", "content": ["Look.", pictures, part]},
+            {"role": "user", "content": "At it."},
+        ]
+    documents = [
+        Document("first", "0", metadata={"at": []}),
+        Document("Look.", "1", metadata={"at": value}),
+    ]
     if column == "prompt_column":
         documents[0].metadata["at"] = "first"
     else:
         documents[0].metadata["at"] = picture()
     with pytest.raises(
-        CkptError, match=r"'1'.*InvalidMedia: .*media_urls does not allow 'example.com'.*accept_changes"
+        CkptError,
+        match=r"'1'.*InvalidMedia: .*media_urls does not allow 'example.com'.*accept_changes",
     ):
         runner(tmp_path, server, PromptRollout(**{column: "at"})).run(copy.deepcopy(documents))
     for allowed in (["example.com"], ["*"]):
@@ -271,7 +363,9 @@ def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(
 
 def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(CkptError, match=r"'bad'.*InvalidMedia: images: medium 1 is empty"):
-        runner(tmp_path, server, PromptRollout(images="media")).run([Document("bad", "bad", [media(b"")])])
+        runner(tmp_path, server, PromptRollout(images="media")).run(
+            [Document("bad", "bad", [media(b"")])]
+        )
     with pytest.raises(CkptError, match="the document has no media"):
         runner(tmp_path / "2", server, PromptRollout(images="media")).run([Document("bad", "bad")])
 
@@ -296,20 +390,31 @@ def test_an_outage_of_the_storage_is_waited_for(
     assert failures == []
 
 
-def test_a_file_is_read_only_below_a_folder_that_was_named(server: FakeServer, tmp_path: Path) -> None:
+def test_a_file_is_read_only_below_a_folder_that_was_named(
+    server: FakeServer, tmp_path: Path
+) -> None:
     document = Document("x", "0", metadata={"page": str(tmp_path / "a.png")})
     with pytest.raises(ConfigError, match=r"names a file.*Set media_folder"):
         runner(tmp_path, server, PromptRollout(images="page")).run([document])
     (tmp_path / "a.png").write_bytes(picture())
-    runner(tmp_path, server, PromptRollout(images="page", media_folder=str(tmp_path)), accept_changes=True).run(
-        [document]
-    )
+    runner(
+        tmp_path,
+        server,
+        PromptRollout(images="page", media_folder=str(tmp_path)),
+        accept_changes=True,
+    ).run([document])
     assert sent(server) == [picture()]
 
 
-def test_a_missing_column_and_settings_without_images_are_refused(server: FakeServer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"images: document '0' has no metadata 'pgae'.*Did you mean 'page'"):
-        runner(tmp_path, server, PromptRollout(images="pgae")).run([Document("x", "0", metadata={"page": b""})])
+def test_a_missing_column_and_settings_without_images_are_refused(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"images: document '0' has no metadata 'pgae'.*Did you mean 'page'"
+    ):
+        runner(tmp_path, server, PromptRollout(images="pgae")).run(
+            [Document("x", "0", metadata={"page": b""})]
+        )
     with pytest.raises(ConfigError, match="max_image_side: nothing but text is sent"):
         PromptRollout(max_image_side=100)
     with pytest.raises(ConfigError, match="max_image_side: must be >= 1"):
@@ -318,35 +423,51 @@ def test_a_missing_column_and_settings_without_images_are_refused(server: FakeSe
         PromptRollout("What is it?")
 
 
-def test_without_pillow_resizing_is_refused_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_resizing_is_refused_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ready = PromptRollout(images="media", max_image_side=100)
     found = "datatrove_ckpt.common.formatting.find_spec"
     monkeypatch.setattr(found, lambda name: None)
     for make in (lambda: PromptRollout(images="media", max_image_side=100), ready.prepare):
         with pytest.raises(
-            ConfigError, match=r"max_image_side: the Python package 'PIL' is not.*datatrove-ckpt\[media\]"
+            ConfigError,
+            match=r"max_image_side: the Python package 'PIL' is not.*datatrove-ckpt\[media\]",
         ):
             make()
     PromptRollout(images="media")
 
 
 @pytest.mark.parametrize("mode", ["dead_letter", "stop"])
-def test_a_dead_letter_keeps_the_picture_for_a_retry(server: FakeServer, tmp_path: Path, mode: str) -> None:
+def test_a_dead_letter_keeps_the_picture_for_a_retry(
+    server: FakeServer, tmp_path: Path, mode: str
+) -> None:
     server._status = lambda payload, times: 400 if len(payload["messages"]) < 2 else None
-    changes = {"on_document_error": "dead_letter"} if mode == "dead_letter" else {"skip_bad_requests": True}
+    changes = (
+        {"on_document_error": "dead_letter"}
+        if mode == "dead_letter"
+        else {"skip_bad_requests": True}
+    )
     large = picture(1, (400, 300))
     document = Document("x", "0", [media(large, "a")])
     runner(tmp_path, server, PromptRollout(images="media"), **changes).run([document])
     (letter,) = letters(tmp_path)
     assert "base64" not in letter["error"] + letter["traceback"]
     server._status = lambda payload, times: None
-    runner(tmp_path, server, PromptRollout(images="media"), retry_dead_letters=True, retry_errors=True, **changes).run(
-        []
-    )
+    runner(
+        tmp_path,
+        server,
+        PromptRollout(images="media"),
+        retry_dead_letters=True,
+        retry_errors=True,
+        **changes,
+    ).run([])
     assert sent(server) == [large]
 
 
-def test_a_dead_letter_has_a_large_document_as_it_was_read(server: FakeServer, tmp_path: Path) -> None:
+def test_a_dead_letter_has_a_large_document_as_it_was_read(
+    server: FakeServer, tmp_path: Path
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         document.media[0].media_bytes = None
         document.media[0].metadata["page"].append(2)
@@ -360,10 +481,12 @@ def test_a_dead_letter_has_a_large_document_as_it_was_read(server: FakeServer, t
     assert json.dumps(letters(tmp_path)[0]["document"], separators=(",", ":")) == expected.decode()
 
 
-# once -----------------------------------------------------------------------------------------------------------------
+# once --------------------------------------------------------------------------------------------
 
 
-def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server: FakeServer, tmp_path: Path) -> None:
+def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(
+    server: FakeServer, tmp_path: Path
+) -> None:
     rollout = PromptRollout(images="media", max_image_side=30)
     runner(tmp_path / "other", server, rollout).run(pages(5))
     server._status = budget = Budget()
@@ -414,17 +537,29 @@ def test_a_rank_that_is_stopped_while_documents_wait_for_memory_ends_and_goes_on
 
     def read() -> list[Document]:
         data = [picture(index, size) if way == "bytes" else None for index in range(4)]
-        return [Document(f"page {n}", str(n), [media(one, path=f"{n}.png")]) for n, one in enumerate(data)]
+        return [
+            Document(f"page {n}", str(n), [media(one, path=f"{n}.png")])
+            for n, one in enumerate(data)
+        ]
 
     rollout = PromptRollout(images="media", media_folder=str(tmp_path))
     with FakeServer(hold_after=0) as held:
         before = signal.signal(signal.SIGTERM, lambda *_: None)
-        with signal_once(lambda: held.payloads), when_logged(DRAINS, held.release), pytest.raises(Preempted):
+        with (
+            signal_once(lambda: held.payloads),
+            when_logged(DRAINS, held.release),
+            pytest.raises(Preempted),
+        ):
             runner(tmp_path, held, rollout, drain_seconds=20).run(read())
         signal.signal(signal.SIGTERM, before)
         assert len(held.payloads) == 1
         runner(tmp_path, held, rollout).run(read())
-        assert sorted(Counter(sent(held, n)[0] for n in range(len(held.payloads))).values()) == [1, 1, 1, 1]
+        assert sorted(Counter(sent(held, n)[0] for n in range(len(held.payloads))).values()) == [
+            1,
+            1,
+            1,
+            1,
+        ]
     assert [row["id"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
 
 
@@ -441,7 +576,9 @@ def test_other_pictures_and_sizes_are_other_requests(server: FakeServer, tmp_pat
     assert len(set(hashes)) == 5
 
 
-def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server: FakeServer, tmp_path: Path) -> None:
+def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(
+    server: FakeServer, tmp_path: Path
+) -> None:
     hashes = []
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -454,12 +591,14 @@ def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server: FakeServe
     assert hashes == ["b614aafa0d2256b1f4cd769034fcce4e"]
 
 
-# pictures -------------------------------------------------------------------------------------------------------------
+# pictures ----------------------------------------------------------------------------------------
 
 
 def test_the_first_bytes_tell_the_type() -> None:
     for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PDF"):
-        assert kind_of(picture(form=form)) == ("application/pdf" if form == "PDF" else f"image/{form.lower()}")
+        assert kind_of(picture(form=form)) == (
+            "application/pdf" if form == "PDF" else f"image/{form.lower()}"
+        )
     sounds = {
         b"ID3\x04": "mp3",
         b"\xff\xfb\x90": "mp3",
@@ -471,7 +610,16 @@ def test_the_first_bytes_tell_the_type() -> None:
     assert {kind_of(data): f"audio/{kind}" for data, kind in sounds.items()} == {
         f"audio/{k}": f"audio/{k}" for k in sounds.values()
     }
-    for other in (b"", b"R", b"RIFF....AVI ", b"BM12345678", b"\xff\xf1\x50", b"\xff", b"<svg>", b"\0\0\0\x20ftypheic"):
+    for other in (
+        b"",
+        b"R",
+        b"RIFF....AVI ",
+        b"BM12345678",
+        b"\xff\xf1\x50",
+        b"\xff",
+        b"<svg>",
+        b"\0\0\0\x20ftypheic",
+    ):
         assert kind_of(other) is None
 
 
@@ -501,7 +649,7 @@ def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits() -> None:
     assert image(resized(made.getvalue(), 30)).getpixel((5, 5)) == 128
 
 
-# jobs -----------------------------------------------------------------------------------------------------------------
+# jobs --------------------------------------------------------------------------------------------
 
 
 def write_pages(number: int) -> None:
@@ -510,12 +658,18 @@ def write_pages(number: int) -> None:
     lines = []
     for index in range(number):
         Path(f"pages/report/{index}.png").write_bytes(picture(index))
-        lines.append(json.dumps({"id": f"id {index}", "text": f"page {index}", "image": f"report/{index}.png"}))
+        lines.append(
+            json.dumps(
+                {"id": f"id {index}", "text": f"page {index}", "image": f"report/{index}.png"}
+            )
+        )
     Path("pages/all.jsonl").write_text("\n".join(lines))
 
 
 @pytest.mark.parametrize("kind", ["dummy", "endpoint"])
-def test_the_config_for_ocr_runs(here: Path, command: Command, server: FakeServer, kind: str) -> None:
+def test_the_config_for_ocr_runs(
+    here: Path, command: Command, server: FakeServer, kind: str
+) -> None:
     shutil.copytree(ROOT / "configs", "configs")
     write_pages(4)
     Path("pages/report/2.png").write_bytes(picture(2)[:-700])
@@ -530,15 +684,24 @@ def test_the_config_for_ocr_runs(here: Path, command: Command, server: FakeServe
     (letter,) = Path("ocr/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
     assert "medium 1 (report/2.png) is damaged, or no whole picture" in json.loads(letter)["error"]
     if kind == "endpoint":
-        assert sorted(sent(server, number)[0] for number in range(3)) == sorted(picture(index) for index in (0, 1, 3))
+        assert sorted(sent(server, number)[0] for number in range(3)) == sorted(
+            picture(index) for index in (0, 1, 3)
+        )
 
 
-def test_a_sample_of_a_column_of_bytes_is_written(here: Path, command: Command, server: FakeServer) -> None:
-    rows_of = [{"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}} for index in range(3)]
+def test_a_sample_of_a_column_of_bytes_is_written(
+    here: Path, command: Command, server: FakeServer
+) -> None:
+    rows_of = [
+        {"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}}
+        for index in range(3)
+    ]
     Path("input").mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(rows_of), "input/pages.parquet")
     rollout = "{class_path: PromptRollout, init_args: {images: image}}"
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout).replace("JsonlReader", "ParquetReader")
+    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout).replace(
+        "JsonlReader", "ParquetReader"
+    )
     Path("job.yaml").write_text(text)
     printed = command("run", "job.yaml", "--sample", "2").out
     assert "page 1" in printed
@@ -547,7 +710,9 @@ def test_a_sample_of_a_column_of_bytes_is_written(here: Path, command: Command, 
     assert Counter(sent(server, number)[0] for number in range(5)) == Counter(
         picture(index) for index in (0, 1, 0, 1, 2)
     )
-    written = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()
+    ]
     assert [one["metadata"]["image"] for one in written] == [{"bytes": None}] * 3
 
 
@@ -556,7 +721,9 @@ def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
     if kind == "zstd":
         with ZstdWriter(str(folder), "pages.bin") as writer:
             places = [writer.write(media(picture(index))) for index in range(6)]
-        return [{"path": path, "offset": offset, "length": length} for path, offset, length in places]
+        return [
+            {"path": path, "offset": offset, "length": length} for path, offset, length in places
+        ]
     pytest.importorskip("warcio")
     entries, content = [], b""
     for index in range(6):
@@ -573,13 +740,19 @@ def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
 ) -> None:
     lines = [
         json.dumps(
-            {"id": f"id {index}", "text": "Read.", "media": [{"id": f"m{index}", "type": 0, "url": "", **entry}]}
+            {
+                "id": f"id {index}",
+                "text": "Read.",
+                "media": [{"id": f"m{index}", "type": 0, "url": "", **entry}],
+            }
         )
         for index, entry in enumerate(stored(here, kind))
     ]
     rollout = "{class_path: PromptRollout, init_args: {images: media, max_image_side: 30}}"
     step = {"zstd": "zstd.ZstdReader", "warc": "warc.WarcReaderFast"}[kind]
-    text = job_yaml(ENDPOINT.replace("URL", server.url) + ", max_concurrent_documents: 1", rollout=rollout)
+    text = job_yaml(
+        ENDPOINT.replace("URL", server.url) + ", max_concurrent_documents: 1", rollout=rollout
+    )
     before = "      - class_path: InferenceRunner"
     reader = f"datatrove.pipeline.media.media_readers.{step}, init_args: {{data_folder: '.', preserve_order: true}}"
     write_job(here, text.replace(before, f"      - {{class_path: {reader}}}\n{before}"))
@@ -591,14 +764,19 @@ def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
     budget.left = 99
     command("run", "job.yaml")
     assert Counter(sent(server, number)[0] for number in range(7)) == Counter(
-        [resized(picture(index), 30) for index in range(6)] + [resized(picture(3), 30)]  # one was refused
+        # One was refused.
+        [resized(picture(index), 30) for index in range(6)] + [resized(picture(3), 30)]
     )
-    (output,) = [json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()][:1]
+    (output,) = [
+        json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()
+    ][:1]
     assert output["media"][0]["media_bytes"] is None
     assert output["media"][0]["id"] == "m0"
 
 
-def test_doctor_reads_the_first_documents_pictures(server: FakeServer, command: Command, here: Path) -> None:
+def test_doctor_reads_the_first_documents_pictures(
+    server: FakeServer, command: Command, here: Path
+) -> None:
     rollout = "{class_path: PromptRollout, init_args: {images: image, media_folder: pages}}"
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout))
     Path("input/0.jsonl").write_text(json.dumps({"id": "id 0", "text": "page", "image": "0.png"}))
@@ -609,4 +787,4 @@ def test_doctor_reads_the_first_documents_pictures(server: FakeServer, command: 
     command("doctor", "job.yaml")
 
 
-# memory ---------------------------------------------------------------------------------------------------------------
+# memory ------------------------------------------------------------------------------------------

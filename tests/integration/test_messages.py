@@ -1,4 +1,6 @@
-"""What goes wrong is said in one clear message, with an exit code, and without losing or completing anything."""
+"""What goes wrong is said in one clear message, with an exit code, and without losing or completing
+anything.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> Non
 
 def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> None:
     (job / "logs").mkdir()
-    (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")  # not even root may write it
+    # Not even root may write it.
+    (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")
     message = refused(job, command)
     assert f"{job / 'logs' / 'executor.json'} (logging_dir): " in message
     assert "choose another logging_dir, and run the same command again" in message
@@ -50,12 +53,25 @@ def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> N
 @pytest.mark.parametrize(
     ("folder", "error", "says"),
     [
-        ("closed/a", PermissionError(errno.EPERM, "Operation not permitted"), "choose another logging_dir"),
-        ("proc/logs", FileNotFoundError(errno.ENOENT, "No such file or directory"), "Choose another logging_dir"),
+        (
+            "closed/a",
+            PermissionError(errno.EPERM, "Operation not permitted"),
+            "choose another logging_dir",
+        ),
+        (
+            "proc/logs",
+            FileNotFoundError(errno.ENOENT, "No such file or directory"),
+            "Choose another logging_dir",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_that_of_its_setting(
-    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch, folder: str, error: OSError, says: str
+    job: Path,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    error: OSError,
+    says: str,
 ) -> None:
     def closed(executor: LocalPipelineExecutor, indent: int = 4) -> None:
         error.filename = str(job / folder)
@@ -70,21 +86,34 @@ def test_a_folder_that_cannot_be_made_is_that_of_its_setting(
 
 def test_a_place_that_takes_no_folders_was_not_removed(job: Path, command: Command) -> None:
     message = refused(job, command, "--pipeline.1.checkpoints_local_dir=/proc/ck")
-    assert "Could not make the folder /proc/ck: No such file or directory. /proc takes no folders. Choose" in message
+    assert (
+        "Could not make the folder /proc/ck: No such file or directory. /proc takes no folders. Choose"
+        in message
+    )
 
 
 def test_a_limit_on_file_sizes_is_named(job: Path) -> None:
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))"
-    script = f"{limit}; from datatrove_ckpt.cli.main import main; sys.exit(main(['run', 'job.yaml']))"
-    ended = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)  # -B: it cuts bytecode
-    assert "No file of this process may have more than 8 kB: raise that limit (ulimit -f)" in ended.stderr
+    script = (
+        f"{limit}; from datatrove_ckpt.cli.main import main; sys.exit(main(['run', 'job.yaml']))"
+    )
+    # -B: it cuts bytecode.
+    ended = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True)
+    assert (
+        "No file of this process may have more than 8 kB: raise that limit (ulimit -f)"
+        in ended.stderr
+    )
     assert ended.returncode == 1
 
 
 def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_everything(
     here: Path, server: FakeServer, command: Command
 ) -> None:
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3, rollout="my_rollout.f"), *["abc"] * 3)
+    write_job(
+        here,
+        job_yaml(ENDPOINT.replace("URL", server.url), tasks=3, rollout="my_rollout.f"),
+        *["abc"] * 3,
+    )
     (here / "my_rollout.py").write_text(
         "async def f(document, generate):\n    assert document.id != 'id 4'\n"
         "    return await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
@@ -92,7 +121,11 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
     with (here / "job.yaml").open("a") as file:
         file.write("          on_document_error: dead_letter\n")
     said = command("run", "job.yaml", "--fail-on-dead-letters", code=1)
-    assert [line.split(" - ")[1] for line in said.err.splitlines() if "|" in line and "SUCCESS" not in line] == [
+    assert [
+        line.split(" - ")[1]
+        for line in said.err.splitlines()
+        if "|" in line and "SUCCESS" not in line
+    ] == [
         "task 1: Document 'id 4' (number 1 of this rank) becomes a dead letter: AssertionError, in my_rollout.py, "
         "line 2 (f)"
     ]
@@ -103,13 +136,17 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
         assert "| SUCCESS  | datatrove_ckpt.generation.rank:done:" in log
     assert said.error == "error: 1 dead letter is left (--fail-on-dead-letters)."
     command("run", "job.yaml", "--retry-dead-letters", "--fail-on-dead-letters", code=1)
-    (here / "my_rollout.py").write_text((here / "my_rollout.py").read_text().replace("id 4", "no id"))
+    (here / "my_rollout.py").write_text(
+        (here / "my_rollout.py").read_text().replace("id 4", "no id")
+    )
     sys.modules.pop("my_rollout")
     accepted = "--pipeline.1.accept_changes=true"
     command("run", "job.yaml", "--retry-dead-letters", "--fail-on-dead-letters", accepted)
 
 
-def test_the_statistics_of_a_single_task_are_on_the_terminal_once(job: Path, command: Command) -> None:
+def test_the_statistics_of_a_single_task_are_on_the_terminal_once(
+    job: Path, command: Command
+) -> None:
     assert command("run", "job.yaml").err.count("\U0001f4c9 Stats: ") == 1
     assert "Stats: Task 0" in (job / "logs" / "logs" / "task_00000.log").read_text()
 

@@ -1,4 +1,6 @@
-"""Checkpoints that survive the loss of a node: mirroring, restoring, damaged objects, two nodes at once."""
+"""Checkpoints that survive the loss of a node: mirroring, restoring, damaged objects, two nodes at
+once.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,16 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
-from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, ask_twice, read_rows, refuse_the_second, up_to
+from tests.mirrors import (
+    ONE_BY_ONE,
+    PASSES,
+    Job,
+    answered,
+    ask_twice,
+    read_rows,
+    refuse_the_second,
+    up_to,
+)
 from tests.patience import ChangePolicy, until
 from tests.rank_folders import place_at
 
@@ -68,7 +79,10 @@ def manifests(job: Job) -> list[Path]:
 
 
 def three_versions(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Makes a mirror of three different states of one run. Returns what each is restored to, oldest first."""
+    """Makes a mirror of three different states of one run.
+
+    Returns what each is restored to, oldest first.
+    """
 
     with monkeypatch.context() as watched:
         PASSES.watch(watched)
@@ -94,7 +108,7 @@ def state(rank: Path) -> dict[str, Any]:
     return {**files, "rows": rows, "answered": answered(rank)}
 
 
-# restoring ---------------------------------------------------------------------------------------------------------
+# restoring ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -164,11 +178,13 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
     job.run(server)
     assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
     job.lose_the_node()
-    with pytest.raises(StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"):
+    with pytest.raises(
+        StorageFailed, match=r"Could not read the mirror .*no route to host.*run the same command"
+    ):
         job.run(server)
 
 
-# several ranks of one folder ---------------------------------------------------------------------------------------
+# several ranks of one folder ---------------------------------------------------------------------
 
 
 def executor(folder: Path, server: FakeServer, **changes: Any) -> LocalPipelineExecutor:
@@ -179,7 +195,9 @@ def executor(folder: Path, server: FakeServer, **changes: Any) -> LocalPipelineE
         with path.open("a" if number % 5 else "w") as file:
             file.write(orjson.dumps({"id": document.id, "text": document.text}).decode() + "\n")
     step = runner(folder, server, ask_twice, config=ONE_BY_ONE, **changes)
-    return LocalPipelineExecutor([JsonlReader(str(folder / "input")), step], 3, 1, logging_dir=str(folder / "logs"))
+    return LocalPipelineExecutor(
+        [JsonlReader(str(folder / "input")), step], 3, 1, logging_dir=str(folder / "logs")
+    )
 
 
 def mirrored(folder: Path) -> dict[str, Any]:
@@ -193,7 +211,9 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: 
         job._run_for_rank(1)
         path = tmp_path / "checkpoints/00001/run.json"
         path.write_bytes(b"x\n" + path.read_bytes())
-        with pytest.raises(CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "):
+        with pytest.raises(
+            CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "
+        ):
             check_before_run(job)
 
 
@@ -221,11 +241,13 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path:
     assert [*verify(place_at(tmp_path / "checkpoints"), full=True).problems] == []
 
 
-# damage ------------------------------------------------------------------------------------------------------------
+# damage ------------------------------------------------------------------------------------------
 
 
 def flips(path: Path, places: int | None) -> Iterator[bytes]:
-    """The content with one byte changed, at so many places or all, and at both ends; cut at several places; longer."""
+    """The content with one byte changed, at so many places or all, and at both ends; cut at several
+    places; longer.
+    """
     content = path.read_bytes()
     step = max(1, len(content) // places) if places else 1
     for offset in sorted({*range(0, len(content), step), len(content) - 1}):
@@ -247,7 +269,9 @@ def restored(job: Job) -> dict[str, Any]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("places", [2, 40, pytest.param(None, marks=pytest.mark.full, id="every byte")])
+@pytest.mark.parametrize(
+    "places", [2, 40, pytest.param(None, marks=pytest.mark.full, id="every byte")]
+)
 def test_no_damage_to_any_one_object_costs_more_than_a_version(
     job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
 ) -> None:
@@ -256,7 +280,9 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
     newest = manifests(job)[-1]
     needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
     assert len(needed) >= 3  # commits, a journal, answers
-    objects = [path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed]
+    objects = [
+        path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed
+    ]
     assert len(objects) == 2 * len(needed)
     for path in (*objects, newest):
         content = path.read_bytes()
@@ -268,7 +294,9 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
                 path.write_bytes(damaged)
             assert restored(job) == (states[2] if path != newest else states[1])
             if path.parent.name == "objects":
-                assert any(f"{path.name} is missing or damaged. Reading its copy" in line for line in log)
+                assert any(
+                    f"{path.name} is missing or damaged. Reading its copy" in line for line in log
+                )
             elif path == newest and damaged is not None:
                 assert any("because newer ones are damaged" in line for line in log)
             path.write_bytes(content)
@@ -277,7 +305,8 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(
 def spoil(job: Job, manifest: Path, older: Path | None) -> None:
     """Damages both copies of the objects that the version has and the older one has not."""
     needed, shared = (
-        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set() for path in (manifest, older)
+        set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set()
+        for path in (manifest, older)
     )
     assert needed - shared
     for name in needed - shared:
@@ -287,7 +316,11 @@ def spoil(job: Job, manifest: Path, older: Path | None) -> None:
 
 
 def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
-    job: Job, expected: dict[str, bytes], log: list[str], monkeypatch: pytest.MonkeyPatch, server: FakeServer
+    job: Job,
+    expected: dict[str, bytes],
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    server: FakeServer,
 ) -> None:
     states = three_versions(job, monkeypatch)
     oldest, middle, newest = manifests(job)
@@ -322,7 +355,9 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
     assert not job.rank.exists()
     for manifest in manifests(job):
         manifest.unlink()
-    with pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"):
+    with pytest.raises(
+        CheckpointCorrupt, match="There is no version at all, but there are objects"
+    ):
         job.run(server)
     shutil.rmtree(job.folder / "remote" / "00000")
     with pytest.raises(OutputMismatch, match=r"knows none of them.*delete these files"):
@@ -331,7 +366,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
     job.run(server)
 
 
-# two nodes ---------------------------------------------------------------------------------------------------------
+# two nodes ---------------------------------------------------------------------------------------
 
 
 def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
@@ -348,7 +383,9 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     assert outputs(job.folder / "output") == expected
     aside = job.checkpoints / "00000.replaced-1"
     assert state(aside) == old
-    assert any("Another node has continued this rank" in line and str(aside) in line for line in log)
+    assert any(
+        "Another node has continued this rank" in line and str(aside) in line for line in log
+    )
 
 
 @pytest.mark.slow
@@ -366,7 +403,9 @@ def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(
     job: Job, expected: dict[str, bytes], seconds: int
 ) -> None:
-    """Before it publishes anything over what the other one has committed, however seldom it uploads."""
+    """Before it publishes anything over what the other one has committed, however seldom it
+    uploads.
+    """
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
 
@@ -390,7 +429,9 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(
     assert {path.name: path.read_bytes() for path in committed} == expected
 
 
-def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job, server: FakeServer) -> None:
+def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(
+    job: Job, server: FakeServer
+) -> None:
     job.run_until("text 2", checkpoints_remote_dir=None)
     other = job.on_another_node()
     with pytest.raises(OutputMismatch, match="belongs to another run"):
@@ -398,14 +439,18 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job: Job
     for record in job.folder.glob(f".output.{OWNER}*"):
         record.unlink()
     other.run(server)
-    with pytest.raises(CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"
+    ):
         job.run(server)
 
 
 def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
     job: Job, expected: dict[str, bytes], server: FakeServer
 ) -> None:
-    """However often it is tried, and on whichever node: it leaves no version that would make the output its own."""
+    """However often it is tried, and on whichever node: it leaves no version that would make the
+    output its own.
+    """
     job.run(server)
     other = Job(job.folder, str(job.folder / "mirror of another job"))
     for checkpoints in ("other", "next node"):
@@ -417,7 +462,9 @@ def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
     assert outputs(job.folder / "output") == expected
 
 
-def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(tmp_path: Path) -> None:
+def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
+    tmp_path: Path,
+) -> None:
     refuse_the_second(tmp_path, (str(tmp_path / "one"), str(tmp_path / "two")))
 
 
@@ -435,7 +482,7 @@ class FailingOnce(object_store.Effects):
         super().put(fs, path, data)
 
 
-# mirroring ---------------------------------------------------------------------------------------------------------
+# mirroring ---------------------------------------------------------------------------------------
 
 
 class Hanging(object_store.Effects):
@@ -480,12 +527,20 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server))
         running.start()
-        until(lambda: server.asked.total() == 8 and (job.folder / "output" / "00000_chunk_00000.jsonl").exists())
+        until(
+            lambda: (
+                server.asked.total() == 8
+                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+            )
+        )
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
         server.release()
         running.join(300)
     assert outputs(job.folder / "output") == expected
-    assert sum("does not say whether another process has taken this rank over" in line for line in log) == 1
+    assert (
+        sum("does not say whether another process has taken this rank over" in line for line in log)
+        == 1
+    )
 
 
 class Missing(object_store.Effects):
@@ -501,7 +556,8 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
     monkeypatch.setattr(object_store, "effects", Missing())
     with FakeServer(hold_after=3) as server:  # it ends although the run could go on for ever
         with pytest.raises(
-            ConfigError, match=r"checkpoints_remote_dir: nothing can be written to .*bucket does not ex"
+            ConfigError,
+            match=r"checkpoints_remote_dir: nothing can be written to .*bucket does not ex",
         ):
             job.run(server)
         assert server.asked.total() < 12
@@ -513,17 +569,28 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(
     with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
         running.start()
-        until(lambda: server.asked.total() == 8 and (job.folder / "output" / "00000_chunk_00000.jsonl").exists())
+        until(
+            lambda: (
+                server.asked.total() == 8
+                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+            )
+        )
         monkeypatch.setattr(object_store, "effects", Missing())
         server.release()
         running.join(300)
         assert not running.is_alive()
     assert outputs(job.folder / "output") == expected
-    assert any("Could not mirror the checkpoint" in line and "does not exist" in line for line in log)
+    assert any(
+        "Could not mirror the checkpoint" in line and "does not exist" in line for line in log
+    )
 
 
 def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_part_of_one(
-    job: Job, expected: dict[str, bytes], server: FakeServer, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    job: Job,
+    expected: dict[str, bytes],
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
 ) -> None:
     """Without one, the next node would take the output for another job's."""
 
@@ -536,7 +603,10 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "effects", Full())
         patch.setattr(mirror, "STOP_SECONDS", 0.1)
-        with pytest.raises(StorageFailed, match=r"Nothing could be uploaded to the mirror .*No space left on device"):
+        with pytest.raises(
+            StorageFailed,
+            match=r"Nothing could be uploaded to the mirror .*No space left on device",
+        ):
             job.run(server, mirror_seconds=0.01)
     assert not [path for path in Path(job.remote).rglob("*") if path.is_file()]
     assert not list((job.folder / "output").glob("0*"))
@@ -545,7 +615,9 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
     assert outputs(job.folder / "output") == expected
 
 
-def test_an_object_that_may_not_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_may_not_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(object_store.Effects):
         def put(self, fs: Any, path: str, data: bytes) -> None:
             raise PermissionError(errno.EACCES, "Permission denied", path)
@@ -576,10 +648,15 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(
     threads: list[threading.Thread] = []
     start = mirror.RemoteMirror.start
     monkeypatch.setattr(
-        mirror.RemoteMirror, "start", lambda self, source: threads.append(self._thread) or start(self, source)
+        mirror.RemoteMirror,
+        "start",
+        lambda self, source: threads.append(self._thread) or start(self, source),
     )
     policy("STORAGE", patience=0.2)
-    with FakeServer() as server, pytest.raises(StorageFailed, match=r"Nothing could be uploaded .*\(no answer\)"):
+    with (
+        FakeServer() as server,
+        pytest.raises(StorageFailed, match=r"Nothing could be uploaded .*\(no answer\)"),
+    ):
         job.run(server)
     assert asked.is_set()
     release.set()
@@ -601,7 +678,9 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         shutdowns: list[Shutdown] = []
         start = mirror.RemoteMirror.start
         monkeypatch.setattr(
-            mirror.RemoteMirror, "start", lambda self, source: shutdowns.append(self.shutdown) or start(self, source)
+            mirror.RemoteMirror,
+            "start",
+            lambda self, source: shutdowns.append(self.shutdown) or start(self, source),
         )
 
         def run() -> None:
@@ -630,15 +709,17 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(ram: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused_at_once(
+    ram: Path, changes: dict[str, Any], message: str
+) -> None:
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
 
 
-# mirror_seconds: auto -------------------------------------------------------------------------------------------------
+# mirror_seconds: auto ----------------------------------------------------------------------------
 
 
-# what a mirror may say, and who may have written it ------------------------------------------------------------------
+# what a mirror may say, and who may have written it ----------------------------------------------
 
 KEY = "0123456789abcdef-secret"
 
@@ -656,7 +737,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_bytes(seal(orjson.dumps(content)))
 
 
-# names and sizes -----------------------------------------------------------------------------------------------------
+# names and sizes ---------------------------------------------------------------------------------
 
 
 def a_part(content: dict[str, Any]) -> dict[str, Any]:
@@ -666,7 +747,9 @@ def a_part(content: dict[str, Any]) -> dict[str, Any]:
 
 HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{
-        f"a file {name}": lambda content, name=name: content["files"].update({name: [a_part(content)]})
+        f"a file {name}": lambda content, name=name: content["files"].update(
+            {name: [a_part(content)]}
+        )
         for name in (
             "../../x",
             "../x",
@@ -701,7 +784,11 @@ def test_a_mirror_writes_only_files_of_a_checkpoint(job: Job, ram: Path) -> None
             restore(f"{job.remote}/00000", job.rank)
         assert newest.name in str(refused.value)
         assert "\x1b" not in str(refused.value)
-        written = {path for path in set(ram.rglob("*")) - before if not path.is_relative_to(job.checkpoints)}
+        written = {
+            path
+            for path in set(ram.rglob("*")) - before
+            if not path.is_relative_to(job.checkpoints)
+        }
         assert not written, name
         assert not job.rank.exists(), name
     newest.write_bytes(content)
@@ -717,20 +804,25 @@ def test_an_object_is_read_no_further_than_its_manifest_says(job: Job) -> None:
         store.read_object(part)
 
 
-# seals ---------------------------------------------------------------------------------------------------------------
+# seals -------------------------------------------------------------------------------------------
 
 
-def test_a_sealed_mirror_restores_with_its_key_only(job: Job, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sealed_mirror_restores_with_its_key_only(
+    job: Job, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.run_until("text 4 again")
     assert all(b'"hmac":"' in path.read_bytes() for path in manifests(job))
     assert answered(restored_folder(job)) == up_to("text 4 again")
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, "another key of the user")
     with pytest.raises(
-        CheckpointCorrupt, match=f"{manifests(job)[-1].name} is not sealed with the key in {MIRROR_KEY_VARIABLE}"
+        CheckpointCorrupt,
+        match=f"{manifests(job)[-1].name} is not sealed with the key in {MIRROR_KEY_VARIABLE}",
     ):
         restored_folder(job)
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    with pytest.raises(ConfigError, match=f"{MIRROR_KEY_VARIABLE} is not set, but .* is sealed with a key"):
+    with pytest.raises(
+        ConfigError, match=f"{MIRROR_KEY_VARIABLE} is not set, but .* is sealed with a key"
+    ):
         restored_folder(job)
     assert not job.rank.exists()
 
@@ -782,24 +874,32 @@ def test_a_retry_has_a_place_of_its_own(key: str) -> None:
             Seal(url).check("name", sealed)
 
 
-def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job: Job, key: str) -> None:
+def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(
+    job: Job, key: str
+) -> None:
     job.run_until("text 4 again")
-    manifest = Versions(f"{job.remote}/00000").read_manifest(Versions(f"{job.remote}/00000").all_versions()[-1])
+    manifest = Versions(f"{job.remote}/00000").read_manifest(
+        Versions(f"{job.remote}/00000").all_versions()[-1]
+    )
     parts = list(manifest.parts())
     assert parts
     assert all(len(part.sha256) == 64 for part in parts)
     store = Versions(f"{job.remote}/00000")
-    forged = Part(parts[0].name, parts[0].size, parts[0].xxh128, "0" * 64)  # as after a collision of xxh128
+    # As after a collision of xxh128.
+    forged = Part(parts[0].name, parts[0].size, parts[0].xxh128, "0" * 64)
     with pytest.raises(Damaged, match="is missing or damaged"):
         store.read_object(forged)
 
 
-def test_a_mirror_from_before_the_key_is_restored_without_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_from_before_the_key_is_restored_without_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     with pytest.raises(
-        CheckpointCorrupt, match=f"{unsealed.name} is not sealed, although .* start once without the key"
+        CheckpointCorrupt,
+        match=f"{unsealed.name} is not sealed, although .* start once without the key",
     ):
         restored_folder(job)
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
@@ -824,24 +924,35 @@ def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(
     job.run_until("text 2")
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     job.run_until("text 4 again")
-    assert any("is not sealed" in line and "what it uploads from now on is sealed" in line for line in log)
+    assert any(
+        "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
+    )
     assert answered(restored_folder(job)) == up_to("text 4 again")
 
 
 @pytest.mark.parametrize("short", ["", "0123456789"])
 def test_a_short_key_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch, short: str) -> None:
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, short)
-    with FakeServer() as server, pytest.raises(ConfigError, match="a key has at least 16 characters") as refused:
+    with (
+        FakeServer() as server,
+        pytest.raises(ConfigError, match="a key has at least 16 characters") as refused,
+    ):
         job.run(server)
     assert not short or short not in str(refused.value)
 
 
-def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job: Job, key: str, log: list[str], ram: Path) -> None:
+def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(
+    job: Job, key: str, log: list[str], ram: Path
+) -> None:
     job.run_until("text 4 again")
-    assert not [path for path in ram.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert not [
+        path for path in ram.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
+    ]
     assert not [line for line in log if key in line]
     with FakeServer() as server:
-        assert key.encode() not in pickle.dumps(runner(job.folder, server, checkpoints_remote_dir=job.remote).config)
+        assert key.encode() not in pickle.dumps(
+            runner(job.folder, server, checkpoints_remote_dir=job.remote).config
+        )
     versions = Versions(f"{job.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     process = object.__new__(InferenceServer)

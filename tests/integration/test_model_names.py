@@ -1,4 +1,6 @@
-"""The models of a run change: their order, their names, or what decides about the answers of one that is not first."""
+"""The models of a run change: their order, their names, or what decides about the answers of one
+that is not first.
+"""
 
 from __future__ import annotations
 
@@ -51,22 +53,28 @@ async def first_then_second(document: Document, generate: Any) -> Any:
     return {name: (await getattr(generate, name)(payload(document.text))).text for name in order}
 
 
-def attempt(folder: Path, models: dict[str, FakeServer], seed: int | None = None, **changes: Any) -> None:
+def attempt(
+    folder: Path, models: dict[str, FakeServer], seed: int | None = None, **changes: Any
+) -> None:
     configs = {name: config(server, seed=seed) for name, server in models.items()}
     place = str(folder / "checkpoints")
-    InferenceRunner(first_then_second, configs, writer(folder), checkpoints_local_dir=place, **changes).run(
-        documents(1)
-    )
+    InferenceRunner(
+        first_then_second, configs, writer(folder), checkpoints_local_dir=place, **changes
+    ).run(documents(1))
 
 
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize(
-    ("names", "kept"), [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)]
+    ("names", "kept"),
+    [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)],
 )
 def test_an_answer_stays_with_the_name_of_its_model(
     here: Path, a: FakeServer, b: FakeServer, names: str, kept: bool, seed: int | None
 ) -> None:
-    """All have the same model name and payload. An endpoint may move, so the name is what a model is known by."""
+    """All have the same model name and payload.
+
+    An endpoint may move, so the name is what a model is known by.
+    """
     b._status = lambda payload, times: 403
     Path("order").write_text("writer judge")
     with pytest.raises(ServerRefused):
@@ -103,7 +111,7 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here: Path, a: Fak
     assert len([one for one in a.payloads if "second" not in str(one)]) == 1
 
 
-# rejections -----------------------------------------------------------------------------------------------------------
+# rejections --------------------------------------------------------------------------------------
 
 
 async def passes_the_text_on(document: Document, generate: Any) -> Any:
@@ -117,10 +125,14 @@ def test_a_rejection_names_its_model(here: Path, a: FakeServer) -> None:
     with FakeServer(status=lambda payload, times: 400) as rejects:
         with pytest.raises(DocumentFailed, match="failed: judge: BadRequestError: HTTP 400: "):
             runner_of_both(here, a, rejects).run(documents(1))
-        with pytest.raises(DocumentFailed, match=r"failed: judge: BadRequestError: HTTP 400 \(an earlier attempt "):
+        with pytest.raises(
+            DocumentFailed, match=r"failed: judge: BadRequestError: HTTP 400 \(an earlier attempt "
+        ):
             runner_of_both(here, a, rejects).run(documents(1))
         runner_of_both(here, a, rejects, skip_bad_requests=True).run(documents(1))
-        runner_of_both(here / "text", a, rejects, passes_the_text_on, skip_bad_requests=True).run(documents(1))
+        runner_of_both(here / "text", a, rejects, passes_the_text_on, skip_bad_requests=True).run(
+            documents(1)
+        )
     (letter,) = letters(here)
     assert letter["error"].startswith("judge: BadRequestError: HTTP 400 (an earlier attempt ")
     (letter,) = letters(here / "text")
@@ -150,12 +162,18 @@ def test_a_rejection_keeps_its_name_in_another_process() -> None:
     assert (copied.status, copied.body, copied.remembered) == (400, "no", True)
 
 
-# identities -----------------------------------------------------------------------------------------------------------
+# identities --------------------------------------------------------------------------------------
 
 
 def test_secrets_among_the_parameters_of_a_named_model_are_not_kept() -> None:
-    for name in ("default_generation_params", "judge.default_generation_params", "judge.model_kwargs"):
-        assert b"s3cret" not in orjson.dumps(fields_without_secrets({name: {"api_key": "s3cret-s3cret"}})), name
+    for name in (
+        "default_generation_params",
+        "judge.default_generation_params",
+        "judge.model_kwargs",
+    ):
+        assert b"s3cret" not in orjson.dumps(
+            fields_without_secrets({name: {"api_key": "s3cret-s3cret"}})
+        ), name
 
 
 def test_the_numbers_of_a_run_whose_models_were_renamed(
@@ -174,13 +192,15 @@ def test_the_numbers_of_a_run_whose_models_were_renamed(
         command(words[0], "checkpoints", *words[1:])
 
 
-def test_a_page_names_all_models(here: Path, a: FakeServer, b: FakeServer, command: Command) -> None:
+def test_a_page_names_all_models(
+    here: Path, a: FakeServer, b: FakeServer, command: Command
+) -> None:
     runner_of_both(here, a, b, judge={"model_name_or_path": "other"}).run(documents(1))
     command("report", "checkpoints", "--output", "page.html")
     assert "<title>fake, other: finished" in Path("page.html").read_text()
 
 
-# answers_from ---------------------------------------------------------------------------------------------------------
+# answers_from ------------------------------------------------------------------------------------
 
 REVISION = {"model_kwargs": {"revision": "v2"}}
 
@@ -192,7 +212,10 @@ def old(here: Path) -> str:
 
 @pytest.mark.parametrize(
     ("changes", "line"),
-    [(REVISION, 'judge.model_kwargs.revision: (not set) -> "v2"'), ({"use_chat": False}, "judge.use_chat: true -> ")],
+    [
+        (REVISION, 'judge.model_kwargs.revision: (not set) -> "v2"'),
+        ({"use_chat": False}, "judge.use_chat: true -> "),
+    ],
 )
 def test_old_answers_bind_the_settings_of_each_model(
     here: Path, old: str, a: FakeServer, b: FakeServer, changes: Any, line: str
@@ -201,21 +224,29 @@ def test_old_answers_bind_the_settings_of_each_model(
     sent = [len(server.payloads) for server in (a, b)]
     with pytest.raises(CheckpointMismatch, match=re.escape(line)):
         runner_of_both(here / "new", a, b, judge=changes, answers_from=old).run(documents(2))
-    runner_of_both(here / "new", a, b, judge={"model_name_or_path": "other"}, answers_from=old).run(documents(2))
-    assert [len(server.payloads) for server in (a, b)] == [sent[0], sent[1] + 2], "another model is in the payload"
+    runner_of_both(here / "new", a, b, judge={"model_name_or_path": "other"}, answers_from=old).run(
+        documents(2)
+    )
+    assert [len(server.payloads) for server in (a, b)] == [sent[0], sent[1] + 2], (
+        "another model is in the payload"
+    )
 
 
 def test_no_answer_of_a_model_that_was_changed_midway_is_used(
     here: Path, old: str, a: FakeServer, b: FakeServer
 ) -> None:
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
-    runner_of_both(here, a, b, keep_answers=True, accept_changes=True, judge=REVISION).run(documents(4))
+    runner_of_both(here, a, b, keep_answers=True, accept_changes=True, judge=REVISION).run(
+        documents(4)
+    )
     sent = [len(server.payloads) for server in (a, b)]
     runner_of_both(here / "new", a, b, judge=REVISION, answers_from=old).run(documents(4))
     assert [len(server.payloads) for server in (a, b)] == [number + 4 for number in sent]
 
 
-def test_answers_of_other_models_are_refused(here: Path, old: str, a: FakeServer, b: FakeServer) -> None:
+def test_answers_of_other_models_are_refused(
+    here: Path, old: str, a: FakeServer, b: FakeServer
+) -> None:
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
     step = runner_of_both(here / "new", a, b, answers_from=old)
     step.named_models = dict(reversed(step.named_models.items()))

@@ -1,5 +1,6 @@
-"""Several models in one rollout: each has its own servers, faults, numbers and answers, and a document waits for none
-that it does not need."""
+"""Several models in one rollout: each has its own servers, faults, numbers and answers, and a
+document waits for none that it does not need.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,10 @@ async def generate_and_judge(document: Document, generate: Any) -> Any:
 
 
 async def ask_both_the_same(document: Document, generate: Any) -> Any:
-    return [(await generate(payload(document.text))).text, (await generate.judge(payload(document.text))).text]
+    return [
+        (await generate(payload(document.text))).text,
+        (await generate.judge(payload(document.text))).text,
+    ]
 
 
 def says(name: str) -> FakeServer:
@@ -99,7 +103,11 @@ def slow(here: Path) -> None:
 
 
 def runner(
-    folder: Path, writes: FakeServer, judges: FakeServer, rollout: Any = generate_and_judge, **changes: Any
+    folder: Path,
+    writes: FakeServer,
+    judges: FakeServer,
+    rollout: Any = generate_and_judge,
+    **changes: Any,
 ) -> InferenceRunner:
     """``writer`` and ``judge`` hold changes to their configs."""
     models = {
@@ -108,14 +116,21 @@ def runner(
     }
     changes.setdefault("records_per_chunk", 2)
     return InferenceRunner(
-        rollout, models, writer(folder), checkpoints_local_dir=str(folder / "checkpoints"), **changes
+        rollout,
+        models,
+        writer(folder),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        **changes,
     )
 
 
 def test_each_request_goes_to_its_model(here: Path, writes: FakeServer, judges: FakeServer) -> None:
-    runner(here, writes, judges, judge={"default_generation_params": {"temperature": 0}}).run(documents(3))
+    runner(here, writes, judges, judge={"default_generation_params": {"temperature": 0}}).run(
+        documents(3)
+    )
     expected = [
-        {"text": f"writer on Write text {n}", "score": f"judge on Judge writer on Write text {n}"} for n in range(3)
+        {"text": f"writer on Write text {n}", "score": f"judge on Judge writer on Write text {n}"}
+        for n in range(3)
     ]
     assert [row["metadata"]["rollout_results"] for row in rows(here)] == [[one] for one in expected]
     assert [len(server.payloads) for server in (writes, judges)] == [3, 3]
@@ -123,7 +138,9 @@ def test_each_request_goes_to_its_model(here: Path, writes: FakeServer, judges: 
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-def test_the_first_model_has_its_name_too(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+def test_the_first_model_has_its_name_too(
+    here: Path, writes: FakeServer, judges: FakeServer
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         return (await generate.writer(payload(document.text))).text
 
@@ -143,7 +160,9 @@ def test_the_same_payload_has_an_answer_of_each_model(
     def attempt(folder: Path) -> None:
         settings = {"config": {"seed": seed}}
         both = {"writer": settings["config"], "judge": settings["config"]}
-        runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(documents(2))
+        runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(
+            documents(2)
+        )
 
     (ram / "job").mkdir()
     assert_same_output_after_every_crash(attempt, ram / "job", counted=("commit",))
@@ -164,7 +183,9 @@ def test_killed_at_every_write_and_resumed(ram: Path) -> None:
 
 
 class Answered:
-    """Counts the requests that servers answer; further ones than ``most`` are refused, which stops the rank."""
+    """Counts the requests that servers answer; further ones than ``most`` are refused, which stops
+    the rank.
+    """
 
     def __init__(self) -> None:
         self.most = 0
@@ -176,7 +197,9 @@ class Answered:
             self.questions[f"{name}: {question}"] += 1
             return f"{name} on {question}"
 
-        return FakeServer(answer, lambda payload, times: 403 if self.questions.total() >= self.most else None)
+        return FakeServer(
+            answer, lambda payload, times: 403 if self.questions.total() >= self.most else None
+        )
 
 
 @pytest.mark.matrix
@@ -201,11 +224,15 @@ def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int
 
 def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here: Path) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
-        both = await asyncio.gather(generate.embed(document.text), generate.judge.embed(document.text))
+        both = await asyncio.gather(
+            generate.embed(document.text), generate.judge.embed(document.text)
+        )
         return [vector.tolist() for vector in both]
 
     def vectors(number: int) -> Any:
-        return lambda payload: {"data": [{"index": i, "embedding": [number]} for i in range(len(payload["input"]))]}
+        return lambda payload: {
+            "data": [{"index": i, "embedding": [number]} for i in range(len(payload["input"]))]
+        }
 
     with FakeServer() as writes, FakeServer() as judges:
         writes.paths["/v1/embeddings"], judges.paths["/v1/embeddings"] = vectors(1), vectors(2)
@@ -215,7 +242,7 @@ def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here
     assert [row["metadata"]["rollout_results"] for row in rows(here)] == [[[[1.0], [2.0]]]] * 8
 
 
-# whose fault ----------------------------------------------------------------------------------------------------------
+# whose fault -------------------------------------------------------------------------------------
 
 
 def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
@@ -224,9 +251,12 @@ def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
     with says("judge") as gone:
         pass
     with pytest.raises(ServerStartFailed, match=r"^judge: No endpoint was ready within 0\.1 s"):
-        runner(here, writes, gone, judge={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1}).run(
-            documents(3)
-        )
+        runner(
+            here,
+            writes,
+            gone,
+            judge={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1},
+        ).run(documents(3))
     assert not letters(here)
 
 
@@ -248,7 +278,11 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     history = here / "checkpoints/00000/history.jsonl"
 
     def lines() -> list[Progress]:
-        return [one for one in read_history(history).records if isinstance(one, Progress) and one.silence.lasts]
+        return [
+            one
+            for one in read_history(history).records
+            if isinstance(one, Progress) and one.silence.lasts
+        ]
 
     async def away(target: Any, *settings: Any) -> Any:
         if str(judges.url) in str(target) and not (lines() and states[-1].startswith("the server")):
@@ -264,7 +298,9 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     if several:
         runner(here, writes, judges).run(documents(1))
     else:
-        run = InferenceRunner(ask, config(judges), writer(here), checkpoints_local_dir="checkpoints")
+        run = InferenceRunner(
+            ask, config(judges), writer(here), checkpoints_local_dir="checkpoints"
+        )
         run.run(documents(1))
     (line,) = lines()
     assert line.silence[1:] == (60.0, True, "judge" * several)
@@ -277,8 +313,13 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_judge_that_refuses_stops_the_rank_by_its_name(here: Path, writes: FakeServer, status: int) -> None:
-    with FakeServer(status=lambda payload, times: status) as judges, pytest.raises(ServerRefused) as raised:
+def test_a_judge_that_refuses_stops_the_rank_by_its_name(
+    here: Path, writes: FakeServer, status: int
+) -> None:
+    with (
+        FakeServer(status=lambda payload, times: status) as judges,
+        pytest.raises(ServerRefused) as raised,
+    ):
         runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
     assert str(raised.value).startswith("judge: ")
     assert str(raised.value).count("judge: ") == 1
@@ -293,15 +334,21 @@ def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(
     with FakeServer(status=lambda payload, times: 503 if "2" in str(payload) else None) as judges:
         settings = {"server_patience_seconds": 0.5, "request_max_attempts": 10**6}
         with pytest.raises((ServerUnavailable, DocumentFailed)) as raised:
-            runner(here, writes, judges, judge=settings, on_document_error="dead_letter").run(documents(3))
+            runner(here, writes, judges, judge=settings, on_document_error="dead_letter").run(
+                documents(3)
+            )
     assert "judge: " in str(raised.value)
     assert "writer" not in str(raised.value)
     assert any("judge: The server gives no answers (HTTP 503" in line for line in log)
     assert not letters(here)
 
 
-def test_a_request_that_the_judge_rejects_is_its_documents_fault(here: Path, writes: FakeServer) -> None:
-    with FakeServer(status=lambda payload, times: 400 if "text 1" in str(payload) else None) as judges:
+def test_a_request_that_the_judge_rejects_is_its_documents_fault(
+    here: Path, writes: FakeServer
+) -> None:
+    with FakeServer(
+        status=lambda payload, times: 400 if "text 1" in str(payload) else None
+    ) as judges:
         runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
     (letter,) = letters(here)
     assert letter["id"] == "id 1"
@@ -310,19 +357,24 @@ def test_a_request_that_the_judge_rejects_is_its_documents_fault(here: Path, wri
 
 
 async def test_who_waits_for_the_judge_stops_no_other(here: Path, writes: FakeServer) -> None:
-    """The judge takes one request at a time, and answers none; the writer takes one at a time, too."""
+    """The judge takes one request at a time, and answers none; the writer takes one at a time,
+    too.
+    """
     one = {"max_concurrent_generations": 1}
     with FakeServer(hold_after=0) as judges:
         step = runner(here, writes, judges, writer=one, judge={"max_concurrent_generations": 7})
         running = asyncio.create_task(step.run_async(documents(20)))
-        await until_async(lambda: len(writes.payloads) == 8)  # as many documents as both have room for
+        # As many documents as both have room for.
+        await until_async(lambda: len(writes.payloads) == 8)
         await until_async(lambda: len(judges.payloads) == 7)
         judges.release()
         await running
     assert len(rows(here)) == 20
 
 
-async def test_a_server_that_loads_its_model_stops_no_other(here: Path, writes: FakeServer, slow: None) -> None:
+async def test_a_server_that_loads_its_model_stops_no_other(
+    here: Path, writes: FakeServer, slow: None
+) -> None:
     """Requests to the writer are answered while the judge starts."""
     judge = InferenceConfig("custom", "m", model_kwargs={"server_script": "slow.py"})
     models = {"writer": config(writes), "judge": judge}
@@ -334,17 +386,25 @@ async def test_a_server_that_loads_its_model_stops_no_other(here: Path, writes: 
         await running
 
 
-# servers that the run launches ----------------------------------------------------------------------------------------
+# servers that the run launches -------------------------------------------------------------------
 
 
 def launched(folder: Path, **changes: Any) -> InferenceRunner:
-    models = {name: InferenceConfig("dummy", name, server_log_folder="logs", **changes) for name in ("writer", "judge")}
+    models = {
+        name: InferenceConfig("dummy", name, server_log_folder="logs", **changes)
+        for name in ("writer", "judge")
+    }
     return InferenceRunner(
-        generate_and_judge, models, writer(folder.absolute()), checkpoints_local_dir=str(folder.absolute() / "c")
+        generate_and_judge,
+        models,
+        writer(folder.absolute()),
+        checkpoints_local_dir=str(folder.absolute() / "c"),
     )
 
 
-def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(here: Path, log: list[str]) -> None:
+def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(
+    here: Path, log: list[str]
+) -> None:
     for rank in range(3):
         launched(here).run(documents(2), rank, 3)
     assert sorted(path.name for path in Path("logs").iterdir()) == [
@@ -352,18 +412,24 @@ def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(here: Path
         "server_rank_00000_writer.log",
     ]
     for rank, name in itertools.product((1, 2), ("writer", "judge")):
-        assert any(f"{name}: Rank {rank} takes over the server that rank 0 started" in line for line in log)
+        assert any(
+            f"{name}: Rank {rank} takes over the server that rank 0 started" in line for line in log
+        )
     assert len(rows(here)) == 6
 
 
-def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here: Path, log: list[str]) -> None:
+def test_a_rank_with_other_models_takes_over_those_that_are_the_same(
+    here: Path, log: list[str]
+) -> None:
     launched(here).run(documents(2), 0, 3)
     again = launched(here / "again")
     again.named_models["judge"].model_kwargs = {"latency-ms": 1}
     again.run(documents(2), 1, 3)
     assert any("writer: Rank 1 takes over the server" in line for line in log)
     (line,) = [line for line in log if "needs other servers" in line]
-    assert "Rank 1 needs other servers than the server of judge of rank 0, which is stopped." in line
+    assert (
+        "Rank 1 needs other servers than the server of judge of rank 0, which is stopped." in line
+    )
     alone = InferenceRunner(ask, InferenceConfig("dummy", "m"), writer(here / "alone"))
     alone.run(documents(1))
     assert sum("needs other servers" in line for line in log) == 3
@@ -387,7 +453,11 @@ def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(
 ) -> None:
     policy("RESTART", first=0.01)
     of_scripts(here).run([Document(text=text, id=text) for text in ("a", "die once", "b")])
-    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [["a"], ["die once"], ["b"]]
+    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [
+        ["a"],
+        ["die once"],
+        ["b"],
+    ]
     last = read_history(here / "c/00000/history.jsonl")
     assert last.last.own.restarts == 1
     (line,) = [line for line in log if "is given up" in line]
@@ -397,7 +467,9 @@ def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(
 
 
 def test_a_judge_whose_server_dies_too_often_stops_the_rank_by_its_name(here: Path) -> None:
-    with pytest.raises(ServerDied, match=r"^judge: The server of rank 0 was restarted 0 times") as raised:
+    with pytest.raises(
+        ServerDied, match=r"^judge: The server of rank 0 was restarted 0 times"
+    ) as raised:
         of_scripts(here, server_max_restarts=0).run([Document(text="die", id="a")])
     assert str(raised.value).count("judge: ") == 1
     assert not letters(here)
@@ -415,16 +487,21 @@ def test_several_models_on_several_nodes_are_refused(
 ) -> None:
     monkeypatch.setenv("DATATROVE_NODE_RANK", "0")
     monkeypatch.setenv("DATATROVE_NODE_IPS", "a,b")
-    with pytest.raises(ConfigError, match="2 nodes per task serve one model, and this run has writer, judge"):
+    with pytest.raises(
+        ConfigError, match="2 nodes per task serve one model, and this run has writer, judge"
+    ):
         runner(here, writes, judges).run(documents(2))
 
 
-# an early stop --------------------------------------------------------------------------------------------------------
+# an early stop -----------------------------------------------------------------------------------
 
 
 async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
     clients = [SimpleNamespace(sender=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
-    models: list[Any] = [SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False) for c in clients]
+    models: list[Any] = [
+        SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False)
+        for c in clients
+    ]
     models[2].is_dead = True
     drain = Drain([1])
     drain.request_started()
@@ -438,7 +515,9 @@ async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
 
 
 def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: None) -> None:
-    """Five requests are in flight, at both, when the signal comes; each is answered before the rank ends."""
+    """Five requests are in flight, at both, when the signal comes; each is answered before the rank
+    ends.
+    """
 
     async def rollout(document: Document, generate: Any) -> Any:
         model = generate.judge if document.id in ("id 1", "id 3") else generate
@@ -467,7 +546,7 @@ def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: 
     assert len(rows(here)) == 5
 
 
-# settings -------------------------------------------------------------------------------------------------------------
+# settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -489,7 +568,9 @@ def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: 
 )
 def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
     made = InferenceConfig("dummy", "m")
-    with pytest.raises(ConfigError, match=rf"^config: {re.escape(repr(name))} cannot be the name of a model"):
+    with pytest.raises(
+        ConfigError, match=rf"^config: {re.escape(repr(name))} cannot be the name of a model"
+    ):
         models_of({"writer": made, name: made})
 
 
@@ -498,7 +579,11 @@ def test_what_generate_has_is_no_name_for_a_model() -> None:
     own += [
         name
         for name in vars(
-            Requests(SimpleNamespace(model=SimpleNamespace(config=InferenceConfig("dummy", "m"))), None, 0)
+            Requests(
+                SimpleNamespace(model=SimpleNamespace(config=InferenceConfig("dummy", "m"))),
+                None,
+                0,
+            )
         )
         if not name.startswith("_")
     ]
@@ -512,10 +597,22 @@ def test_what_generate_has_is_no_name_for_a_model() -> None:
     ("models", "said"),
     [
         ({}, "config: is empty"),
-        ({"writer": InferenceConfig("dummy", "m"), "judge": None}, "config: judge: takes an InferenceConfig"),
-        ({"a": InferenceConfig("dummy", "m"), "b": InferenceConfig("dummy", "m", rollouts_per_document=2)}, "b: roll"),
         (
-            {"a": InferenceConfig("dummy", "m"), "b": InferenceConfig("dummy", "m", max_concurrent_documents=2)},
+            {"writer": InferenceConfig("dummy", "m"), "judge": None},
+            "config: judge: takes an InferenceConfig",
+        ),
+        (
+            {
+                "a": InferenceConfig("dummy", "m"),
+                "b": InferenceConfig("dummy", "m", rollouts_per_document=2),
+            },
+            "b: roll",
+        ),
+        (
+            {
+                "a": InferenceConfig("dummy", "m"),
+                "b": InferenceConfig("dummy", "m", max_concurrent_documents=2),
+            },
             "b: max",
         ),
     ],
@@ -525,28 +622,40 @@ def test_what_cannot_work_is_refused(here: Path, models: Any, said: str) -> None
         InferenceRunner(ask, models, writer(here))
 
 
-def test_a_model_that_is_not_there_is_named(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+def test_a_model_that_is_not_there_is_named(
+    here: Path, writes: FakeServer, judges: FakeServer
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         return await generate.jugde(payload(document.text))
 
-    with pytest.raises(DocumentFailed, match="generate has no 'jugde', and the models of this run are writer, judge"):
+    with pytest.raises(
+        DocumentFailed,
+        match="generate has no 'jugde', and the models of this run are writer, judge",
+    ):
         runner(here, writes, judges, rollout).run(documents(1))
 
 
 def test_another_judge_is_another_run(here: Path, writes: FakeServer, judges: FakeServer) -> None:
     runner(here, writes, judges).run(documents(2))
-    with pytest.raises(CheckpointMismatch, match=re.escape('judge.model: "fake" -> "other"')) as raised:
+    with pytest.raises(
+        CheckpointMismatch, match=re.escape('judge.model: "fake" -> "other"')
+    ) as raised:
         runner(here, writes, judges, judge={"model_name_or_path": "other"}).run(documents(4))
     assert "writer" not in str(raised.value)
     step = runner(here, writes, judges)
-    step.named_models = {"writer": step.named_models["writer"], "critic": step.named_models["judge"]}
+    step.named_models = {
+        "writer": step.named_models["writer"],
+        "critic": step.named_models["judge"],
+    }
     with pytest.raises(CheckpointMismatch, match="models: "):
         step.run(documents(4))
 
 
 def test_one_named_model_is_the_run_that_it_was(here: Path, writes: FakeServer) -> None:
     def step(models: Any) -> InferenceRunner:
-        return InferenceRunner(ask, models, writer(here), checkpoints_local_dir=str(here / "c"), records_per_chunk=1)
+        return InferenceRunner(
+            ask, models, writer(here), checkpoints_local_dir=str(here / "c"), records_per_chunk=1
+        )
 
     step(config(writes)).run(documents(2))
     step({"writer": config(writes)}).run(documents(4))
@@ -562,7 +671,7 @@ def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: F
         assert copied.identity(1).fields == step.identity(1).fields
 
 
-# numbers --------------------------------------------------------------------------------------------------------------
+# numbers -----------------------------------------------------------------------------------------
 
 
 def test_the_numbers_are_those_of_all_models_over_all_attempts(
@@ -587,7 +696,8 @@ def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.Monke
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     checkpoint = SimpleNamespace(
-        resumed=SimpleNamespace(finished=SimpleNamespace(read=0)), clock=SimpleNamespace(serving=lambda: None)
+        resumed=SimpleNamespace(finished=SimpleNamespace(read=0)),
+        clock=SimpleNamespace(serving=lambda: None),
     )
     rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
     one = InferenceConfig("endpoint", "m", endpoint_url="http://h")
@@ -607,7 +717,7 @@ def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.Monke
     assert rank.now()[-3:] == ("the server of judge is unreachable", 31, True)
 
 
-# YAML -----------------------------------------------------------------------------------------------------------------
+# YAML --------------------------------------------------------------------------------------------
 
 YAML = job_yaml(
     "writer: {server_type: endpoint, endpoint_url: WRITER, model_name_or_path: w}, "
@@ -632,7 +742,10 @@ def job(here: Path, writes: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
     command("run", "job.yaml")
-    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(job)] == ["writer on a", "writer on b"]
+    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(job)] == [
+        "writer on a",
+        "writer on b",
+    ]
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
@@ -653,10 +766,15 @@ def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> Non
         ("judge.tpp=2", 'pipeline[1] InferenceRunner.config.judge: unknown key "tpp"'),
         ("judge.tp=x", "pipeline[1] InferenceRunner.config.judge: tp:"),
         ("tp=2", 'pipeline[1] InferenceRunner.config: unknown key "writer"'),
-        ("embed={server_type: dummy, model_name_or_path: e}", "config: 'embed' cannot be the name of a model"),
+        (
+            "embed={server_type: dummy, model_name_or_path: e}",
+            "config: 'embed' cannot be the name of a model",
+        ),
         ("judge.gpus=-1", "gpus must be >= 0; it is -1"),
     ],
 )
-def test_a_mistake_in_a_model_is_one_line(job: Path, command: Command, override: str, said: str) -> None:
+def test_a_mistake_in_a_model_is_one_line(
+    job: Path, command: Command, override: str, said: str
+) -> None:
     done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
     assert said in done

@@ -33,7 +33,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> str:
     return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
 
 
-def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, host: str, server: FakeServer) -> None:
+def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(
+    tmp_path: Path, host: str, server: FakeServer
+) -> None:
     seen: dict[str, float] = {}
 
     async def rollout(document: Any, generate: Any) -> Any:
@@ -57,21 +59,32 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path: Path, h
     assert seen["request_duration_seconds_count"] == 5
     found = samples(get(host), run="books", rank="3")
     assert found["rank_state done"] == 1
-    assert found["rank_documents written"] == found["documents_total"] == found["requests_total answered"] == 6
+    assert (
+        found["rank_documents written"]
+        == found["documents_total"]
+        == found["requests_total answered"]
+        == 6
+    )
     assert found["rank_chunks"] == 3
     assert found["rank_tokens completion"] == found["tokens_total completion"] > 0
     assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
-def run_in_turn(folder: Path, server: FakeServer, rollout: Any, number: int, *of: int, **settings: Any) -> None:
-    """Documents one after another, to the end or, where the rollout is not ``ask``, to a failure."""
+def run_in_turn(
+    folder: Path, server: FakeServer, rollout: Any, number: int, *of: int, **settings: Any
+) -> None:
+    """Documents one after another, to the end or, where the rollout is not ``ask``, to a
+    failure.
+    """
     in_turn = {"max_concurrent_documents": 1}
     job = runner(folder, server, rollout, config=in_turn, accept_changes=True, **settings)
     with nullcontext() if rollout is ask else pytest.raises(CkptError):
         job.run(documents(number), *of)
 
 
-def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path: Path, host: str) -> None:
+def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(
+    tmp_path: Path, host: str
+) -> None:
     settings = MonitoringConfig(metrics_port=PORT, metrics_host=host)
     found = []
     with FakeServer() as server:
@@ -85,8 +98,12 @@ def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_o
     assert (first["requests_total answered"], second["requests_total answered"]) == (5, 3)
 
 
-def test_without_checkpoints_there_are_metrics_too(tmp_path: Path, host: str, server: FakeServer) -> None:
-    job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT, metrics_host=host))
+def test_without_checkpoints_there_are_metrics_too(
+    tmp_path: Path, host: str, server: FakeServer
+) -> None:
+    job = runner(
+        tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT, metrics_host=host)
+    )
     job.checkpoints_local_dir = None
     job.run(documents(3))
     found = samples(get(host), run=tmp_path.name)
@@ -115,12 +132,16 @@ def test_each_worker_of_a_command_has_a_port_of_its_own(
     with FakeServer(hold_after=0) as server:
         write_files(tmp_path, server.url, host, monkeypatch)
         command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        ) as process:
             try:
                 ports = PORT, PORT + 1
                 for rank in (0, 1):
                     line = f'requests_in_flight{{rank="{rank}",run="{tmp_path.name}"}} 1.0'
-                    waited_for(lambda line=line: [port for port in ports if line in get(host, port)])
+                    waited_for(
+                        lambda line=line: [port for port in ports if line in get(host, port)]
+                    )
                 server.release()
                 assert process.wait() == 0
             finally:
@@ -132,12 +153,14 @@ def test_a_missing_package_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT))
-    with pytest.raises(ConfigError, match=r"monitoring.metrics_port: .*pip install 'datatrove-ckpt\[metrics\]'"):
+    with pytest.raises(
+        ConfigError, match=r"monitoring.metrics_port: .*pip install 'datatrove-ckpt\[metrics\]'"
+    ):
         job.run(documents(1))
     assert not server.payloads
 
 
-# jobs that are tracked -----------------------------------------------------------------------------------------------
+# jobs that are tracked ---------------------------------------------------------------------------
 
 STAND_IN = """
 import json, os
@@ -193,7 +216,11 @@ def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
 
 
 def test_all_ranks_and_attempts_are_one_run(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+    tmp_path: Path,
+    calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: FakeServer,
+    command: Command,
 ) -> None:
     monkeypatch.setattr(track.time, "sleep", lambda seconds: None)
     parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
@@ -207,7 +234,15 @@ def test_all_ranks_and_attempts_are_one_run(
         words = ("track", tmp_path / "checkpoints", "--wandb", "team/texts", "--name", "books")
         assert command(*words).out.endswith("All is sent, and no task is at work.\n")
     inits = made(calls, "init")
-    assert len({(one["id"], one["project"], one["entity"], one["name"], one["resume"]) for one in inits}) == 1
+    assert (
+        len(
+            {
+                (one["id"], one["project"], one["entity"], one["name"], one["resume"])
+                for one in inits
+            }
+        )
+        == 1
+    )
     assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")
     assert inits[0]["config"]["records_per_chunk"] == "2"
     assert [one["values"]["counts.read"] for one in made(calls, "log")][-1] == 10
@@ -217,7 +252,11 @@ def test_all_ranks_and_attempts_are_one_run(
 
 
 def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
-    tmp_path: Path, calls: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
+    tmp_path: Path,
+    calls: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: FakeServer,
+    command: Command,
 ) -> None:
     runner(tmp_path, server).run(documents(4))
     monkeypatch.setenv("STAND_IN_DOES", "fail")
@@ -232,7 +271,9 @@ def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
     assert sent["values"]["counts.read"] == 4
 
 
-def test_the_command_reads_the_mirror(tmp_path: Path, calls: Path, server: FakeServer, command: Command) -> None:
+def test_the_command_reads_the_mirror(
+    tmp_path: Path, calls: Path, server: FakeServer, command: Command
+) -> None:
     runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(4))
     command("track", tmp_path / "mirror", "--wandb", "texts", "--name", "books")
     command("track", tmp_path / "checkpoints", "--wandb", "texts", "--name", "books")
@@ -242,7 +283,9 @@ def test_the_command_reads_the_mirror(tmp_path: Path, calls: Path, server: FakeS
     assert first["values"]["counts.read"] == second["values"]["counts.read"] == 4
 
 
-def test_mistakes_of_track(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+def test_mistakes_of_track(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     assert "Give --mlflow URI, --wandb PROJECT, or both." in command("track", tmp_path, code=2).err
     monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     for name in ("mlflow", "wandb"):

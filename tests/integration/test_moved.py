@@ -1,4 +1,6 @@
-"""Output and checkpoints that lie elsewhere now: the run goes on there once every committed file proved to be there."""
+"""Output and checkpoints that lie elsewhere now: the run goes on there once every committed file
+proved to be there.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def recorded(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_path: Path, server: FakeServer) -> None:
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
+    name: str, tmp_path: Path, server: FakeServer
+) -> None:
     new = copied(tmp_path, name)
     before = outputs(tmp_path / "old")
     for rank in range(3):
@@ -59,7 +63,9 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_output_alone_is_moved_and_moved_back(name: str, tmp_path: Path, server: FakeServer) -> None:
+def test_output_alone_is_moved_and_moved_back(
+    name: str, tmp_path: Path, server: FakeServer
+) -> None:
     folder = restored(name, tmp_path / "job")
     elsewhere = tmp_path / "large"
     (folder / "output").rename(elsewhere)
@@ -86,10 +92,15 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
             run(new, server.url, 1)
         said = f"{new}/output lacks output files that were committed, such as {lost.name} (rank {rank}, chunk "
         assert str(refused.value).startswith(said)
-        assert f"They were written to {tmp_path}/old/output, and that folder still exists" in str(refused.value)
+        assert f"They were written to {tmp_path}/old/output, and that folder still exists" in str(
+            refused.value
+        )
     assert kept(new) == before
     (tmp_path / "old" / "output").rename(tmp_path / "old" / "gone")
-    with pytest.raises(OutputMismatch, match=f"differ from what was committed .*{lost.name} is missing.*Put them back"):
+    with pytest.raises(
+        OutputMismatch,
+        match=f"differ from what was committed .*{lost.name} is missing.*Put them back",
+    ):
         run(new, server.url, 1)
     assert not server.asked
     (tmp_path / "lost").rename(lost)
@@ -97,7 +108,9 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
     assert server.asked == REST
 
 
-def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path: Path, server: FakeServer) -> None:
+def test_a_task_that_runs_elsewhere_refuses_another_output_folder(
+    tmp_path: Path, server: FakeServer
+) -> None:
     new = copied(tmp_path)
     here = {"host": socket.gethostname(), "pid": os.getpid()}
     path = new / "checkpoints" / "00001" / RUN
@@ -117,7 +130,9 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path: Path
 
 
 @pytest.mark.matrix
-def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
     folder = copied(tmp_path)
     disk = CopyingDisk(folder)
     with FakeServer() as server:
@@ -178,7 +193,7 @@ def test_output_that_went_to_the_hub_is_compared_there(
     assert recorded(folder) == url
 
 
-# commands -------------------------------------------------------------------------------------------------------------
+# commands ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -223,14 +238,19 @@ def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
     assert server.asked.total() == asked
 
 
-def test_a_task_that_was_not_copied_is_missed(job: Path, tmp_path: Path, server: FakeServer, command: Command) -> None:
+def test_a_task_that_was_not_copied_is_missed(
+    job: Path, tmp_path: Path, server: FakeServer, command: Command
+) -> None:
     command("run", "job.yaml")
     asked = server.asked.total()
     copy = tmp_path / "b"
     shutil.copytree(job, copy)
     shutil.rmtree(copy / "checkpoints" / "00001")
     shutil.rmtree(copy / "logs")
-    assert "checkpoints/00001 is a new checkpoint, which knows none of them" in command("run", *at(copy), code=1).error
+    assert (
+        "checkpoints/00001 is a new checkpoint, which knows none of them"
+        in command("run", *at(copy), code=1).error
+    )
     assert server.asked.total() == asked
     shutil.copytree(job / "checkpoints" / "00001", copy / "checkpoints" / "00001")
     command("run", *at(copy))
@@ -244,25 +264,35 @@ def test_the_folder_of_another_run_is_refused_in_place_of_a_moved_one(
     """The files have the same names, the same sizes and other contents."""
     command("run", "job.yaml")
     text = Path("job.yaml").read_text().replace("Say {", "Ask {").replace(": output,", ": other,")
-    Path("other.yaml").write_text(text.replace(": checkpoints", ": others").replace("dir: logs", "dir: others_logs"))
+    Path("other.yaml").write_text(
+        text.replace(": checkpoints", ": others").replace("dir: logs", "dir: others_logs")
+    )
     command("run", "other.yaml")
     asked, others = server.asked.total(), outputs(Path("other"))
     if not is_owned:
         for record in job.glob(".other.datatrove-ckpt-owner-*"):
             record.unlink()
     shutil.rmtree("output")
-    said: Any = command("run", "job.yaml", "--pipeline.1.output_writer.output_folder=other", code=1).error
+    said: Any = command(
+        "run", "job.yaml", "--pipeline.1.output_writer.output_folder=other", code=1
+    ).error
     assert ("belongs to another run" in said) is is_owned
     assert ("differ from what was committed" in said) is not is_owned
     assert outputs(Path("other")) == others
     assert server.asked.total() == asked
 
 
-def test_finished_tasks_stay_finished_when_their_output_was_moved(job: Path, command: Command) -> None:
+def test_finished_tasks_stay_finished_when_their_output_was_moved(
+    job: Path, command: Command
+) -> None:
     command("run", "job.yaml")
     Path("output").rename("moved")
     before = {path: path.read_bytes() for path in Path("checkpoints").rglob("run.json")}
     command("run", "job.yaml", "--pipeline.1.output_writer.output_folder=moved")
     assert {path: path.read_bytes() for path in Path("checkpoints").rglob("run.json")} == before
-    assert not [rank for rank in rank_numbers(job / "checkpoints") if Path(f"checkpoints/{rank:05d}/{LOCK}").exists()]
+    assert not [
+        rank
+        for rank in rank_numbers(job / "checkpoints")
+        if Path(f"checkpoints/{rank:05d}/{LOCK}").exists()
+    ]
     assert f"{job}/moved" in command("verify", "checkpoints", "--json")

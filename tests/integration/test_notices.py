@@ -28,7 +28,11 @@ from tests.patience import until
 from tests.processes import start, write_program
 
 AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
-AZURE = {"EventType": "Preempt", "Resources": ["vm_0"], "NotBefore": "Tue, 24 Nov 2026 08:22:00 GMT"}
+AZURE = {
+    "EventType": "Preempt",
+    "Resources": ["vm_0"],
+    "NotBefore": "Tue, 24 Nov 2026 08:22:00 GMT",
+}
 CLOUDS: dict[str, tuple[list[Any], Any, str]] = {
     # what is no notice, what is one, and what is said of it
     "aws": ([None], AWS, "terminate at 2026-11-24T08:22:00Z"),
@@ -42,7 +46,9 @@ CLOUDS: dict[str, tuple[list[Any], Any, str]] = {
 
 
 class Metadata:
-    """What answers at the link-local address of a cloud: only who asks as its documentation says."""
+    """What answers at the link-local address of a cloud: only who asks as its documentation
+    says.
+    """
 
     def __init__(self) -> None:
         self.notice: Any = None
@@ -51,11 +57,21 @@ class Metadata:
 
     def answer(self, method: str, path: str, headers: Any) -> tuple[int, str]:
         if (method, path) == ("PUT", "/latest/api/token"):
-            return (200, "the token") if int(headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 0 else (400, "")
-        if path == "/latest/meta-data/spot/instance-action" and headers["X-aws-ec2-metadata-token"] == "the token":
+            return (
+                (200, "the token")
+                if int(headers["X-aws-ec2-metadata-token-ttl-seconds"]) > 0
+                else (400, "")
+            )
+        if (
+            path == "/latest/meta-data/spot/instance-action"
+            and headers["X-aws-ec2-metadata-token"] == "the token"
+        ):
             self.asked += 1
             return (200, json.dumps(self.notice)) if self.notice else (404, "Not Found")
-        if path == "/computeMetadata/v1/instance/preempted" and headers["Metadata-Flavor"] == "Google":
+        if (
+            path == "/computeMetadata/v1/instance/preempted"
+            and headers["Metadata-Flavor"] == "Google"
+        ):
             self.asked += 1
             return 200, self.notice
         if headers["Metadata"] == "true":
@@ -146,9 +162,13 @@ def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
     assert came.get(timeout=300) == f"a preemption notice (command {tmp_path / 'later'})"
 
 
-def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path: Path, metadata: tuple[Metadata, str]) -> None:
+def test_a_command_that_runs_when_a_rank_ends_is_killed(
+    tmp_path: Path, metadata: tuple[Metadata, str]
+) -> None:
     pid = tmp_path / "pid"
-    write_program(tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n")
+    write_program(
+        tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n"
+    )
     watch = NoticeWatch({"command": [str(tmp_path / "check")]}, Shutdown(), lambda what: None)
     until(pid.exists)
     watch.close()
@@ -176,12 +196,16 @@ def test_settings_that_cannot_work_are_refused(setting: Any, complaint: str) -> 
     assert "secretword" not in str(raised.value)
 
 
-def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path: Path, server: FakeServer) -> None:
+def test_a_notice_needs_sigterm_among_the_signals_that_drain(
+    tmp_path: Path, server: FakeServer
+) -> None:
     with pytest.raises(ConfigError, match="not in drain_signals"):
-        runner(tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"})
+        runner(
+            tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"}
+        )
 
 
-# a rank --------------------------------------------------------------------------------------------------------------
+# a rank ------------------------------------------------------------------------------------------
 
 
 def test_a_rank_in_a_thread_drains_says_why_and_resumes_without_the_setting(
@@ -212,11 +236,12 @@ def test_a_rank_in_a_thread_drains_says_why_and_resumes_without_the_setting(
         assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
         assert isinstance(ended[0], Preempted)
         assert str(ended[0]) == f"Stopped by {reason}. Run the same command again to resume."
-        runner(tmp_path, server, plain, config=settings).run(documents(20))  # no part of the identity
+        # No part of the identity.
+        runner(tmp_path, server, plain, config=settings).run(documents(20))
         assert set(server.asked.values()) == {1}
 
 
-# processes -----------------------------------------------------------------------------------------------------------
+# processes ---------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -258,11 +283,22 @@ if __name__ == "__main__":
         ("datatroves", 1),
     ],
 )
-def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path: Path, module: str, workers: int) -> None:
+def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(
+    tmp_path: Path, module: str, workers: int
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     told = tmp_path / "told"
     with FakeServer(hold_after=2 * workers) as server:
-        command = [sys.executable, "script.py", module, str(workers), server.url, "test", "-e", str(told)]
+        command = [
+            sys.executable,
+            "script.py",
+            module,
+            str(workers),
+            server.url,
+            "test",
+            "-e",
+            str(told),
+        ]
         process = start(command, cwd=tmp_path)
         until(lambda: len(server.payloads) >= 6 * workers)
         told.touch()

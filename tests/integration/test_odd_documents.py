@@ -1,4 +1,6 @@
-"""Documents and errors that cannot be printed, kept or written: each ends once, and no rank is stuck on one."""
+"""Documents and errors that cannot be printed, kept or written: each ends once, and no rank is
+stuck on one.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,12 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
         runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(4))
         assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
         assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
-    assert letters(tmp_path)[0]["document"] == {"text": "text 1", "id": "id 1", "media": [], "metadata": {}}
+    assert letters(tmp_path)[0]["document"] == {
+        "text": "text 1",
+        "id": "id 1",
+        "media": [],
+        "metadata": {},
+    }
     assert server.asked["text 1"] == 1
     runner(tmp_path, server, retry_dead_letters=True, accept_changes=True).run([])
     assert sorted(ids(tmp_path)) == all_of(4)
@@ -120,7 +127,9 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
     assert len(rows(tmp_path)) == 9 - 3
 
     async def cleans(document: Document, generate: Any) -> Any:
-        assert document.text in ("a\ud800b", "text 2", "text 3"), "a surrogate survives the dead letter"
+        assert document.text in ("a\ud800b", "text 2", "text 3"), (
+            "a surrogate survives the dead letter"
+        )
         document.text, document.metadata = document.text.replace("\ud800", ""), {}
         return await ask(document, generate)
 
@@ -128,7 +137,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
     assert len(rows(tmp_path)) == 9
 
 
-# at random -----------------------------------------------------------------------------------------------------------
+# at random ---------------------------------------------------------------------------------------
 
 _ODD = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.binary(max_size=3), st.complex_numbers(),
@@ -138,12 +147,17 @@ _VALUES = st.recursive(
     _ODD,
     lambda inner: st.one_of(
         st.lists(inner, max_size=2),
-        st.dictionaries(st.one_of(st.text(st.characters(exclude_categories=[]), max_size=2), st.integers()), inner),
+        st.dictionaries(
+            st.one_of(st.text(st.characters(exclude_categories=[]), max_size=2), st.integers()),
+            inner,
+        ),
         st.frozensets(st.integers(), max_size=2),
     ),
     max_leaves=4,
 )
-_PLACES = st.sampled_from(["text", "id", "metadata", "media", "result", "key", "value", "error", "exit", "answer"])
+_PLACES = st.sampled_from(
+    ["text", "id", "metadata", "media", "result", "key", "value", "error", "exit", "answer"]
+)
 
 
 def _apply(place: str, value: Any, document: Document) -> Any:
@@ -160,17 +174,27 @@ def _apply(place: str, value: Any, document: Document) -> Any:
     return value
 
 
-_USAGE = [{"prompt_tokens": odd, "completion_tokens": odd} for odd in ("3", [1], {"a": 1}, 2**63, -1, 1e300, 0.5, None)]
+_USAGE = [
+    {"prompt_tokens": odd, "completion_tokens": odd}
+    for odd in ("3", [1], {"a": 1}, 2**63, -1, 1e300, 0.5, None)
+]
 
 
 @pytest.mark.slow
 @settings(max_examples=12)
-@given(plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6), usage=st.sampled_from(_USAGE))
-def test_whatever_a_rollout_does_each_document_ends_once(plan: list[tuple[str, Any]], usage: dict[str, Any]) -> None:
+@given(
+    plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6),
+    usage=st.sampled_from(_USAGE),
+)
+def test_whatever_a_rollout_does_each_document_ends_once(
+    plan: list[tuple[str, Any]], usage: dict[str, Any]
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         place, value = plan[int(document.text.split()[1]) % len(plan)]
         result = await ask(document, generate)
-        return result if place == "answer" else _apply(place, copy.deepcopy(value), document) or result
+        return (
+            result if place == "answer" else _apply(place, copy.deepcopy(value), document) or result
+        )
 
     number = 2 * len(plan)
     with tempfile.TemporaryDirectory() as folder, FakeServer() as server:

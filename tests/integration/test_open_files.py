@@ -1,4 +1,6 @@
-"""The limit on open files, with real limits and connections: raised, refused early, never said to be a disk's fault."""
+"""The limit on open files, with real limits and connections: raised, refused early, never said to
+be a disk's fault.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path: Path, server: FakeServer) -> None:
+def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(
+    tmp_path: Path, server: FakeServer
+) -> None:
     ended = run_job(tmp_path, server.url, "-n 250")
     assert server.payloads == []
     assert ended.returncode == 1
@@ -119,7 +123,9 @@ def no_file_left() -> Iterator[None]:
         lambda folder: RequestCache(folder / "replay.sqlite3"),
     ],
 )
-def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path: Path, use: Callable[[Path], object]) -> None:
+def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(
+    tmp_path: Path, use: Callable[[Path], object]
+) -> None:
     with no_file_left(), pytest.raises(TooManyOpenFiles) as raised:
         use(tmp_path)
     said = str(raised.value)
@@ -137,7 +143,9 @@ def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_server
             return await ask(document, generate)  # type: ignore[arg-type]
 
     step = runner(tmp_path, server, greedy, on_document_error="dead_letter")
-    with pytest.raises(TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"):
+    with pytest.raises(
+        TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"
+    ):
         step.run(documents(1))
     assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
     runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
@@ -162,7 +170,9 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
 ) -> None:
     current = [1024, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair)
+    )
     open_files.raise_limit(requests=500, servers=1)
     assert current == [1024, 4096]
     open_files.raise_limit(requests=2000, servers=1)
@@ -175,15 +185,21 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
     open_files.raise_limit(requests=fitting, servers=1)
 
 
-@pytest.mark.parametrize(("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)])
+@pytest.mark.parametrize(
+    ("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)]
+)
 def test_ranks_that_share_servers_have_their_connections_once(
     monkeypatch: pytest.MonkeyPatch, log: list[str], hard: int, ranks: int, soft: int
 ) -> None:
     current = [256, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair)
+    )
     monkeypatch.setattr(open_files, "_open_now", lambda: 100)
     assert open_files.raise_limit(requests=776, servers=1, ranks=8) == ranks
     assert current == [soft, hard]
-    said = [f"WARNING The limit on open files lets only {ranks} of 8 tasks run at one time: they need 1904 open files,"]
+    said = [
+        f"WARNING The limit on open files lets only {ranks} of 8 tasks run at one time: they need 1904 open files,"
+    ]
     assert [line.partition(" and ")[0] for line in log] == (said if ranks < 8 else [])

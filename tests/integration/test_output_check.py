@@ -1,4 +1,6 @@
-"""Exit code 0 means that the output is what the checkpoints say: removed, changed and added files are seen."""
+"""Exit code 0 means that the output is what the checkpoints say: removed, changed and added files
+are seen.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
-from datatrove_ckpt.output.folders import check_pipeline_folders, refuse_own_output, stands_elsewhere
+from datatrove_ckpt.output.folders import (
+    check_pipeline_folders,
+    refuse_own_output,
+    stands_elsewhere,
+)
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -48,14 +54,15 @@ def job(here: Path, server: FakeServer) -> Path:
 def follow_advice(message: str, command: Command) -> None:
     """Runs the command that the message names, and the same run again."""
     found = re.search(
-        "datatrove-ckpt (repair .*?), then run the same command again(, with --retry-dead-letters)?", message
+        "datatrove-ckpt (repair .*?), then run the same command again(, with --retry-dead-letters)?",
+        message,
     )
     assert found, message
     command(*shlex.split(found[1]))
     command("run", "job.yaml", *(["--retry-dead-letters"] if found[2] else []))
 
 
-# between runs --------------------------------------------------------------------------------------------------------
+# between runs ------------------------------------------------------------------------------------
 
 
 def cut(job: Path) -> None:
@@ -78,7 +85,10 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "all": (lambda job: shutil.rmtree(job / "output"), "00000_00000.jsonl is missing; "),
     "cut": (cut, "00000_00001.jsonl is truncated: it has "),
     "swapped": (swap, "output files differ from what was committed (2 of 6): "),
-    "emptied": (lambda job: (job / "output" / "00000_00000.jsonl").write_text(""), "it has 0 bytes instead of "),
+    "emptied": (
+        lambda job: (job / "output" / "00000_00000.jsonl").write_text(""),
+        "it has 0 bytes instead of ",
+    ),
 }
 
 
@@ -96,7 +106,8 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
     assert message in said
     again = ", then run the same command again"
     assert re.search(
-        rf"made again: datatrove-ckpt repair \S+ --logging-dir \S+{again}\. |--output \S+ .*{again}\. ", said
+        rf"made again: datatrove-ckpt repair \S+ --logging-dir \S+{again}\. |--output \S+ .*{again}\. ",
+        said,
     )
     assert server.asked.total() == asked
     follow_advice(said, command)
@@ -104,10 +115,12 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
     command("verify", "checkpoints", "--full")
 
 
-# during a run --------------------------------------------------------------------------------------------------------
+# during a run ------------------------------------------------------------------------------------
 
 
-def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job: Path, command: Command) -> None:
+def test_a_changed_output_folder_is_named_and_no_repair_is_advised(
+    job: Path, command: Command
+) -> None:
     command("run", "job.yaml")
     yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
     (job / "job.yaml").write_text(yaml)
@@ -134,7 +147,9 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
         runner(tmp_path, server, remove).run(documents(6))
     assert "output" in str(failed.value)
     if what == "file":
-        assert "differ from what was committed (1 of 3): 00000_chunk_00000.jsonl is missing" in str(failed.value)
+        assert "differ from what was committed (1 of 3): 00000_chunk_00000.jsonl is missing" in str(
+            failed.value
+        )
     with pytest.raises(OutputMismatch):
         runner(tmp_path, server, ask, accept_changes=True).run(documents(6))
     assert main(["repair", str(tmp_path / "checkpoints")]) == 0
@@ -143,7 +158,10 @@ def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
 
 
 class Busy(MemoryFileSystem):
-    """Answers no question about what is there. Its ``exists`` is fsspec's, and takes any error for a no."""
+    """Answers no question about what is there.
+
+    Its ``exists`` is fsspec's, and takes any error for a no.
+    """
 
     protocol = "busy"
 
@@ -174,7 +192,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
     before_run.check_output(RunPlan(executor), before=True)
 
 
-# files that no commit knows ------------------------------------------------------------------------------------------
+# files that no commit knows ----------------------------------------------------------------------
 
 
 def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_work(
@@ -186,7 +204,10 @@ def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_w
     shutil.rmtree(job / "logs")
     asked = server.asked.total()
     said = command("run", "job.yaml", code=1).error
-    assert f"{job}/output holds 3 files that output_filename '${{rank}}_${{chunk_index}}.jsonl' may have named" in said
+    assert (
+        f"{job}/output holds 3 files that output_filename '${{rank}}_${{chunk_index}}.jsonl' may have named"
+        in said
+    )
     assert f"{job}/checkpoints/00000 is a new checkpoint" in said
     assert (server.asked.total(), outputs(job / "output")) == (asked, before)
     shutil.rmtree(job / "checkpoints", ignore_errors=True)
@@ -202,7 +223,8 @@ def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_w
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("${rank}_chunk_${chunk_index}.jsonl", "00000_chunk_0.jsonl"),  # of datatrove's own InferenceRunner
+        # Of datatrove's own InferenceRunner.
+        ("${rank}_chunk_${chunk_index}.jsonl", "00000_chunk_0.jsonl"),
         ("${rank}_chunk_${chunk_index}.jsonl", "00000_chunk_retry1_00000.jsonl"),
         ("${rank}/${chunk_index}.jsonl", "00000/00007.jsonl"),
         ("${lang}/${rank}_${chunk_index}.jsonl", "en/00000_00000.jsonl"),
@@ -217,15 +239,21 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     for _ in range(2):
         with pytest.raises(OutputMismatch, match=re.escape(f"({name}), but ")):
-            runner(tmp_path, server, output_writer=output).run([Document("a", "0", metadata={"lang": "fr"})])
+            runner(tmp_path, server, output_writer=output).run(
+                [Document("a", "0", metadata={"lang": "fr"})]
+            )
     assert outputs(tmp_path / "output") == {name: b"of another run\n"}
     path.unlink()
     for _ in range(2):
-        runner(tmp_path, server, output_writer=output).run([Document("a", "0", metadata={"lang": "fr"})])
+        runner(tmp_path, server, output_writer=output).run(
+            [Document("a", "0", metadata={"lang": "fr"})]
+        )
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path, server: FakeServer) -> None:
+def test_other_files_other_ranks_and_staged_files_are_no_obstacle(
+    tmp_path: Path, server: FakeServer
+) -> None:
     others = [
         "README.md",
         ".metadata",
@@ -244,7 +272,7 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path: Path
     assert set(others) < set(outputs(tmp_path / "output"))
 
 
-# folders that must differ --------------------------------------------------------------------------------------------
+# folders that must differ ------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
@@ -274,7 +302,9 @@ def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_s
     assert says is None or says in said.error
 
 
-def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path: Path, server: FakeServer) -> None:
+def test_two_steps_with_one_checkpoint_folder_are_refused(
+    tmp_path: Path, server: FakeServer
+) -> None:
     other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
     steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
     with pytest.raises(ConfigError, match=r"is that of pipeline\[0\], too"):
@@ -283,7 +313,7 @@ def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path: Path, server
         check_pipeline_folders([steps[0], runner(tmp_path, server)])
 
 
-# remote --------------------------------------------------------------------------------------------------------------
+# remote ------------------------------------------------------------------------------------------
 
 
 class ByPrefix(MemoryFileSystem):
@@ -300,7 +330,9 @@ class ByPrefix(MemoryFileSystem):
     def find(self, path: str, prefix: str = "", **options: Any) -> Any:
         self.listed.append((path, prefix))
         return {
-            name: info for name, info in super().find(path, **options).items() if name.startswith(f"{path}/{prefix}")
+            name: info
+            for name, info in super().find(path, **options).items()
+            if name.startswith(f"{path}/{prefix}")
         }
 
 
@@ -314,7 +346,9 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
 
 
 @pytest.mark.matrix
-def test_remote_files_are_listed_once_by_prefix(tmp_path: Path, server: FakeServer, remote: type[ByPrefix]) -> None:
+def test_remote_files_are_listed_once_by_prefix(
+    tmp_path: Path, server: FakeServer, remote: type[ByPrefix]
+) -> None:
     output = JsonlWriter("byprefix://out", "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
     assert remote.listed == [("/out", "00003_")] * 2, "before the first start, and at the end"
@@ -324,13 +358,15 @@ def test_remote_files_are_listed_once_by_prefix(tmp_path: Path, server: FakeServ
     with pytest.raises(OutputMismatch) as failed:
         runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
     assert "differ from what was committed (2 of 3): " in str(failed.value)
-    assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(failed.value)
+    assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(
+        failed.value
+    )
 
 
-# another output folder -----------------------------------------------------------------------------------------------
+# another output folder ---------------------------------------------------------------------------
 
 
-# the closing line ----------------------------------------------------------------------------------------------------
+# the closing line --------------------------------------------------------------------------------
 
 
 def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_cut_off_or_empty(
@@ -341,15 +377,24 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
 ) -> None:
     def answer(payload: Any, times: int) -> str:
         number = payload["messages"][-1]["content"].count("x") - 1  # of "text"
-        server.finish_reason = "length" if number in (2, 3) else "tool_calls" if number == 5 else "stop"
+        server.finish_reason = (
+            "length" if number in (2, 3) else "tool_calls" if number == 5 else "stop"
+        )
         server.message = {"tool_calls": [{"function": {"name": "look"}}]} if number == 5 else {}
         return "" if number in (3, 5, 7) else "fine"
 
     monkeypatch.setattr(server, "_answer", answer)
-    monkeypatch.setattr(server, "_status", lambda payload, times: 400 if "x" * 9 in str(payload) else None)
-    (job / "job.yaml").write_text((job / "job.yaml").read_text() + "          skip_bad_requests: true\n")
+    monkeypatch.setattr(
+        server, "_status", lambda payload, times: 400 if "x" * 9 in str(payload) else None
+    )
+    (job / "job.yaml").write_text(
+        (job / "job.yaml").read_text() + "          skip_bad_requests: true\n"
+    )
     said = command("run", "job.yaml")
-    assert "2 of 9 answers were cut off at max_tokens (raise max_tokens in default_generation_params" in said
+    assert (
+        "2 of 9 answers were cut off at max_tokens (raise max_tokens in default_generation_params"
+        in said
+    )
     assert " and 2 of 9 answers are empty. " in said
     monkeypatch.setattr(server, "_status", lambda payload, times: None)
     said = command("run", "job.yaml", "--retry-dead-letters")
@@ -384,10 +429,17 @@ def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, command: 
     command("run", "job.yaml")
     retry = job / "checkpoints" / "retry-00001"
     shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
-    commits = [orjson.loads(line.body) | {"files": []} for line in read_lines(retry / "00000" / "commits.jsonl")]
-    (retry / "00000" / "commits.jsonl").write_bytes(b"".join(seal(orjson.dumps(commit)) for commit in commits))
+    commits = [
+        orjson.loads(line.body) | {"files": []}
+        for line in read_lines(retry / "00000" / "commits.jsonl")
+    ]
+    (retry / "00000" / "commits.jsonl").write_bytes(
+        b"".join(seal(orjson.dumps(commit)) for commit in commits)
+    )
     said = command("run", "job.yaml", code=1).error
-    assert "contradict each other: 10 documents read, 15 written, 0 dropped, -5 dead letters" in said
+    assert (
+        "contradict each other: 10 documents read, 15 written, 0 dropped, -5 dead letters" in said
+    )
 
 
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(
@@ -398,7 +450,8 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     step = runner(tmp_path, server, output_writer=writer(tmp_path / "input"))
     reader = JsonlReader(str(tmp_path / "input"))
     with pytest.raises(
-        ConfigError, match=r"/input/output' is inside the folder that JsonlReader reads, '.*/input', so"
+        ConfigError,
+        match=r"/input/output' is inside the folder that JsonlReader reads, '.*/input', so",
     ):
         step.run(reader.run(None, 0, 1), 0, 1)
     assert not server.asked
@@ -410,13 +463,15 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
 @pytest.mark.parametrize(("branch", "other"), [("", "@main"), ("@refs%2Fheads%2Fmain", "")])
 def test_the_main_branch_of_a_repository_has_several_names(branch: str, other: str) -> None:
     reader = JsonlReader(f"hf://datasets/org/data{other}")
-    output = JsonlWriter(f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None)
+    output = JsonlWriter(
+        f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None
+    )
     with pytest.raises(ConfigError, match="is inside the folder that JsonlReader reads"):
         refuse_own_output([reader], output)
     refuse_own_output([JsonlReader("hf://datasets/org/data@another")], output)
 
 
-# lost commits of a finished rank are damage, whatever proves them ----------------------------------------------------
+# lost commits of a finished rank are damage, whatever proves them --------------------------------
 
 
 def cut_log(job: Path, lines: int) -> None:
@@ -440,10 +495,18 @@ def forget_documents(job: Path) -> None:
 @pytest.mark.parametrize("lines", [0, 2])
 @pytest.mark.parametrize(
     ("forget", "proof"),
-    [(forget_last_chunk, "shard.json says that this finished rank has read 5."), (forget_documents, "last_chunk")],
+    [
+        (forget_last_chunk, "shard.json says that this finished rank has read 5."),
+        (forget_documents, "last_chunk"),
+    ],
 )
 def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
-    job: Path, command: Command, server: FakeServer, forget: Callable[[Path], None], proof: str, lines: int
+    job: Path,
+    command: Command,
+    server: FakeServer,
+    forget: Callable[[Path], None],
+    proof: str,
+    lines: int,
 ) -> None:
     command("run", "job.yaml")
     before = outputs(job / "output")

@@ -1,4 +1,6 @@
-"""Two jobs and one output folder, on each kind of storage: one is refused, and no byte of the other one changes."""
+"""Two jobs and one output folder, on each kind of storage: one is refused, and no byte of the other
+one changes.
+"""
 
 from __future__ import annotations
 
@@ -155,10 +157,17 @@ class BucketPlace(HubPlace):
 
 
 @pytest.fixture(params=["local", "parquet", "many files", "memory", "hub", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
     monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
-    kinds = {"local": Place, "parquet": ParquetPlace, "many files": ManyFiles, "memory": MemoryPlace}
+    kinds = {
+        "local": Place,
+        "parquet": ParquetPlace,
+        "many files": ManyFiles,
+        "memory": MemoryPlace,
+    }
     if request.param in kinds:
         yield kinds[request.param](tmp_path)
         return
@@ -171,7 +180,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture
 def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
     """Their answers have one size, so the files of both jobs have one, too."""
-    with FakeServer(answer=lambda path, text: "a") as one, FakeServer(answer=lambda path, text: "b") as other:
+    with (
+        FakeServer(answer=lambda path, text: "a") as one,
+        FakeServer(answer=lambda path, text: "b") as other,
+    ):
         yield one, other
 
 
@@ -222,7 +234,10 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(
         return await place.rollout(document, generate)
 
     job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))
-    assert "belongs to another run, with checkpoints in " + str(tmp_path / "a" / "checkpoints") in refused[0]
+    assert (
+        "belongs to another run, with checkpoints in " + str(tmp_path / "a" / "checkpoints")
+        in refused[0]
+    )
     assert not other.asked
     written = place.files()
     assert not (tmp_path / "b" / "checkpoints" / "00000").exists()
@@ -233,7 +248,11 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(
 
 
 def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
-    tmp_path: Path, place: Place, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
+    tmp_path: Path,
+    place: Place,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
 ) -> None:
     one, other = servers
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
@@ -244,7 +263,9 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     place.forget_owner()
     job(tmp_path, "b", other, place).run(documents(5))
     written, asked = place.files(), one.asked.total()
-    with pytest.raises(OutputMismatch, match=f"belongs to another run, with checkpoints in {tmp_path}/b"):
+    with pytest.raises(
+        OutputMismatch, match=f"belongs to another run, with checkpoints in {tmp_path}/b"
+    ):
         job(tmp_path, "a", one, place).run(documents(5))
     assert one.asked.total() == asked
     for words in ("verify", "repair"):
@@ -268,7 +289,9 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
 def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     tmp_path: Path, place: Place, servers: Servers
 ) -> None:
-    """The first job publishes its last chunk, then the other one its first; neither has met a file before."""
+    """The first job publishes its last chunk, then the other one its first; neither has met a file
+    before.
+    """
     one, other = servers
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -337,7 +360,11 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
 
 
 def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
-    tmp_path: Path, place: Place, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
+    tmp_path: Path,
+    place: Place,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
 ) -> None:
     """Another version of zlib or pyarrow writes other bytes."""
     one, _ = servers
@@ -352,11 +379,13 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
     command("verify", tmp_path / "a" / "checkpoints", "--full")
 
 
-# on a disk ------------------------------------------------------------------------------------------------------------
+# on a disk ---------------------------------------------------------------------------------------
 
 
 @UNOWNED
-def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path: Path, servers: Servers) -> None:
+def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(
+    tmp_path: Path, servers: Servers
+) -> None:
     one, _ = servers
     place = ManyFiles(tmp_path)
     stranger = place.folder / "fr" / "00000_00000.jsonl"
@@ -410,7 +439,9 @@ def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_n
         shutil.rmtree(with_shm, ignore_errors=True)
 
 
-def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(tmp_path: Path, servers: Servers) -> None:
+def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(
+    tmp_path: Path, servers: Servers
+) -> None:
     one, _ = servers
     (tmp_path / "run").mkdir()
     place = Place(tmp_path / "run")
@@ -421,13 +452,17 @@ def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(tmp_path: Path
     asked = one.asked.total()
     for name in ("copy", "run"):
         moved = Place(tmp_path / name)
-        Ownership(moved.writer().output_folder, NAME, owner.Homes(tmp_path / name / "checkpoints", None)).check()
+        Ownership(
+            moved.writer().output_folder, NAME, owner.Homes(tmp_path / name / "checkpoints", None)
+        ).check()
         assert len(moved.files()) == 2
     job(tmp_path, "run", one, place).run(documents(3))
     assert one.asked.total() == asked
 
 
-def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path: Path, servers: Servers) -> None:
+def test_files_of_another_ending_are_seen_by_a_first_start(
+    tmp_path: Path, servers: Servers
+) -> None:
     one, _ = servers
     place = Place(tmp_path)
     job(tmp_path, "a", one, place).run(documents(3))
@@ -456,7 +491,9 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     command("verify", tmp_path / "a" / "checkpoints", "--full")
 
 
-def test_an_untouched_file_is_not_read_again(tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untouched_file_is_not_read_again(
+    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, _ = servers
     place = Place(tmp_path)
     job(tmp_path, "a", one, place).run(documents(5))
@@ -508,7 +545,9 @@ def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(
     job(tmp_path, "run", other, place).run(documents(3))
     written = place.files()
     for words in ("verify", "repair"):
-        assert "belongs to another run" in command(words, tmp_path / "old" / "checkpoints", code=None)
+        assert "belongs to another run" in command(
+            words, tmp_path / "old" / "checkpoints", code=None
+        )
     with pytest.raises(OutputMismatch, match="belongs to another run"):
         job(tmp_path, "old", one, place).run(documents(3))
     assert place.files() == written
@@ -550,12 +589,16 @@ class Interrupting(WatchedDisk):
 
 
 def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[..., None]:
-    """Returns what each rank of a run does whose folder held an earlier run of the same settings."""
+    """Returns what each rank of a run does whose folder held an earlier run of the same
+    settings.
+    """
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
     Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
     shutil.rmtree(root)
-    return lambda is_unused=True: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: is_unused)
+    return lambda is_unused=True: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(
+        lambda: is_unused
+    )
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) -> None:
@@ -567,7 +610,9 @@ def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) ->
 
 
 def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path: Path) -> None:
-    """The second one does all of it before each effect of the first, or right after the first has read the record."""
+    """The second one does all of it before each effect of the first, or right after the first has
+    read the record.
+    """
     for number in count():
         claim = claim_in_place_of_a_removed_run(tmp_path / str(number))
         disk = Interrupting(number, claim)
@@ -628,7 +673,9 @@ def test_of_random_pairs_of_jobs_with_kills_none_replaces_a_file_of_the_other_on
             is_whole = False
             with crash_at(number, folder) as disk:
                 try:
-                    job(folder, name, servers["ab".index(name)], place).run(documents(chance.choice([3, 5])))
+                    job(folder, name, servers["ab".index(name)], place).run(
+                        documents(chance.choice([3, 5]))
+                    )
                     is_whole = disk.crashed_at is None
                 except (OutputMismatch, CheckpointMismatch):
                     refusals += 1

@@ -1,4 +1,5 @@
-"""Random sequences of what people do to a job, each run held against one oracle. See ``tests/people``.
+"""Random sequences of what people do to a job, each run held against one oracle. See
+``tests/people``.
 
 A failure prints the fewest operations that show it, and the command that repeats them.
 """
@@ -29,7 +30,9 @@ def commands() -> Iterator[Commands]:
 def first_failure(commands: Commands, seeds: Iterator[int]) -> tuple[Found | None, Tally]:
     tally = Tally()
     found = next(explore(commands, seeds, tally), None)
-    print(f"{tally.sequences} sequences, {tally.operations} operations, {tally.runs} runs, {tally.successes} successes")
+    print(
+        f"{tally.sequences} sequences, {tally.operations} operations, {tally.runs} runs, {tally.successes} successes"
+    )
     return found, tally
 
 
@@ -43,7 +46,9 @@ def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_exit_code_0_means_every_document_is_there_after_many_more_sequences(commands: Commands) -> None:
+def test_exit_code_0_means_every_document_is_there_after_many_more_sequences(
+    commands: Commands,
+) -> None:
     end = time.monotonic() + SLOW_SECONDS
     seeds = itertools.takewhile(lambda seed: time.monotonic() < end, itertools.count(1000))
     found, tally = first_failure(commands, seeds)

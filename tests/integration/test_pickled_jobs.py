@@ -1,4 +1,6 @@
-"""Jobs of scripts that were pickled and queued: what happens to the script file afterwards does not matter."""
+"""Jobs of scripts that were pickled and queued: what happens to the script file afterwards does not
+matter.
+"""
 
 from __future__ import annotations
 
@@ -106,11 +108,14 @@ class Cluster:
         return self._run(command, SLURM_ARRAY_TASK_ID="0", SLURM_NODELIST="node1")
 
     def _run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
+        }
         paths = os.pathsep.join([str(self.folder / "site"), str(Path(__file__).parents[2])])
         path = os.pathsep.join([str(self.folder / "bin"), variables["PATH"]])
         variables |= {**environment, "PATH": path, "PYTHONPATH": paths}
-        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc hides an edit of the same second and length
+        # A .pyc hides an edit of the same second and length.
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"
         return processes.run(command, cwd=self.folder, env=variables, timeout=600)
 
 
@@ -120,7 +125,9 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def edited(text: str) -> str:
-    return "# a comment more\n\n" + text.replace("calls += 1", "calls += 2").replace('"Rewrite:"', '"Shorten:"')
+    return "# a comment more\n\n" + text.replace("calls += 1", "calls += 2").replace(
+        '"Rewrite:"', '"Shorten:"'
+    )
 
 
 def test_a_queued_task_goes_on_whatever_happened_to_its_script(cluster: Cluster) -> None:

@@ -1,6 +1,7 @@
 """docs/pictures: the bar, ``status`` and the report of one real run, drawn from what they print.
 
-DATATROVE_CKPT_WRITE_PICTURES=1 writes them. Otherwise the lines in them are compared with those of the run.
+DATATROVE_CKPT_WRITE_PICTURES=1 writes them. Otherwise the lines in them are compared with those of
+the run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from tests.yaml_jobs import write_tasks
 
 PICTURES = ROOT / "docs/pictures"
 COLUMNS = 112
-_SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" width="{}" role="img">{}</svg>\n'
+_SVG = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" width="{}" role="img">{}</svg>\n'
+)
 
 
 def of_terminal(lines: list[str]) -> str:
@@ -37,9 +40,13 @@ def of_terminal(lines: list[str]) -> str:
 
 
 def of_page(page: str) -> str:
-    """A picture of the beginning of a report: its figures and first two charts, without the tooltips."""
+    """A picture of the beginning of a report: its figures and first two charts, without the
+    tooltips.
+    """
     style = re.search(r"<style>.*?</style>", page, re.DOTALL)
-    main = re.sub(r'<rect [^>]*class="hit">.*?</rect>', "", page[page.index("<main>") :], flags=re.DOTALL)
+    main = re.sub(
+        r'<rect [^>]*class="hit">.*?</rect>', "", page[page.index("<main>") :], flags=re.DOTALL
+    )
     shown = "</section>".join(main.split("</section>")[:2]) + "</section></div></main>"
     shown = shown.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
     body = f'<body xmlns="http://www.w3.org/1999/xhtml">{shown}</body>'
@@ -48,9 +55,14 @@ def of_page(page: str) -> str:
 
 
 def shape(picture: str) -> list[str]:
-    """The first word of each piece of text. Numbers, and what is said of them, are other ones in each run."""
+    """The first word of each piece of text.
+
+    Numbers, and what is said of them, are other ones in each run.
+    """
     shown = re.sub(r"<style>.*?</style>", "", picture, flags=re.DOTALL)
-    return [found[0] for text in re.split(r"<[^>]*>", shown) if (found := re.search(r"[a-z]{4,}", text))]
+    return [
+        found[0] for text in re.split(r"<[^>]*>", shown) if (found := re.search(r"[a-z]{4,}", text))
+    ]
 
 
 def keep(name: str, picture: str) -> None:
@@ -58,7 +70,9 @@ def keep(name: str, picture: str) -> None:
     if os.environ.get("DATATROVE_CKPT_WRITE_PICTURES"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(picture)
-    assert shape(path.read_text()) == shape(picture), "DATATROVE_CKPT_WRITE_PICTURES=1 writes it anew"
+    assert shape(path.read_text()) == shape(picture), (
+        "DATATROVE_CKPT_WRITE_PICTURES=1 writes it anew"
+    )
 
 
 @pytest.mark.alone  # how long it takes decides which numbers there are
@@ -66,9 +80,7 @@ def test_the_pictures_show_what_a_run_prints(here: Path, command: Command) -> No
     write_tasks(here, 4, 40)
     checkpoints = "runs/summaries"
     with FakeServer(delay=lambda payload, times: 0.4) as server, Terminal(COLUMNS) as terminal:
-        job = (
-            f"run --input input/ --prompt {{text}} --endpoint {server.url} --model my-model --run-folder runs/summaries"
-        )
+        job = f"run --input input/ --prompt {{text}} --endpoint {server.url} --model my-model --run-folder runs/summaries"
         more = "--tasks 4 --executor.workers=2 --max-concurrent-generations 2"
         with on_terminal(terminal, here, *f"{job} {more}".split()) as process:
             half = re.compile(r" (9|1[0-3])\d docs, 2/4 tasks.*left")

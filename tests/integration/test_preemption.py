@@ -1,6 +1,7 @@
 """An early stop: what still finishes, what is saved, and which handler gets the signal afterwards.
 
-Most tests run in this process, whose signals they set up themselves; the last ones use real processes.
+Most tests run in this process, whose signals they set up themselves; the last ones use real
+processes.
 """
 
 from __future__ import annotations
@@ -54,9 +55,14 @@ def when_logged(text: str, action: Callable[[], object]) -> Iterator[None]:
 
 @pytest.fixture
 def reraised() -> Iterator[list[int]]:
-    """Sets old handlers for all signals that a rank handles, and gives the signals that are raised again for them."""
+    """Sets old handlers for all signals that a rank handles, and gives the signals that are raised
+    again for them.
+    """
     got: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in SIGNALS}
+    before = {
+        number: signal.signal(number, lambda number, frame: got.append(number))
+        for number in SIGNALS
+    }
     yield got
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -93,7 +99,11 @@ def preempted(
         draining: what happens while requests are waited for: the server answers.
     """
     once_asked = signal_once(lambda: len(server.payloads) >= asked, sent)
-    with once_asked, when_logged(DRAINS, draining or server.release), pytest.raises(end, match=match):
+    with (
+        once_asked,
+        when_logged(DRAINS, draining or server.release),
+        pytest.raises(end, match=match),
+    ):
         step.run(documents(number))
 
 
@@ -103,7 +113,12 @@ async def plain(document: Document, generate: Any) -> Any:
 
 async def twice(document: Document, generate: Any) -> Any:
     first = await plain(document, generate)
-    return [first, (await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})).text]
+    return [
+        first,
+        (
+            await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+        ).text,
+    ]
 
 
 def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
@@ -117,7 +132,9 @@ def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name
+)
 def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
     tmp_path: Path, reraised: list[int], number: signal.Signals
 ) -> None:
@@ -155,8 +172,12 @@ def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_ke
     assert outputs(tmp_path / "output") == expected(tmp_path, twice, 3)
 
 
-@pytest.mark.parametrize("previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
-def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path: Path, previous: Any, server: FakeServer) -> None:
+@pytest.mark.parametrize(
+    "previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"]
+)
+def test_a_signal_that_ends_nobody_still_ends_the_rank(
+    tmp_path: Path, previous: Any, server: FakeServer
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         send_signal()
         return await plain(document, generate)
@@ -173,7 +194,9 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
     tmp_path: Path, reraised: list[int], log: list[str]
 ) -> None:
     with FakeServer(hold_after=6) as server:
-        step = runner(tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4})
+        step = runner(
+            tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4}
+        )
         preempted(step, 20, server, 10, lambda: None)
         assert any("4 requests in flight were given up" in line for line in log)
         server.release()
@@ -222,11 +245,18 @@ def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer
 
     got: list[int] = []
     numbers = (signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, lambda number, frame: got.append(number)) for number in numbers}
+    before = {
+        number: signal.signal(number, lambda number, frame: got.append(number))
+        for number in numbers
+    }
     try:
         with pytest.raises(Preempted, match="SIGHUP"):
-            runner(tmp_path / "1", server, sends(signal.SIGHUP), drain_signals=["SIGHUP"] * 2).run(documents(1))
-        runner(tmp_path / "2", server, sends(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(documents(1))
+            runner(tmp_path / "1", server, sends(signal.SIGHUP), drain_signals=["SIGHUP"] * 2).run(
+                documents(1)
+            )
+        runner(tmp_path / "2", server, sends(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(
+            documents(1)
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -249,12 +279,16 @@ def test_settings_that_cannot_work_are_refused(
         runner(tmp_path, server, plain, **settings)
 
 
-def test_on_another_event_loop(tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_another_event_loop(
+    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     uvloop = pytest.importorskip("uvloop")
     monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
     monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
     with FakeServer(hold_after=0) as server:
-        preempted(runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}), 20, server, 4)
+        preempted(
+            runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}), 20, server, 4
+        )
         assert sum(server.asked.values()) == 4
 
 
@@ -278,7 +312,9 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     tmp_path: Path, reraised: list[int], status: int
 ) -> None:
     ending: list[bool] = []
-    with FakeServer(status=lambda payload, times: status if ending else None, hold_after=0) as server:
+    with FakeServer(
+        status=lambda payload, times: status if ending else None, hold_after=0
+    ) as server:
 
         def both_end() -> None:
             ending.append(True)
@@ -309,10 +345,13 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
         return result
 
     with pytest.raises(Preempted):
-        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))  # longer than a test may take
+        # Longer than a test may take.
+        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))
 
 
-def test_a_blocked_reader_keeps_nobody_waiting(tmp_path: Path, reraised: list[int], server: FakeServer) -> None:
+def test_a_blocked_reader_keeps_nobody_waiting(
+    tmp_path: Path, reraised: list[int], server: FakeServer
+) -> None:
     never = threading.Event()
 
     def blocked() -> Iterator[Document]:
@@ -331,9 +370,13 @@ def test_a_server_that_is_starting_is_stopped_at_once(
     here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    (here / "loads.py").write_text("import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)")
+    (here / "loads.py").write_text(
+        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)"
+    )
     config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
-    step = InferenceRunner(plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"))
+    step = InferenceRunner(
+        plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints")
+    )
     loads = signal_once(lambda: (here / "pid").exists() and (here / "pid").read_text())
     with loads, pytest.raises(Preempted):
         step.run(documents(2))
@@ -347,12 +390,22 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     """Slurm signals all processes of a step, the server among them."""
     monkeypatch.setattr("tempfile.tempdir", str(here))
     Path("engine.py").write_text(ENGINE)
-    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, max_concurrent_generations=2)
+    config = InferenceConfig(
+        "custom", "m", model_kwargs={"server_script": "engine.py"}, max_concurrent_generations=2
+    )
     step = InferenceRunner(
-        plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints"), drain_seconds=600
+        plain,
+        config,
+        writer(here),
+        checkpoints_local_dir=str(here / "checkpoints"),
+        drain_seconds=600,
     )
     asked = signal_once(lambda: Path("asked").exists() and len(lines("asked")) >= 2)
-    with asked, when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)), pytest.raises(Preempted):
+    with (
+        asked,
+        when_logged(DRAINS, lambda: os.kill(engines()[0], signal.SIGKILL)),
+        pytest.raises(Preempted),
+    ):
         step.run([Document(text=f"wait {number}", id=f"{number}") for number in range(5)])
     assert (len(engines()), len(lines("asked"))) == (1, 2)
     assert not [line for line in log if "ERROR" in line]
@@ -379,7 +432,11 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(
 @pytest.mark.matrix
 @pytest.mark.parametrize("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
-    tmp_path: Path, reraised: list[int], server: FakeServer, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path,
+    reraised: list[int],
+    server: FakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
 ) -> None:
     """Restoring a checkpoint may take minutes, and a missing output folder is retried for five."""
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
@@ -392,7 +449,9 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
         still_here.append(where)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((ObjectStore, "read") if where == "restore" else (ChunkOutput, "prepare")), slow)
+        patch.setattr(
+            *((ObjectStore, "read") if where == "restore" else (ChunkOutput, "prepare")), slow
+        )
         with pytest.raises(Preempted):
             runner(tmp_path, server, plain, **mirrored).run(documents(3))
     assert not still_here
@@ -402,7 +461,9 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path: Path, reraised: list[int], log: list[str]) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_wait_for(
+    tmp_path: Path, reraised: list[int], log: list[str]
+) -> None:
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
         step.checkpoints_local_dir = None
@@ -410,7 +471,9 @@ def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path: Path, rerai
     assert any("the same command starts over" in line for line in log)
 
 
-def test_a_rank_in_a_thread_does_without_signals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_a_rank_in_a_thread_does_without_signals(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=lambda: runner(tmp_path, server, plain).run(documents(3)))
     thread.start()
@@ -441,7 +504,9 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(documents(3))
+            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(
+                documents(3)
+            )
         assert sum(server.asked.values()) == 1
     assert reraised == [signal.SIGUSR1]
 

@@ -1,4 +1,6 @@
-"""Files that may hold prompts, documents or answers are for their owner only; secrets are in no file at all."""
+"""Files that may hold prompts, documents or answers are for their owner only; secrets are in no
+file at all.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,16 @@ SECRETS = {"CODE": "canary-code", "KEY_OF_TEST": "canary-key"}
 def start(folder: Path, server: FakeServer) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", JOB, server.url]
     environment = {**os.environ, **SECRETS}
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def modes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def check(folder: Path) -> dict[str, int]:
@@ -65,20 +72,28 @@ def check(folder: Path) -> dict[str, int]:
         if "checkpoints/00000" in name:
             assert mode == (0o700 if (folder / name).is_dir() else 0o600), name
     assert found["run/mirror/00000"] == found["run/checkpoints/00000"] == 0o700
-    assert found["run/checkpoints"] == found["run/checkpoints/last_chunk"] == found["out/put"] == 0o755
+    assert (
+        found["run/checkpoints"] == found["run/checkpoints/last_chunk"] == found["out/put"] == 0o755
+    )
     return found
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("echo", [True, False])
-def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path: Path, echo: bool) -> None:
+def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(
+    tmp_path: Path, echo: bool
+) -> None:
     def status(payload: dict[str, object], times: int) -> int | None:
         return 400 if echo and "text 8" in str(payload) else None
 
     with FakeServer(hold_after=6, status=status) as server:
         process = start(tmp_path, server)
         until_kept(tmp_path / "run/checkpoints", 2)
-        there = ("checkpoints/last_chunk/00000.txt", "checkpoints/00000/chunk_00001.jsonl", "mirror")
+        there = (
+            "checkpoints/last_chunk/00000.txt",
+            "checkpoints/00000/chunk_00001.jsonl",
+            "mirror",
+        )
         until(lambda: all((tmp_path / "run" / name).exists() for name in there))
         os.killpg(process.pid, signal.SIGKILL)  # also the process of datatrove's that would stay
         process.wait()
@@ -88,7 +103,9 @@ def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path:
         server.release()
         assert start(tmp_path, server).wait() == 0
     ended = check(tmp_path)
-    assert ended["out/put/00000_00001.jsonl"] == ended["run/checkpoints/last_chunk/00000.txt"] == 0o644
+    assert (
+        ended["out/put/00000_00001.jsonl"] == ended["run/checkpoints/last_chunk/00000.txt"] == 0o644
+    )
     assert ("run/checkpoints/00000/dead_letters.jsonl" in ended) is echo
     assert not [name for name in ended if "staging" in name]
 
@@ -114,10 +131,15 @@ def _not_root() -> object:
 
 
 @pytest.mark.parametrize(
-    ("command", "closed"), [("status", ""), ("verify", "00000/run.json"), ("repair", "00000/chunk_00001.jsonl")]
+    ("command", "closed"),
+    [("status", ""), ("verify", "00000/run.json"), ("repair", "00000/chunk_00001.jsonl")],
 )
 def test_commands_say_which_checkpoint_they_may_not_read(
-    command: str, closed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+    command: str,
+    closed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path(tempfile.gettempdir()) and folder.is_relative_to(tempfile.gettempdir()):
@@ -127,7 +149,8 @@ def test_commands_say_which_checkpoint_they_may_not_read(
     for name in ("run.json", "commits.jsonl", "chunk_00001.jsonl"):
         (root / "00000" / name).touch()
     shutil.copytree(root, tmp_path / "readable")
-    main([command, str(tmp_path / "readable")])  # imports what it needs: Python may be in a folder of root's
+    # Imports what it needs: Python may be in a folder of root's.
+    main([command, str(tmp_path / "readable")])
     capsys.readouterr()
     (root / closed).chmod(0)
     request.getfixturevalue("_not_root")

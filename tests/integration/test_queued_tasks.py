@@ -1,4 +1,5 @@
-"""A task that an earlier version has queued runs with this one: what its executor.pik names is still there.
+"""A task that an earlier version has queued runs with this one: what its executor.pik names is
+still there.
 
 tests/data/queued has the files: see tests/make_queued.py.
 """
@@ -23,7 +24,9 @@ PICKLES = sorted(str(path.relative_to(QUEUED).with_suffix("")) for path in QUEUE
 
 
 @pytest.mark.parametrize("pickle", PICKLES)
-def test_what_is_queued_is_the_job_that_it_was(pickle: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_queued_is_the_job_that_it_was(
+    pickle: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(SITE)
     made = json.loads((QUEUED / pickle).with_name("made.json").read_bytes())[Path(pickle).name]
     steps = runners(dill.loads((QUEUED / pickle).with_suffix(".pik").read_bytes()))
@@ -34,7 +37,11 @@ def test_what_is_queued_is_the_job_that_it_was(pickle: str, here: Path, monkeypa
 
 def known(then: Any, now: Any) -> Any:
     """Without the settings that were added since."""
-    return {name: known(then[name], now[name]) for name in then if name in now} if isinstance(then, dict) else now
+    return (
+        {name: known(then[name], now[name]) for name in then if name in now}
+        if isinstance(then, dict)
+        else now
+    )
 
 
 @pytest.mark.real_process
@@ -45,7 +52,11 @@ def test_a_queued_task_runs(pickle: str, here: Path, server: FakeServer) -> None
     (here / "logs" / "ranks_to_run.json").write_text(json.dumps([*range(TASKS)]))
     (here / "logs" / "executor.pik").write_bytes((QUEUED / pickle).with_suffix(".pik").read_bytes())
     processes.write_program(here / "bin" / "scontrol", "#!/bin/sh\necho node1\n")
-    environment = {"SLURM_ARRAY_TASK_ID": "0", "SLURM_NODELIST": "node1", "PATH": f"bin:{os.environ['PATH']}"}
+    environment = {
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_NODELIST": "node1",
+        "PATH": f"bin:{os.environ['PATH']}",
+    }
     environment |= {"QUEUED_URL": server.url, "QUEUED_KEY": "k3y"}
     environment["PYTHONPATH"] = os.pathsep.join([str(SITE), str(Path(__file__).parents[2])])
     command = [sys.executable, "-m", "datatrove.tools.launch_pickled_pipeline", "logs/executor.pik"]
@@ -55,7 +66,9 @@ def test_a_queued_task_runs(pickle: str, here: Path, server: FakeServer) -> None
     if is_script:
         assert ids(here) == [f"0/{index}" for index, text in enumerate(TEXTS[0]) if text != "no"]
     else:  # a worker, which takes all tasks
-        assert ids(here) == [f"{task}/{index}" for task, texts in enumerate(TEXTS) for index in range(len(texts))]
+        assert ids(here) == [
+            f"{task}/{index}" for task, texts in enumerate(TEXTS) for index in range(len(texts))
+        ]
     assert list(server.asked) == (["Say a0 plainly", "Say a1 plainly"] if is_script else [])
     assert (here / "logs" / "completions" / "00000").exists()
     assert (here / "mirror").exists() == is_script

@@ -1,4 +1,6 @@
-"""Several ranks of one process at once (``ranks_at_once``): the next ones start while an answer is waited for."""
+"""Several ranks of one process at once (``ranks_at_once``): the next ones start while an answer is
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted, ServerStartFailed, UnexpectedExit, WorkerDied
+from datatrove_ckpt.errors import (
+    ConfigError,
+    DocumentFailed,
+    Preempted,
+    ServerStartFailed,
+    UnexpectedExit,
+    WorkerDied,
+)
 from datatrove_ckpt.generation import progress
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.routing import Sender
@@ -59,7 +68,10 @@ def executor(
     for rank, texts in enumerate(ranks):
         path = Path(folder, f"input/{rank}.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps({"id": f"{rank}-{n}", "text": text}) for n, text in enumerate(texts.split(","))]
+        lines = [
+            json.dumps({"id": f"{rank}-{n}", "text": text})
+            for n, text in enumerate(texts.split(","))
+        ]
         path.write_text("\n".join(lines) + "\n")
     config = InferenceConfig(
         "custom",
@@ -69,7 +81,9 @@ def executor(
         max_concurrent_generations=8,
     )
     root = Path(folder).absolute()
-    step = InferenceRunner(rollout, config, jobs.writer(root), checkpoints_local_dir=str(root / "checkpoints"))
+    step = InferenceRunner(
+        rollout, config, jobs.writer(root), checkpoints_local_dir=str(root / "checkpoints")
+    )
     return LocalPipelineExecutor(
         [JsonlReader(str(root / "input")), step],
         tasks=len(ranks),
@@ -82,7 +96,9 @@ def executor(
 
 @contextmanager
 def gate_opens(when: Callable[[], object]) -> Iterator[None]:
-    """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if it never is."""
+    """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if
+    it never is.
+    """
     found: list[bool] = []
 
     def watch() -> None:
@@ -139,9 +155,14 @@ async def warns(document: Document, generate: Any) -> Any:
 
 
 def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_terminal(
-    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
+    here: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    policy: ChangePolicy,
 ) -> None:
-    """The other lines on the terminal name their task, and the sums of the run say that they are that."""
+    """The other lines on the terminal name their task, and the sums of the run say that they are
+    that.
+    """
     monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
     monkeypatch.setattr(client, "_SAY_AGAIN", 0.2)
     monkeypatch.setattr(screen, "_FIRST_LINE_SECONDS", 0.0)
@@ -159,12 +180,16 @@ def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_termina
         job = executor("a,b", "c,d", at_once=2)
         config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, metric_interval=1)
         folder = here / "job"
-        step = InferenceRunner(warns, config, jobs.writer(folder), checkpoints_local_dir=str(folder / "checkpoints"))
+        step = InferenceRunner(
+            warns, config, jobs.writer(folder), checkpoints_local_dir=str(folder / "checkpoints")
+        )
         job.pipeline = [job.pipeline[0], step]
         job.run()
     assert "/2 tasks, " in logs[0].read_text()
     said = capfd.readouterr().err.splitlines()
-    assert sum("gives no answers" in line for line in said) == logs[0].read_text().count("gives no answers")
+    assert sum("gives no answers" in line for line in said) == logs[0].read_text().count(
+        "gives no answers"
+    )
     assert not [line for line in said if re.search(r"task \d: (The server|.*/2 tasks)", line)]
     assert [line for line in said if line.endswith(" - task 1: said of c")]
 
@@ -172,7 +197,10 @@ def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_termina
 def test_at_most_so_many_run_at_once() -> None:
     with gate_opens(asked_all("wait 0", "wait 1")):
         executor("wait 0", "wait 1", "wait 2", at_once=2).run()
-    assert [line.split(" ", 1)[1] for line in Path("asked").read_text().splitlines()][:2] == ["wait 0", "wait 1"]
+    assert [line.split(" ", 1)[1] for line in Path("asked").read_text().splitlines()][:2] == [
+        "wait 0",
+        "wait 1",
+    ]
     assert Path("job/checkpoints/00002/run.json").stat().st_mtime >= Path("gate").stat().st_mtime
 
 
@@ -211,7 +239,9 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
     assert asked() == {"wait 0": 2, "wait 1": 2, "die once": 2}
     histories = [read_history(path) for path in Path("job/checkpoints").glob("*/history.jsonl")]
     assert [history.last.own.restarts for history in histories if history.last].count(1) == 1
-    assert all("death" in [event.what for event in history.attempts[-1].servers] for history in histories)
+    assert all(
+        "death" in [event.what for event in history.attempts[-1].servers] for history in histories
+    )
     assert jobs.ids(Path("job")) == ["0-0", "1-0", "2-0"]
     for rank in range(3):
         assert "is given up" in Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
@@ -221,7 +251,11 @@ def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
     innocent = [f"wait {n}" for n in range(4)]
     with gate_opens(lambda: asked()["die"] >= 3):
         executor(",".join(innocent), "die,a", "b").run()
-    (letter,) = [line for path in Path("job").rglob("dead_letters.jsonl") for line in path.read_text().splitlines()]
+    (letter,) = [
+        line
+        for path in Path("job").rglob("dead_letters.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     assert json.loads(letter)["id"] == "1-0"
     assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
 
@@ -271,7 +305,9 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rank_threads, "HostLoop", SignalledHost)
     with pytest.raises(Preempted):
-        rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0, 1], ignore)).work_through()
+        rank_threads.RankThreads(
+            2, preemption, NoServers, run, TaskList([0, 1], ignore)
+        ).work_through()
     assert stopped == [True]
 
 
@@ -310,7 +346,9 @@ async def test_servers_that_cannot_start_are_started_once(monkeypatch: pytest.Mo
 
 
 async def leaves(document: Document, generate: Any) -> Any:
-    """For one document, in a task of its own: an exit leaves the event loop, and not the rollout."""
+    """For one document, in a task of its own: an exit leaves the event loop, and not the
+    rollout.
+    """
 
     async def part() -> Any:
         if document.text == "exit":
@@ -348,7 +386,9 @@ def test_each_rank_starts_in_the_folder_of_the_process(here: Path) -> None:
     pipeline = executor("a", "b", "c").pipeline
     with FakeServer() as server:
         config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
-        step = InferenceRunner(jobs.ask, config, jobs.writer(here / "job"), checkpoints_local_dir="checkpoints")
+        step = InferenceRunner(
+            jobs.ask, config, jobs.writer(here / "job"), checkpoints_local_dir="checkpoints"
+        )
         steps = [pipeline[0], Moves(here / "elsewhere"), step]
         LocalPipelineExecutor(steps, tasks=3, workers=1, logging_dir=str(here / "logs")).run()
     assert Path.cwd() == here
@@ -416,12 +456,16 @@ def opened() -> Iterator[dict[str, Any]]:
         ({}, {"reuse_servers": False}, 1),
     ],
 )
-def test_ranks_run_in_turn_where_they_cannot_share(changes: dict[str, Any], config: dict[str, Any], most: int) -> None:
+def test_ranks_run_in_turn_where_they_cannot_share(
+    changes: dict[str, Any], config: dict[str, Any], most: int
+) -> None:
     async def ask(document: Document, generate: Any, **shared: Any) -> Any:
         return await jobs.ask(document, generate)
 
     settings = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", **config)
-    step = InferenceRunner(ask, settings, jobs.writer(Path()), checkpoints_local_dir="checkpoints", **changes)
+    step = InferenceRunner(
+        ask, settings, jobs.writer(Path()), checkpoints_local_dir="checkpoints", **changes
+    )
     assert LocalPipelineExecutor([step], 2, 1, "logs")._most_at_once == most
     assert LocalPipelineExecutor([step, step], 2, 1, "logs", ranks_at_once=3)._most_at_once == 1
 
@@ -432,7 +476,7 @@ def test_many_short_tasks_take_hardly_longer_than_one() -> None:
     assert forty <= 1.15 * one
 
 
-# A job in a process of its own ----------------------------------------------------------------------------------------
+# A job in a process of its own -------------------------------------------------------------------
 
 JOB = """
 import sys
@@ -455,7 +499,9 @@ LocalPipelineExecutor(
 
 
 @contextmanager
-def job(server: FakeServer, before: str = "", workers: int = 1, at_once: int = 3) -> Iterator[subprocess.Popen[bytes]]:
+def job(
+    server: FakeServer, before: str = "", workers: int = 1, at_once: int = 3
+) -> Iterator[subprocess.Popen[bytes]]:
     Path("job.py").write_text(before + JOB)
     Path("input").mkdir(exist_ok=True)
     for rank in range(3 * workers):
@@ -520,7 +566,7 @@ rank.restore_from_mirror = restore
         assert set(server.asked.values()) == {1}
 
 
-# Several workers ------------------------------------------------------------------------------------------------------
+# Several workers ---------------------------------------------------------------------------------
 
 
 def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room() -> None:
@@ -534,7 +580,9 @@ def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room() -> No
     }
     slots = {rank: start.slot for rank, start in starts.items() if start}
     assert len(slots) == 5
-    assert [slot for rank, slot in slots.items() if rank != "00000"] == [1 - (slots["00000"] or 0)] * 4
+    assert [slot for rank, slot in slots.items() if rank != "00000"] == [
+        1 - (slots["00000"] or 0)
+    ] * 4
 
 
 async def kills_at_bad_ones(document: Document, generate: Any) -> Any:
@@ -547,15 +595,22 @@ async def kills_at_bad_ones(document: Document, generate: Any) -> Any:
 
 
 def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete() -> None:
-    """All three, of one worker, are tried alone: the bad one twice, because its first death was not alone."""
+    """All three, of one worker, are tried alone: the bad one twice, because its first death was not
+    alone.
+    """
     ranks = ("wait 0", "wait 1", "bad", "wait 3", "wait 4", "wait 5")
     with (
         gate_opens(lambda: 2 in asked().values()),
-        pytest.raises(WorkerDied, match=r"1 of 6 tasks are not complete.*task 2: its worker process was ended by SIGK"),
+        pytest.raises(
+            WorkerDied,
+            match=r"1 of 6 tasks are not complete.*task 2: its worker process was ended by SIGK",
+        ),
     ):
         executor(*ranks, workers=2, rollout=kills_at_bad_ones).run()
     assert jobs.ids(Path("job")) == ["0-0", "1-0", "3-0", "4-0", "5-0"]
-    histories = [read_history(Path(f"job/checkpoints/{rank:05d}/history.jsonl")) for rank in range(6)]
+    histories = [
+        read_history(Path(f"job/checkpoints/{rank:05d}/history.jsonl")) for rank in range(6)
+    ]
     attempts = [len(history.attempts) for history in histories]
     assert attempts[2] == 3
     assert sorted(attempts) == [1, 1, 1, 2, 2, 3]

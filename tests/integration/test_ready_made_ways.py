@@ -1,4 +1,6 @@
-"""EmbedRollout, ClassifyRollout and JudgeRollout in runs: killed, resumed, from YAML, and in the short form."""
+"""EmbedRollout, ClassifyRollout and JudgeRollout in runs: killed, resumed, from YAML, and in the
+short form.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def ways(server: FakeServer) -> FakeServer:
 
 
 def parquet(folder: Path) -> ParquetWriter:
-    return ParquetWriter(str(folder / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True)
+    return ParquetWriter(
+        str(folder / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True
+    )
 
 
 class Refusing(Budget):
@@ -59,8 +63,13 @@ class Refusing(Budget):
         return status
 
 
-def in_pieces(folder: Path, server: FakeServer, rollout: Any, number: int = 3, **changes: Any) -> int:
-    """Runs the job, which ends after each answer, until it is done. Returns the number of refused requests."""
+def in_pieces(
+    folder: Path, server: FakeServer, rollout: Any, number: int = 3, **changes: Any
+) -> int:
+    """Runs the job, which ends after each answer, until it is done.
+
+    Returns the number of refused requests.
+    """
     server._status = budget = Refusing()
     for _ in range(99):
         budget.left = 1
@@ -86,31 +95,46 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     assert rows(tmp_path) == rows(tmp_path / "other")
 
 
-def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways: FakeServer, tmp_path: Path) -> None:
+def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(
+    ways: FakeServer, tmp_path: Path
+) -> None:
     rollout = EmbedRollout(column="vector")
     runner(tmp_path, ways, rollout, output_writer=parquet(tmp_path)).run(documents(3))
     column = pq.read_table(tmp_path / "output")["vector"]
     assert str(column.type) == f"fixed_size_list<element: float>[{DIMENSIONS}]"
-    assert np.stack(column.to_pylist()) == pytest.approx(np.array([vector_of(f"text {n}") for n in range(3)]))
+    assert np.stack(column.to_pylist()) == pytest.approx(
+        np.array([vector_of(f"text {n}") for n in range(3)])
+    )
 
 
 @pytest.mark.parametrize(
     ("column", "settings", "error"),
     [
-        ("v", {"metadata_key": "v"}, "column: 'v' is the step's metadata_key, which has the results."),
-        *((None, {"metadata_key": name}, f"metadata_key: '{name}' would replace") for name in ("text", "id", "media")),
+        (
+            "v",
+            {"metadata_key": "v"},
+            "column: 'v' is the step's metadata_key, which has the results.",
+        ),
+        *(
+            (None, {"metadata_key": name}, f"metadata_key: '{name}' would replace")
+            for name in ("text", "id", "media")
+        ),
     ],
 )
 def test_a_column_that_would_be_lost_is_refused(
     ways: FakeServer, tmp_path: Path, column: str | None, settings: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        runner(tmp_path, ways, EmbedRollout(column=column), output_writer=parquet(tmp_path), **settings)
+        runner(
+            tmp_path, ways, EmbedRollout(column=column), output_writer=parquet(tmp_path), **settings
+        )
     assert str(refused.value).startswith(error)
     runner(tmp_path, ways, EmbedRollout(), metadata_key="text")
 
 
-def test_a_text_that_the_server_rejects_is_its_documents_fault(ways: FakeServer, tmp_path: Path) -> None:
+def test_a_text_that_the_server_rejects_is_its_documents_fault(
+    ways: FakeServer, tmp_path: Path
+) -> None:
     ways._status = lambda payload, times: 400 if "text 1" in str(payload) else None
     ways.error = "This model's maximum context length is 256 tokens"
     runner(tmp_path, ways, EmbedRollout(), on_document_error="dead_letter").run(documents(3))
@@ -119,7 +143,9 @@ def test_a_text_that_the_server_rejects_is_its_documents_fault(ways: FakeServer,
     assert "maximum context length" in letter["error"]
 
 
-def test_labels_in_another_order_than_the_models_stop_the_run(ways: FakeServer, tmp_path: Path) -> None:
+def test_labels_in_another_order_than_the_models_stop_the_run(
+    ways: FakeServer, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
         runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
     with pytest.raises(ConfigError, match=r"3 labels, and the model has 2 classes"):
@@ -128,7 +154,9 @@ def test_labels_in_another_order_than_the_models_stop_the_run(ways: FakeServer, 
 
 @pytest.fixture
 def judges() -> Iterator[FakeServer]:
-    with FakeServer(lambda payload, times: "5" if "text 1" in str(payload) else "It is 2.") as server:
+    with FakeServer(
+        lambda payload, times: "5" if "text 1" in str(payload) else "It is 2."
+    ) as server:
         yield server
 
 
@@ -136,26 +164,42 @@ def test_another_model_judges_and_bad_documents_are_dropped(
     server: FakeServer, judges: FakeServer, tmp_path: Path
 ) -> None:
     server._answer = lambda payload, times: payload["messages"][-1]["content"]
-    step = runner(tmp_path, server, JudgeRollout("On {text}", judge_prompt="Rate {answer}", threshold=3))
+    step = runner(
+        tmp_path, server, JudgeRollout("On {text}", judge_prompt="Rate {answer}", threshold=3)
+    )
     step.run(documents(0))
     both: Any = {"writer": config(server), "critic": config(judges)}
     rollout = JudgeRollout("On {text}", judge_prompt="Rate {answer}", judge="critic", threshold=3)
-    type(step)(rollout, both, parquet(tmp_path / "b"), checkpoints_local_dir=str(tmp_path / "b/checkpoints")).run(
-        documents(3)
-    )
+    type(step)(
+        rollout,
+        both,
+        parquet(tmp_path / "b"),
+        checkpoints_local_dir=str(tmp_path / "b/checkpoints"),
+    ).run(documents(3))
     (row,) = pq.read_table(tmp_path / "b/output").to_pylist()
     (result,) = row["rollout_results"]
-    assert (row["id"], result["text"], result["judgement"], result["score"]) == ("id 1", "On text 1", "5", 5)
+    assert (row["id"], result["text"], result["judgement"], result["score"]) == (
+        "id 1",
+        "On text 1",
+        "5",
+        5,
+    )
     assert [len(one.payloads) for one in (server, judges)] == [3, 3]
 
 
-# configs -------------------------------------------------------------------------------------------------------------
+# configs -----------------------------------------------------------------------------------------
 
 
 def at(server: FakeServer, name: str = "") -> list[str]:
     """Flags with which a config's model, or one of its models, is this server."""
     path = f"--pipeline.1.config{name and '.' + name}"
-    settings = {"server_type": "endpoint", "endpoint_url": server.url, "model_kwargs": "null", "gpus": "null", "tp": 1}
+    settings = {
+        "server_type": "endpoint",
+        "endpoint_url": server.url,
+        "model_kwargs": "null",
+        "gpus": "null",
+        "tp": 1,
+    }
     return [f"{path}.{key}={value}" for key, value in settings.items()]
 
 
@@ -189,19 +233,28 @@ def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, comman
     assert all(result["text"].startswith("Summary of") for result in results)
 
 
-# tools ---------------------------------------------------------------------------------------------------------------
+# tools -------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_calls_tools_is_asked_each_turn_once(server: FakeServer, tmp_path: Path) -> None:
+def test_a_model_that_calls_tools_is_asked_each_turn_once(
+    server: FakeServer, tmp_path: Path
+) -> None:
     """The loop of docs/recipes.md. Ids of calls differ in each answer, as servers make them."""
-    (block,) = [one for one in blocks("python", "docs/recipes.md") if one.text.startswith("# tools.py")]
+    (block,) = [
+        one for one in blocks("python", "docs/recipes.md") if one.text.startswith("# tools.py")
+    ]
     names: dict[str, Any] = {}
     exec(block.text, names)
     ids = count()
 
     def turn(payload: dict[str, Any], times: int) -> str:
-        results = [message["content"] for message in payload["messages"] if message["role"] == "tool"]
-        call = {"id": f"call {next(ids)}", "function": {"name": "count", "arguments": '{"word": "text"}'}}
+        results = [
+            message["content"] for message in payload["messages"] if message["role"] == "tool"
+        ]
+        call = {
+            "id": f"call {next(ids)}",
+            "function": {"name": "count", "arguments": '{"word": "text"}'},
+        }
         server.message = {} if len(results) == 2 else {"tool_calls": [call]}
         return f"It says so {results[-1]} times." if len(results) == 2 else ""
 
@@ -209,9 +262,13 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(server: FakeServer, tm
     refused = in_pieces(tmp_path, server, names["rollout"], config={"max_concurrent_documents": 1})
     assert len(server.payloads) == 3 * 3 + refused
     assert refused == 8
-    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(tmp_path)] == ["It says so 1 times."] * 3
+    assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(tmp_path)] == [
+        "It says so 1 times."
+    ] * 3
     server._answer = lambda payload, times: ""
-    server.message = {"tool_calls": [{"id": "again", "function": {"name": "count", "arguments": '{"word": "a"}'}}]}
+    server.message = {
+        "tool_calls": [{"id": "again", "function": {"name": "count", "arguments": '{"word": "a"}'}}]
+    }
     server._status = lambda payload, times: None
     with pytest.raises(DocumentFailed, match="no answer after 4 turns"):
         runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))

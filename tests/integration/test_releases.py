@@ -1,4 +1,5 @@
-"""A checkpoint says which version wrote it: this one continues what each release left behind, and refuses newer ones.
+"""A checkpoint says which version wrote it: this one continues what each release left behind, and
+refuses newer ones.
 
 tests/data/releases has the folders that each release left: see tests/make_release.py.
 """
@@ -30,7 +31,9 @@ from tests.rank_folders import place_at
 
 VERSIONS = sorted(path.name for path in RELEASES.iterdir())
 NAMES = [VERSIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in VERSIONS[1:])]
-"""To parametrize a test: what is continued from the oldest one is continued from each, as ``-m slow`` shows."""
+"""To parametrize a test: what is continued from the oldest one is continued from each, as ``-m
+slow`` shows.
+"""
 NEWEST = "0.2.0.dev0"
 """The fixture that this version's code makes."""
 
@@ -46,17 +49,25 @@ def restored(name: str, folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "output").iterdir() if path.is_file()}
+    return {
+        path.name: path.read_bytes() for path in (folder / "output").iterdir() if path.is_file()
+    }
 
 
 def kept(folder: Path) -> dict[Path, bytes]:
     """Everything but locks, which name the process that had them last."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The output of the same job without any interruption, as far as the tasks 1 and 2 are concerned."""
+    """The output of the same job without any interruption, as far as the tasks 1 and 2 are
+    concerned.
+    """
     folder = tmp_path_factory.mktemp("fresh")
     write_input(folder / "input")
     with FakeServer() as server:
@@ -67,7 +78,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def test_each_version_of_the_changelog_has_a_fixture() -> None:
     text = (RELEASES.parents[2] / "docs" / "changelog.md").read_text()
-    versions = [line.split()[1] for line in text.splitlines() if line.startswith("## ") and line[3].isdigit()]
+    versions = [
+        line.split()[1]
+        for line in text.splitlines()
+        if line.startswith("## ") and line[3].isdigit()
+    ]
     assert {name.partition("-")[0] for name in VERSIONS} == set(versions)
 
 
@@ -83,13 +98,22 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(
     assert not [rank.reason for rank in ranks.values() if rank.trouble == "damaged"]
     for rank in range(3):
         run(folder, server.url, rank)
-    # Of task 1: the second rollout of the document that was in work, and the one after it. Of task 2: all.
-    assert server.asked == {"Rewrite: stop": 1, "Rewrite: b4": 2, **{f"Rewrite: {text}": 2 for text in TEXTS[2]}}
+    # Of task 1: the second rollout of the document that was in work, and the one after it. Of task
+    # 2: all.
+    assert server.asked == {
+        "Rewrite: stop": 1,
+        "Rewrite: b4": 2,
+        **{f"Rewrite: {text}": 2 for text in TEXTS[2]},
+    }
     after = contents(folder)
     assert {name: data for name, data in after.items() if name in before} == before
-    assert {name: data for name, data in after.items() if not name.startswith(("00000", "retry"))} == uninterrupted
+    assert {
+        name: data for name, data in after.items() if not name.startswith(("00000", "retry"))
+    } == uninterrupted
     ids = sorted(json.loads(line)["id"] for data in after.values() for line in data.splitlines())
-    assert ids == sorted(f"{number}/{index}" for number, texts in enumerate(TEXTS) for index in range(len(texts)))
+    assert ids == sorted(
+        f"{number}/{index}" for number, texts in enumerate(TEXTS) for index in range(len(texts))
+    )
     report = verify(place_at(folder / "checkpoints"), full=True)
     assert (report.problems, report.unfinished) == ([], [])
     for rank in (1, 2):
@@ -98,11 +122,20 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(
 
 
 def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints() -> None:
-    """Made at 2a486fe, which sent the bytes that it hashed. The order of keys is in the name below a schema only."""
-    payload = {"messages": [{"role": "user", "content": "x"}], "guided_json": {"b": 1, "a": 2}, "model": "m"}
+    """Made at 2a486fe, which sent the bytes that it hashed.
+
+    The order of keys is in the name below a schema only.
+    """
+    payload = {
+        "messages": [{"role": "user", "content": "x"}],
+        "guided_json": {"b": 1, "a": 2},
+        "model": "m",
+    }
     payload |= {"temperature": 0.5, "logit_bias": {5: 1}}
     assert (
-        _digest(payload) == _digest(payload | {"guided_json": {"a": 2, "b": 1}}) == "64af03b0bbe4cd488518d223a9ade00a"
+        _digest(payload)
+        == _digest(payload | {"guided_json": {"a": 2, "b": 1}})
+        == "64af03b0bbe4cd488518d223a9ade00a"
     )
     payload |= {"response_format": {"z": 1, "a": {"y": 2, "b": 3}}}
     assert _digest(payload) == "1af8e64dee6aa9d099abd4a2cf019c82"
@@ -112,7 +145,9 @@ def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints() -> None:
 def test_the_mirror_of_each_release_is_restored(name: str, tmp_path: Path) -> None:
     restore(str(RELEASES / name / "mirror" / "00001"), tmp_path / "checkpoints" / "00001")
     left = RELEASES / name / "checkpoints" / "00001"
-    assert (tmp_path / "checkpoints" / "00001" / "commits.jsonl").read_bytes() == (left / "commits.jsonl").read_bytes()
+    assert (tmp_path / "checkpoints" / "00001" / "commits.jsonl").read_bytes() == (
+        left / "commits.jsonl"
+    ).read_bytes()
     cache = RequestCache(tmp_path / "checkpoints" / "00001" / "replay.sqlite3")
     try:
         assert cache.answer_counts() == {3: 1}
@@ -120,12 +155,18 @@ def test_the_mirror_of_each_release_is_restored(name: str, tmp_path: Path) -> No
         cache.close()
 
 
-# newer versions ------------------------------------------------------------------------------------------------------
+# newer versions ----------------------------------------------------------------------------------
 
 
 def from_the_future(path: Path) -> None:
-    """As a later version may write it: a larger number, its name, and values of which this one knows nothing."""
-    content = json.loads(path.read_bytes()) | {"format": FORMAT + 1, "written_by": "7.1.0", "owner": ["a", "list"]}
+    """As a later version may write it: a larger number, its name, and values of which this one
+    knows nothing.
+    """
+    content = json.loads(path.read_bytes()) | {
+        "format": FORMAT + 1,
+        "written_by": "7.1.0",
+        "owner": ["a", "list"],
+    }
     path.write_text(json.dumps(content))
 
 
@@ -133,7 +174,9 @@ REFUSAL = f"was written by datatrove-ckpt 7.1.0 (format {FORMAT + 1}). This is d
 
 
 @pytest.mark.parametrize("file", ["00001/run.json", "00000/run.json", "job.json"])
-def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file: str, tmp_path: Path) -> None:
+def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(
+    file: str, tmp_path: Path
+) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     from_the_future(folder / "checkpoints" / file)
     before = kept(folder)
@@ -151,7 +194,11 @@ def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file: str,
 def test_commands_name_the_newer_version(tmp_path: Path) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     from_the_future(folder / "checkpoints" / "00001" / "run.json")
-    (found,) = [problem for problem in verify(place_at(folder / "checkpoints")).problems if problem.kind == "corrupt"]
+    (found,) = [
+        problem
+        for problem in verify(place_at(folder / "checkpoints")).problems
+        if problem.kind == "corrupt"
+    ]
     assert REFUSAL in found.message
     with open_place(str(folder / "checkpoints")) as place:
         state = read_run_state(place)
@@ -172,12 +219,16 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     changed = content if what == "manifest" else content["run"]
     changed["format"] = FORMAT + 1
     newest.write_bytes(seal(orjson.dumps(content)))
-    with pytest.raises(VersionMismatch, match=rf"was written by datatrove-ckpt 7\.1\.0 \(format {FORMAT + 1}\)"):
+    with pytest.raises(
+        VersionMismatch, match=rf"was written by datatrove-ckpt 7\.1\.0 \(format {FORMAT + 1}\)"
+    ):
         restore(str(mirror), tmp_path / "checkpoints" / "00001")
     assert not (tmp_path / "checkpoints" / "00001").exists()
 
 
-def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path, server: FakeServer) -> None:
+def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(
+    tmp_path: Path, server: FakeServer
+) -> None:
     folder = restored(NEWEST, tmp_path / "job")
     job = folder / "mirror" / "job.json"
     shutil.copyfile(folder / "checkpoints" / "job.json", job)
@@ -191,18 +242,30 @@ def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path: Path, ser
     assert job.read_bytes() == mirrored
 
 
-def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path: Path, server: FakeServer) -> None:
-    """Who adds or removes a field here asks: can the releases before this one go on with it? If not, raise FORMAT."""
+def test_what_this_version_writes_has_the_fields_of_its_fixture(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Who adds or removes a field here asks: can the releases before this one go on with it?
+
+    If not, raise FORMAT.
+    """
     write_input(tmp_path / "input")
     run(tmp_path, server.url, 2)
     run(tmp_path, server.url, 1)
     now, then = (folder / "checkpoints" for folder in (tmp_path, RELEASES / NEWEST))
     for name in ("job.json", "00001/run.json"):
         assert content_of(now / name).keys() == content_of(then / name).keys()
-    first = [(folder / "00001" / "commits.jsonl").read_bytes().splitlines(keepends=True)[0] for folder in (now, then)]
+    first = [
+        (folder / "00001" / "commits.jsonl").read_bytes().splitlines(keepends=True)[0]
+        for folder in (now, then)
+    ]
     assert fields(first[0]) == fields(first[1]) | {"files.stamp"}  # no release was made before it
 
 
 def fields(line: bytes) -> set[str]:
     content = orjson.loads(unseal(line) or b"")
-    return {*content, *(f"files.{name}" for file in content["files"] for name in file), *content["tally"]}
+    return {
+        *content,
+        *(f"files.{name}" for file in content["files"] for name in file),
+        *content["tally"],
+    }

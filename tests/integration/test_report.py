@@ -22,11 +22,15 @@ T = 1_800_000_000.0
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
     for number in range(3):
-        write_rank(tmp_path / "checkpoints", number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3)
+        write_rank(
+            tmp_path / "checkpoints", number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3
+        )
     return tmp_path / "checkpoints"
 
 
-def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: FakeServer, command: Command) -> None:
+def test_the_report_of_a_real_run_has_its_documents(
+    tmp_path: Path, server: FakeServer, command: Command
+) -> None:
     runner(tmp_path, server).run(documents(7))
     page = tmp_path / "page.html"
     printed = command("report", tmp_path / "checkpoints", "-o", page).out
@@ -38,7 +42,9 @@ def test_the_report_of_a_real_run_has_its_documents(tmp_path: Path, server: Fake
     assert "latency" in read.text
 
 
-def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints: Path, tmp_path: Path) -> None:
+def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     page = tmp_path / "out" / "report.html"
     page.write_text("old")
@@ -68,7 +74,10 @@ def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("target", "code", "said"),
-    [("", 2, "is a folder. Give the name of a file"), ("missing/page.html", 1, "cannot be written: No such file")],
+    [
+        ("", 2, "is a folder. Give the name of a file"),
+        ("missing/page.html", 1, "cannot be written: No such file"),
+    ],
 )
 def test_a_page_that_cannot_be_written_is_told(
     target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, command: Command
@@ -76,7 +85,9 @@ def test_a_page_that_cannot_be_written_is_told(
     assert said in command("report", checkpoints, "-o", tmp_path / target, code=code).err
 
 
-def test_without_a_name_it_is_written_into_the_run_folder(checkpoints: Path, here: Path, command: Command) -> None:
+def test_without_a_name_it_is_written_into_the_run_folder(
+    checkpoints: Path, here: Path, command: Command
+) -> None:
     run = here / "run"
     shutil.copytree(checkpoints, run / "checkpoints")
     assert command("report", run).out.startswith(f"{run / 'report.html'}: the report of ")

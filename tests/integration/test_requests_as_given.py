@@ -1,4 +1,6 @@
-"""A payload is sent as datatrove's client sends it, or is refused by the name of its key before anything is paid."""
+"""A payload is sent as datatrove's client sends it, or is refused by the name of its key before
+anything is paid.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
 from datatrove_ckpt import InferenceConfig, InferenceResult, InferenceRunner
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerError, ServerRefused
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentFailed,
+    ServerError,
+    ServerRefused,
+)
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import Budget, ask, documents, rows, runner, writer
@@ -46,7 +54,10 @@ class Records(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.requests.append((self.path, self.headers, body))
         path, headers = self.path, dict(self.headers)
-        answer = {"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}], "usage": {}}
+        answer = {
+            "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
+            "usage": {},
+        }
         self._answer(answer if self.status == 200 else {"error": f"{path} {headers}"}, self.status)
 
     def _answer(self, content: dict[str, Any], status: int = 200) -> None:
@@ -74,8 +85,12 @@ def recording() -> Iterator[ThreadingHTTPServer]:
 
 
 def step_of(folder: Path, url: str, rollout: Any, **settings: Any) -> InferenceRunner:
-    config = InferenceConfig("endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings)
-    return InferenceRunner(rollout, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints"))
+    config = InferenceConfig(
+        "endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings
+    )
+    return InferenceRunner(
+        rollout, config, writer(folder), checkpoints_local_dir=str(folder / "checkpoints")
+    )
 
 
 def asking(payload: dict[str, Any]) -> Any:
@@ -85,12 +100,16 @@ def asking(payload: dict[str, Any]) -> Any:
     return rollout
 
 
-def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path: Path, server: FakeServer) -> None:
+def test_texts_share_a_request_only_with_those_of_the_same_extras(
+    tmp_path: Path, server: FakeServer
+) -> None:
     server.paths = {"/v1/embeddings": embeddings}
 
     async def rollout(document: Document, generate: Any) -> Any:
         name = str(int(document.id[-1]) % 2)
-        return await generate.embed(document.text, extra_body={"user": name}, extra_headers={"X-User": name})
+        return await generate.embed(
+            document.text, extra_body={"user": name}, extra_headers={"X-User": name}
+        )
 
     settings = {"texts_per_request": 8, "max_concurrent_documents": 8}
     runner(tmp_path, server, rollout, config=settings).run(documents(8))
@@ -101,7 +120,11 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path: Path
 @pytest.mark.parametrize("is_default", [False, True])
 @pytest.mark.parametrize("is_proxied", [False, True])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
-    tmp_path: Path, recording: Any, monkeypatch: pytest.MonkeyPatch, is_default: bool, is_proxied: bool
+    tmp_path: Path,
+    recording: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    is_default: bool,
+    is_proxied: bool,
 ) -> None:
     """Through both transports: a proxy needs the one over aiohttp."""
     monkeypatch.setenv("KEPT", "1")
@@ -112,15 +135,28 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
         monkeypatch.delenv("NO_PROXY", raising=False)
         url = "http://endpoint.example/v1?api-version=old&kept=${KEPT}"
     written: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5}
-    payload, defaults = ({}, {**written, **EXTRAS}) if is_default else ({**written, **EXTRAS}, {"extra_body": {"n": 9}})
+    payload, defaults = (
+        ({}, {**written, **EXTRAS})
+        if is_default
+        else ({**written, **EXTRAS}, {"extra_body": {"n": 9}})
+    )
     step_of(tmp_path, url, asking(payload), default_generation_params=defaults).run(documents(1))
     ((path, headers, body),) = Records.requests
-    assert path.endswith("/v1/chat/completions?api-version=2026-01&kept=1&beta=true&code=q5e4r3y2-0")
+    assert path.endswith(
+        "/v1/chat/completions?api-version=2026-01&kept=1&beta=true&code=q5e4r3y2-0"
+    )
     found = [value for name, value in headers.items() if name.lower() == "authorization"]
     assert found == [KEY]
     assert (headers["X-Org"], headers["User-Agent"]) == ("team-7-of-many", "mine")
     sent = json.loads(body)
-    assert set(sent) == {"messages", "model", "temperature", "top_p", "chat_template_kwargs", "top_k"}
+    assert set(sent) == {
+        "messages",
+        "model",
+        "temperature",
+        "top_p",
+        "chat_template_kwargs",
+        "top_k",
+    }
     assert {name: sent[name] for name in BODY} == BODY
     assert list(sent)[-2:] == ["chat_template_kwargs", "top_k"]
     assert b'{"z":1,"a":2}' in body
@@ -150,9 +186,7 @@ def test_extras_are_in_no_file_and_no_line(
     with pytest.raises((DocumentFailed, ServerError)) as raised:
         step.run(documents(1))
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    said = (
-        f"{raised.value} {raised.value.__cause__} {''.join(log)} {capfd.readouterr()} {files.decode(errors='replace')}"
-    )
+    said = f"{raised.value} {raised.value.__cause__} {''.join(log)} {capfd.readouterr()} {files.decode(errors='replace')}"
     assert [secret for secret in secrets if secret in said] == []
     assert Records.requests
 
@@ -201,7 +235,10 @@ UNSENDABLE = [
     ({"logit_bias": {"7": -math.inf}}, "logit_bias.7: JSON has no -inf"),
     ({"extra_body": {"min_p": math.nan}}, f"min_p: {NUMBER}"),
     ({"stop": None, "min_p": np.float64("nan")}, f"min_p: {NUMBER}"),
-    ({"logit_bias": {7: 2**64}}, "logit_bias.7: cannot be sent as JSON (Integer exceeds 64-bit range)"),
+    (
+        {"logit_bias": {7: 2**64}},
+        "logit_bias.7: cannot be sent as JSON (Integer exceeds 64-bit range)",
+    ),
     ({"stop": ["a", "\udc80"]}, "stop.1: cannot be sent as JSON (str is not valid UTF-8"),
     ({"tools": {("a",): 1}}, "tools: cannot be sent as JSON"),
     ({"tools": [object()]}, "tools.0: cannot be sent as JSON"),
@@ -223,25 +260,37 @@ def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(
 
 
 def test_null_is_sent_where_it_was_written(tmp_path: Path, server: FakeServer) -> None:
-    payload = {"stop": None, "tools": [{"default": None}], "extra_body": None, "extra_headers": None}
+    payload = {
+        "stop": None,
+        "tools": [{"default": None}],
+        "extra_body": None,
+        "extra_headers": None,
+    }
     runner(tmp_path, server, asking(payload)).run([Document(text="null", id="0")])
     (sent,) = server.payloads
     assert (sent["stop"], sent["tools"]) == (None, [{"default": None}])
     assert not {"extra_body", "extra_headers"} & set(sent)
 
 
-def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path: Path, server: FakeServer) -> None:
+def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(
+    tmp_path: Path, server: FakeServer
+) -> None:
     server.most_choices = 1
     for index, payload in enumerate([{"n": 3}, {"extra_body": {"n": 3}}]):
         with pytest.raises(ServerRefused, match="n=3"):
             runner(tmp_path / str(index), server, asking(payload)).run(documents(1))
 
 
-def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path: Path, server: FakeServer) -> None:
+def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(
+    tmp_path: Path, server: FakeServer
+) -> None:
     """Its documents were answered without what stands in it."""
     budget = Budget()
     server._status, budget.left = budget, 2
-    config = {"default_generation_params": {"extra_body": {"top_k": 5}}, "max_concurrent_documents": 1}
+    config = {
+        "default_generation_params": {"extra_body": {"top_k": 5}},
+        "max_concurrent_documents": 1,
+    }
     with pytest.raises(ServerRefused):
         runner(tmp_path, server, config=config).run(documents(4))
     budget.left = 99
@@ -268,7 +317,12 @@ def test_the_payload_may_be_given_by_its_name(tmp_path: Path, server: FakeServer
 def test_a_result_may_stand_for_one_of_datatroves(tmp_path: Path, server: FakeServer) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         result: InferenceResult = await ask(document, generate)
-        fields = {"text": result.text, "finish_reason": "stop", "usage": result.usage, "reasoning": ""}
+        fields = {
+            "text": result.text,
+            "finish_reason": "stop",
+            "usage": result.usage,
+            "reasoning": "",
+        }
         theirs = Theirs(**fields)
         assert vars(result) == fields == vars(theirs) == dataclasses.asdict(result)
         assert list(vars(result)) == list(vars(theirs))
@@ -279,7 +333,9 @@ def test_a_result_may_stand_for_one_of_datatroves(tmp_path: Path, server: FakeSe
         assert Theirs(**vars(result)) == dataclasses.replace(result)
         for same in (result, pickle.loads(pickle.dumps(result))):
             assert (same.response_id, same.model, same.tool_calls) == ("fake", "", ())
-        with pytest.raises(AttributeError, match="'InferenceResult' object has no attribute 'content'"):
+        with pytest.raises(
+            AttributeError, match="'InferenceResult' object has no attribute 'content'"
+        ):
             result.content  # type: ignore[attr-defined]  # noqa: B018
         return {"copy": vars(result), **vars(result)}
 

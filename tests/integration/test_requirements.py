@@ -24,7 +24,9 @@ from tests.yaml_jobs import job_yaml
 JOB = job_yaml("server_type: dummy, model_name_or_path: m", tasks=2, data="documents")
 S3 = "the Python package 's3fs' is not installed. Run: pip install 'datatrove-ckpt[s3]'."
 ZSTD = "the Python package 'zstandard' is not installed. Run: pip install 'datatrove-ckpt[zstd]'."
-PARQUET = "the Python package 'pyarrow' is not installed. Run: pip install 'datatrove-ckpt[parquet]'."
+PARQUET = (
+    "the Python package 'pyarrow' is not installed. Run: pip install 'datatrove-ckpt[parquet]'."
+)
 
 
 @pytest.fixture
@@ -41,7 +43,10 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., str]:
-    """Runs JOB with pieces of its text replaced; it must be refused before anything starts. Gives the message."""
+    """Runs JOB with pieces of its text replaced; it must be refused before anything starts.
+
+    Gives the message.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
@@ -110,7 +115,9 @@ def test_servers_that_cannot_start_are_refused_before_any_task(
 
 
 @pytest.mark.parametrize("key", ["sk-12345abcdef", "KEY=sk-12345abcdef"])
-def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused: Callable[..., str], key: str) -> None:
+def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(
+    refused: Callable[..., str], key: str
+) -> None:
     config = f"{{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: '{key}'}}"
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
     assert "api_key_env: takes the name of an environment variable" in said
@@ -121,9 +128,12 @@ def test_a_rank_that_python_starts_is_refused_before_it_reads(
     tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    step = runner(tmp_path, server, config={"api_key_env": "NO_SUCH_KEY"})  # a login node need not have the key
+    # A login node need not have the key.
+    step = runner(tmp_path, server, config={"api_key_env": "NO_SUCH_KEY"})
     read = iter(documents(1))
-    with pytest.raises(ConfigError, match="api_key_env: the environment variable NO_SUCH_KEY is not set"):
+    with pytest.raises(
+        ConfigError, match="api_key_env: the environment variable NO_SUCH_KEY is not set"
+    ):
         step.run(read)
     assert next(read).id == "id 0"
 
@@ -132,7 +142,10 @@ def test_a_rank_that_python_starts_is_refused_before_it_reads(
     ("params", "says"),
     [
         ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number of tokens, 1 or more."),
-        ({"max_tokens": 8192}, ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context"),
+        (
+            {"max_tokens": 8192},
+            ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context",
+        ),
         ({"temperature": -0.1}, ".temperature: -0.1 is not a number from 0 to inf."),
         ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
         ({"stream": True}, ".stream: answers are read as a whole; remove it."),
@@ -140,17 +153,31 @@ def test_a_rank_that_python_starts_is_refused_before_it_reads(
         ([1], ": [1] is not a mapping"),
     ],
 )
-def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params: Any, says: str) -> None:
+def test_generation_parameters_with_which_no_request_can_succeed_are_refused(
+    params: Any, says: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
+        InferenceConfig(
+            server_type="vllm", model_name_or_path="m", default_generation_params=params
+        )
     assert str(refused.value).startswith(f"default_generation_params{says}")
-    if says != ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context" and isinstance(params, dict):
+    if (
+        says != ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context"
+        and isinstance(params, dict)
+    ):
         with pytest.raises(ConfigError, match=r"^generation_params"):
             PromptRollout(generation_params=params)
 
 
 def test_generation_parameters_that_work_are_accepted() -> None:
-    params = {"max_tokens": 8191, "temperature": 0, "top_p": 1.0, "logit_bias": {1: 2}, "stop": None, "stream": False}
+    params = {
+        "max_tokens": 8191,
+        "temperature": 0,
+        "top_p": 1.0,
+        "logit_bias": {1: 2},
+        "stop": None,
+        "stream": False,
+    }
     InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
     endpoint = {"server_type": "endpoint", "endpoint_url": "http://e", "model_name_or_path": "m"}
     InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})  # type: ignore[arg-type]
@@ -159,8 +186,16 @@ def test_generation_parameters_that_work_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("rollout", "use_chat", "says"),
     [
-        (CompletionRollout(), True, "use_chat: CompletionRollout sends plain completions; set use_chat to false."),
-        (PromptRollout(), False, "use_chat: PromptRollout sends chat messages; set use_chat to true"),
+        (
+            CompletionRollout(),
+            True,
+            "use_chat: CompletionRollout sends plain completions; set use_chat to false.",
+        ),
+        (
+            PromptRollout(),
+            False,
+            "use_chat: PromptRollout sends chat messages; set use_chat to true",
+        ),
     ],
 )
 def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
@@ -171,14 +206,25 @@ def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
     runner(tmp_path, server, rollout, config={"use_chat": not use_chat})
 
 
-def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path: Path, server: FakeServer) -> None:
+def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(
+    tmp_path: Path, server: FakeServer
+) -> None:
     for url in ("s3://bucket/c", "memory://c"):
-        with pytest.raises(ConfigError, match=r"checkpoints_local_dir: .* must be a local directory"):
-            InferenceRunner(chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url)
+        with pytest.raises(
+            ConfigError, match=r"checkpoints_local_dir: .* must be a local directory"
+        ):
+            InferenceRunner(
+                chat, runner(tmp_path, server).config, writer(tmp_path), checkpoints_local_dir=url
+            )
 
 
 @pytest.mark.parametrize("place", ["file://{}", "{}/"])
-def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path: Path, server: FakeServer, place: str) -> None:
+def test_a_mirror_in_the_checkpoints_themselves_is_refused(
+    tmp_path: Path, server: FakeServer, place: str
+) -> None:
     """It would be no copy, and a run would say nothing of it."""
-    with pytest.raises(ConfigError, match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy"):
+    with pytest.raises(
+        ConfigError,
+        match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy",
+    ):
         runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))

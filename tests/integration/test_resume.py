@@ -1,4 +1,6 @@
-"""Where a resumed run continues: by seeking if the reader can, else by counting, and never at a wrong document."""
+"""Where a resumed run continues: by seeking if the reader can, else by counting, and never at a
+wrong document.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +69,19 @@ class StopsAt:
         return await ask(document, generate)
 
 
-def interrupted(folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15") -> Any:
+def interrupted(
+    folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15"
+) -> Any:
     """A step whose first attempt ended at a document."""
     rollout = StopsAt(bad, folder)
-    step = runner(folder, server, rollout, records_per_chunk=4, seek=True, config={"max_concurrent_generations": 1})
+    step = runner(
+        folder,
+        server,
+        rollout,
+        records_per_chunk=4,
+        seek=True,
+        config={"max_concurrent_generations": 1},
+    )
     with pytest.raises(DocumentFailed):
         step.run(data)
     rollout.state["bad"] = ""
@@ -120,7 +131,9 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
 def test_what_is_done_is_passed_while_the_server_gets_ready(
     folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, reader: str
 ) -> None:
-    """Each waits until the other has got so far: who did not run beside the other would never end."""
+    """Each waits until the other has got so far: who did not run beside the other would never
+    end.
+    """
     for path in (folder / "input").iterdir():
         path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
@@ -207,7 +220,9 @@ def numbered() -> Any:
     """An adapter that numbers the documents."""
     numbers = itertools.count()
 
-    def adapter(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+    def adapter(
+        self: Any, data: dict[str, Any], path: str, id_in_file: int | str
+    ) -> dict[str, Any]:
         return {"text": data["text"], "id": f"id {next(numbers)}"}
 
     return adapter
@@ -229,12 +244,16 @@ _STEPS = {
         None,
     ),
     "a function in a filter": (
-        lambda folder: datatroves("filters.lambda_filter.LambdaFilter")(Once()).run(documents(folder, adapter=key)),
+        lambda folder: datatroves("filters.lambda_filter.LambdaFilter")(Once()).run(
+            documents(folder, adapter=key)
+        ),
         18,
         "LambdaFilter, the adapter key of JsonlReader",
     ),
     "random numbers": (
-        lambda folder: datatroves("filters.c4_filters.C4BadWordsFilter")(bool).run(documents(folder)),
+        lambda folder: datatroves("filters.c4_filters.C4BadWordsFilter")(bool).run(
+            documents(folder)
+        ),
         NUMBER,
         "C4BadWordsFilter",
     ),
@@ -261,7 +280,9 @@ def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
     (folder / "none" / "empty.jsonl").touch()
     data, count, name = _STEPS[case]
     rollout = StopsAt("id 12", folder)
-    again = runner(folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1})
+    again = runner(
+        folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1}
+    )
     with pytest.raises(DocumentFailed):
         again.run(data(folder))
     rollout.state["bad"] = ""
@@ -278,7 +299,9 @@ def twice(data: Iterator[Document]) -> Iterator[Document]:
         yield document
 
 
-def test_documents_that_do_not_come_in_order_are_counted(folder: Path, server: FakeServer, log: list[str]) -> None:
+def test_documents_that_do_not_come_in_order_are_counted(
+    folder: Path, server: FakeServer, log: list[str]
+) -> None:
     undisturbed = [document.id for document in read(folder, step=twice)]
     again = interrupted(folder, server, read(folder, step=twice))
     again.run(read(folder, step=twice))
@@ -286,7 +309,9 @@ def test_documents_that_do_not_come_in_order_are_counted(folder: Path, server: F
     assert any("reorders documents, or makes several of one" in line for line in log)
 
 
-def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Path, server: FakeServer) -> None:
+def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(
+    folder: Path, server: FakeServer
+) -> None:
     def last_first_again(data: Iterator[Document]) -> Iterator[Document]:
         kept = list(data)
         yield from kept
@@ -296,9 +321,12 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder: Pat
 
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]
     (folder / "input" / "3.jsonl").write_text("\n".join(rows))
-    few = {"max_concurrent_generations": 50}  # each takes two of the 1,024 files that a user may usually open
+    # Each takes two of the 1,024 files that a user may usually open.
+    few = {"max_concurrent_generations": 50}
     with pytest.raises(ConfigError, match="a position that was saved is wrong"):
-        runner(folder, server, records_per_chunk=4, seek=True, config=few).run(read(folder, step=last_first_again))
+        runner(folder, server, records_per_chunk=4, seek=True, config=few).run(
+            read(folder, step=last_first_again)
+        )
 
 
 NEW_ROW = json.dumps({"id": "new", "text": "new"}) + "\n"
@@ -328,7 +356,9 @@ def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, chan
 
 
 @pytest.mark.parametrize("file", ["2.jsonl", "3.jsonl"])
-def test_an_input_that_grew_at_its_end_is_continued(folder: Path, server: FakeServer, file: str) -> None:
+def test_an_input_that_grew_at_its_end_is_continued(
+    folder: Path, server: FakeServer, file: str
+) -> None:
     again = interrupted(folder, server, read(folder))
     with (folder / "input" / file).open("a") as grown:
         grown.write(NEW_ROW)

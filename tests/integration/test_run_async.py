@@ -27,13 +27,17 @@ def outputs(folder: Path) -> dict[str, bytes]:
 async def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -> None:
     expected = list(inspect.signature(theirs.InferenceRunner.run_async).parameters.values())
     ours = list(inspect.signature(InferenceRunner.run_async).parameters.values())
-    assert [(one.name, one.default) for one in ours[: len(expected)]] == [(one.name, one.default) for one in expected]
+    assert [(one.name, one.default) for one in ours[: len(expected)]] == [
+        (one.name, one.default) for one in expected
+    ]
     await runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7)
     assert sorted(outputs(tmp_path)) == ["00007_chunk_00000.jsonl"]
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
-def test_the_output_is_that_of_run(tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+def test_the_output_is_that_of_run(
+    tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop] | None
+) -> None:
     if new_loop is None:
         new_loop = pytest.importorskip("uvloop").new_event_loop
     with FakeServer() as server:
@@ -79,12 +83,15 @@ async def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
         step = runner(tmp_path, server, rollout)
         other = runner(tmp_path, server, rollout)
         await asyncio.gather(
-            step.run_async(documents(2), rank=0, world_size=2), other.run_async(documents(2), 1, world_size=2)
+            step.run_async(documents(2), rank=0, world_size=2),
+            other.run_async(documents(2), 1, world_size=2),
         )
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 
-async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, server: FakeServer) -> None:
+async def test_a_failure_is_raised_and_the_same_call_resumes(
+    tmp_path: Path, server: FakeServer
+) -> None:
     fails = [True]
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -93,7 +100,8 @@ async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, ser
             raise RuntimeError(f"not yet {fails.pop()}")
         return result
 
-    in_turn = {"max_concurrent_generations": 1}  # the failure cuts off no request of an earlier document
+    # The failure cuts off no request of an earlier document.
+    in_turn = {"max_concurrent_generations": 1}
     with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
         await runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6))
     await runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6))
@@ -103,7 +111,9 @@ async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path: Path, ser
 
 async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> None:
     with FakeServer(hold_after=2) as server:
-        step = runner(tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600)
+        step = runner(
+            tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600
+        )
         running = asyncio.create_task(step.run_async(documents(9)))
         await until_async(lambda: len(server.payloads) >= 5)
         running.cancel()
@@ -117,13 +127,17 @@ async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 9
 
 
-async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path: Path, log: list[str]) -> None:
+async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(
+    tmp_path: Path, log: list[str]
+) -> None:
     with FakeServer(hold_after=4) as server:
         step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
         running = asyncio.create_task(step.run_async(documents(5)))
         await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
         running.cancel()
-        await until_async(lambda: any("a second cancellation ends the wait at once" in line for line in log))
+        await until_async(
+            lambda: any("a second cancellation ends the wait at once" in line for line in log)
+        )
         assert not running.done()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -138,8 +152,13 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
 
-def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path: Path, server: FakeServer) -> None:
-    """As in a notebook's cell. A coroutine that nobody awaits would be a warning, and so an error here."""
+def test_run_and_the_executors_run_are_refused_inside_a_running_loop(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """As in a notebook's cell.
+
+    A coroutine that nobody awaits would be a warning, and so an error here.
+    """
 
     async def main(run: Callable[[], object]) -> None:
         with pytest.raises(ConfigError, match=r"await runner.run_async\("):
@@ -165,7 +184,9 @@ async def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> No
     with FakeServer() as server:
         first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
         await asked.wait()
-        with pytest.raises(CheckpointLocked, match=r"^This very process works on this rank already"):
+        with pytest.raises(
+            CheckpointLocked, match=r"^This very process works on this rank already"
+        ):
             await runner(tmp_path, server, rollout).run_async(documents(1))
         go_on.set()
         await first

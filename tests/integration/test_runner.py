@@ -1,4 +1,6 @@
-"""InferenceRunner against a real server on a real socket, with real files: what a user relies on."""
+"""InferenceRunner against a real server on a real socket, with real files: what a user relies
+on.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == f"id {number}":
             await until_async(lambda: server.asked.total() >= number)
-            ours = [tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)]
-            taken.append(sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces))
+            ours = [
+                tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)
+            ]
+            taken.append(
+                sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
+            )
             server.release()
             return None
         return await generate({"prompt": document.id + "x" * size})
@@ -72,7 +78,9 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(tmp_path: Path) -> None:
+def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(
+    tmp_path: Path,
+) -> None:
     code = (
         "import pyarrow\n"
         "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
@@ -85,7 +93,9 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
     )
 
     def pools(**chosen: str) -> list[str]:
-        environment = {name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"
+        }
         return subprocess.check_output(
             [sys.executable, "-c", code], env=environment | chosen, text=True, cwd=tmp_path
         ).split()
@@ -95,7 +105,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
     assert pools(ARROW_DEFAULT_MEMORY_POOL=default[0]) == [default[0]] * 3
 
 
-# chunks ------------------------------------------------------------------------------------------------------------
+# chunks ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
@@ -109,7 +119,9 @@ def test_one_file_per_chunk_holds_the_documents_in_input_order(
     assert [len((tmp_path / "output" / name).read_text().splitlines()) for name in names] == chunks
 
 
-def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, server: FakeServer) -> None:
+def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(
+    tmp_path: Path, server: FakeServer
+) -> None:
     runner(tmp_path, server).run(documents(5))
     assert sorted(outputs(tmp_path / "checkpoints")) == [
         "00000/commits.jsonl",
@@ -125,18 +137,30 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path: Path, s
     assert not [path for path in (tmp_path / "output").iterdir() if path.name.startswith(".")]
 
 
-def test_one_chunk_may_go_to_several_files_named_by_metadata(tmp_path: Path, server: FakeServer) -> None:
-    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None)
-    mixed = [Document(f"text {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"}) for i in range(4)]
+def test_one_chunk_may_go_to_several_files_named_by_metadata(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    output = JsonlWriter(
+        str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None
+    )
+    mixed = [
+        Document(f"text {i}", f"id {i}", metadata={"lang": "en" if i % 2 else "fr"})
+        for i in range(4)
+    ]
     runner(tmp_path, server, output_writer=output, records_per_chunk=4).run(mixed)
     assert sorted(outputs(tmp_path / "output")) == ["en/00000_00000.jsonl", "fr/00000_00000.jsonl"]
-    assert [file["path"] for file in commits(tmp_path)[0]["files"]] == ["fr/00000_00000.jsonl", "en/00000_00000.jsonl"]
+    assert [file["path"] for file in commits(tmp_path)[0]["files"]] == [
+        "fr/00000_00000.jsonl",
+        "en/00000_00000.jsonl",
+    ]
 
 
-# rollouts ----------------------------------------------------------------------------------------------------------
+# rollouts ----------------------------------------------------------------------------------------
 
 
-def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: Path, server: FakeServer) -> None:
+def test_results_of_several_rollouts_are_listed_and_none_is_left_out(
+    tmp_path: Path, server: FakeServer
+) -> None:
     turns: list[int] = []
 
     async def rollout(document: Document, generate: Any) -> Any:
@@ -146,7 +170,10 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path: P
     runner(tmp_path, server, rollout, config={"rollouts_per_document": 3}).run(documents(2))
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
     assert ids(tmp_path) == ["id 0"], "a document all of whose rollouts are None is dropped"
-    assert commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1} == commits(tmp_path)[0]["tally"]
+    assert (
+        commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1}
+        == commits(tmp_path)[0]["tally"]
+    )
 
 
 @contextmanager
@@ -175,7 +202,9 @@ def test_shared_context_reaches_the_rollout_in_all_its_forms(
 
 
 def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
-    """They may even be equal: each keeps its own sample, also when the answers are all that was saved of them."""
+    """They may even be equal: each keeps its own sample, also when the answers are all that was
+    saved of them.
+    """
     drawn: dict[int, str] = {}
     fail = [True]
 
@@ -198,7 +227,9 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
         step.run(twins)
     assert server.asked == {"same": 3}
     assert sorted(drawn.values()) == ["sample 0", "sample 1", "sample 2"]
-    assert [line["metadata"]["rollout_results"] for line in rows(tmp_path)] == [[drawn[n]] for n in range(3)]
+    assert [line["metadata"]["rollout_results"] for line in rows(tmp_path)] == [
+        [drawn[n]] for n in range(3)
+    ]
 
 
 def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
@@ -223,18 +254,23 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
             step.run(documents(1))
         fail[0] = False
         step.run(documents(1))
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [["sample 0", "sample 1", "sample 2"]]
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [
+        ["sample 0", "sample 1", "sample 2"]
+    ]
     assert len(drawn) == 3
 
 
-# errors a rollout sees, and what becomes of its document ---------------------------------------------------------
+# errors a rollout sees, and what becomes of its document -----------------------------------------
 
 
 def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
     bad = ["text 1"]
     in_turn = {"max_concurrent_generations": 1}  # the rejection cuts no other request off
     with FakeServer(status=rejects(bad)) as server:
-        for says in ("'id 1'.*HTTP 400", "an earlier attempt got this answer; retry_errors=True asks again"):
+        for says in (
+            "'id 1'.*HTTP 400",
+            "an earlier attempt got this answer; retry_errors=True asks again",
+        ):
             with pytest.raises(DocumentFailed, match=says):
                 runner(tmp_path, server, config=in_turn).run(documents(2))
         assert server.asked["text 1"] == 1, "a permanent error is an answer"
@@ -244,7 +280,9 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path)
     assert server.asked == {"text 0": 1, "text 1": 2}
 
 
-def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted(tmp_path: Path) -> None:
+def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted(
+    tmp_path: Path,
+) -> None:
     one_by_one = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
     with FakeServer(status=rejects(["text 0"])) as server:
         step = runner(tmp_path, server, skip_bad_requests=True, config=one_by_one)
@@ -252,7 +290,9 @@ def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted
     assert step.stats["requests"].total == len(server.payloads) == 1
 
 
-def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(tmp_path: Path) -> None:
+def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(
+    tmp_path: Path,
+) -> None:
     fail = [True]
     turns = iter(range(100))
 
@@ -273,10 +313,12 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
     assert len(rows(tmp_path)[0]["metadata"]["rollout_results"]) == 2
 
 
-# values --------------------------------------------------------------------------------------------------------------
+# values ------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_a_rollout_without_a_return_is_told_of_it(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     async def forgets(document: Document, generate: Any) -> None:
         await ask(document, generate)
 
@@ -287,7 +329,7 @@ def test_a_rollout_without_a_return_is_told_of_it(tmp_path: Path, server: FakeSe
     assert f" The rollout dropped each document. {WHY_DROPPED} " in end
 
 
-# datatrove -----------------------------------------------------------------------------------------------------------
+# datatrove ---------------------------------------------------------------------------------------
 
 
 def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: FakeServer) -> None:
@@ -305,7 +347,9 @@ def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: Fake
 
 
 @pytest.mark.slow
-def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path: Path, server: FakeServer) -> None:
+def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(
+    tmp_path: Path, server: FakeServer
+) -> None:
     class Marked(str):
         """A str that can be asked whether it is still there."""
 
@@ -341,10 +385,12 @@ def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_pa
     assert most_tasks <= 10  # two in work, and those that have just ended
 
 
-# without checkpoints --------------------------------------------------------------------------------------------------
+# without checkpoints -----------------------------------------------------------------------------
 
 
-def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path: Path, server: FakeServer) -> None:
+def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
+    tmp_path: Path, server: FakeServer
+) -> None:
     output = JsonlWriter(str(tmp_path / "output"), "${rank}.jsonl", compression=None)
     for number in (7, 5):  # started again, it starts over
         InferenceRunner(ask, config(server), output).run(documents(number))
@@ -352,7 +398,7 @@ def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
-# refusals -------------------------------------------------------------------------------------------------------------
+# refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,7 +431,10 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     [
         ({"config": {"model_name_or_path": "other"}}, 'model: "fake" -> "other"'),
         ({"records_per_chunk": 3, "accept_changes": True}, "records_per_chunk: 2 -> 3"),
-        ({"config": {"default_generation_params": {"temperature": 1}}}, "default_generation_params"),
+        (
+            {"config": {"default_generation_params": {"temperature": 1}}},
+            "default_generation_params",
+        ),
         ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
         ({"rollout": ask}, "rollout_fn"),
@@ -406,11 +455,19 @@ def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
 
 
 def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = InferenceConfig("endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "])
-    with pytest.raises(ConfigError, match=r"names the environment variable MY_URL, which is not set"):
+    config = InferenceConfig(
+        "endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "]
+    )
+    with pytest.raises(
+        ConfigError, match=r"names the environment variable MY_URL, which is not set"
+    ):
         make_server(config, 0)
     monkeypatch.setenv("MY_URL", "http://host:1\n")
-    assert [repr(url) for url in make_server(config, 0).urls] == ["http://host:1", "http://host:1/v2", "http://h/v1"]
+    assert [repr(url) for url in make_server(config, 0).urls] == [
+        "http://host:1",
+        "http://host:1/v2",
+        "http://h/v1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -421,23 +478,33 @@ def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.Mon
         ("${MY_URL}me:hush@host", "use api_key_env"),
     ],
 )
-def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url: str, cause: str) -> None:
+def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(
+    url: str, cause: str
+) -> None:
     with pytest.raises(ConfigError, match=cause) as refused:
         InferenceConfig("endpoint", "fake", endpoint_url=url)
     assert "hush" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("server_type", "value"), [("vllm", True), ("dummy", True), ("endpoint", "false")])
-def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(server_type: Any, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("server_type", "value"), [("vllm", True), ("dummy", True), ("endpoint", "false")]
+)
+def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(
+    server_type: Any, value: Any
+) -> None:
     with pytest.raises(ConfigError, match="accept_null_finish_reason: "):
         InferenceConfig(server_type, "m", endpoint_url="http://h", accept_null_finish_reason=value)
 
 
-def test_a_secret_in_an_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     url = "http://127.0.0.1:1/?api-version=2024-10-21&code=${MY_CODE}"
     config = InferenceConfig("endpoint", "fake", endpoint_url=url)
     assert config.endpoint_url == url
-    with pytest.raises(ConfigError, match=r"names the environment variable MY_CODE, which is not set"):
+    with pytest.raises(
+        ConfigError, match=r"names the environment variable MY_CODE, which is not set"
+    ):
         make_server(config, 0)
     monkeypatch.setenv("MY_CODE", "hush")
     (hidden,) = make_server(config, 0).urls
@@ -448,15 +515,27 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(monkeypatch: pyt
 
 def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:
     runner(tmp_path, server).run(documents(2))
-    runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(documents(3))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(
+        documents(3)
+    )
     runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
-    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())["accepted_changes"]
-    assert [(change["field"], change["old"], change["new"]) for change in record] == [("model", "fake", "other")]
+    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())[
+        "accepted_changes"
+    ]
+    assert [(change["field"], change["old"], change["new"]) for change in record] == [
+        ("model", "fake", "other")
+    ]
 
 
 def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
     runner(tmp_path, server).run(documents(2))
-    changes = {"max_concurrent_generations": 3, "request_timeout": 5, "tp": 1, "server_log_folder": "x", "dp": 2}
+    changes = {
+        "max_concurrent_generations": 3,
+        "request_timeout": 5,
+        "tp": 1,
+        "server_log_folder": "x",
+        "dp": 2,
+    }
     runner(tmp_path, server, config=changes, sync_seconds=0).run(documents(3))
     assert len(ids(tmp_path)) == 3
 

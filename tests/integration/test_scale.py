@@ -1,4 +1,6 @@
-"""What a job of many ranks must not do for each of them; docs/internals/scale.md has the figures of 10,000."""
+"""What a job of many ranks must not do for each of them; docs/internals/scale.md has the figures of
+10,000.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,11 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
 def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_owner_and_twice_after_it(
     here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them may trust what was there before. The reads of the fence, which guard what follows, are not counted.
+    """None of them may trust what was there before. The reads of the fence, which guard what
+    follows, are not counted.
 
-    What the job must agree about (``run.json``) is compared before its output is, which needs the commits.
+    What the job must agree about (``run.json``) is compared before its output is, which needs the
+    commits.
     """
     reads: Counter[str] = Counter()
     plain_open = open
@@ -89,13 +93,20 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.real_process
-def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(tmp_path: Path) -> None:
-    """Four chunks each, of the 83 in docs/internals/scale.md. Quadratic work would take a hundred times as long."""
+def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(
+    tmp_path: Path,
+) -> None:
+    """Four chunks each, of the 83 in docs/internals/scale.md.
+
+    Quadratic work would take a hundred times as long.
+    """
     costs = {}
     for ranks in (1_000, 10_000):
         (folder := tmp_path / str(ranks)).mkdir()
         make(folder, ranks, 4)
-        costs[ranks] = {tool: measure(folder, tool, ranks) for tool in ("status", "status --json", "run")}
+        costs[ranks] = {
+            tool: measure(folder, tool, ranks) for tool in ("status", "status --json", "run")
+        }
         shutil.rmtree(folder)
     for tool, memory in (("status", 80), ("status --json", 150), ("run", 180)):
         assert costs[10_000][tool].memory < memory, costs

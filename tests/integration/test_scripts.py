@@ -1,4 +1,6 @@
-"""Scripts in the shape of datatrove's examples/inference, each its own process, with no line changed but the import."""
+"""Scripts in the shape of datatrove's examples/inference, each its own process, with no line
+changed but the import.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,18 @@ def run_script(name: str, folder: Path, argument: str, **environment: str) -> st
     assert text.count(f"from {THEIRS} import") == 1
     script = folder / name
     script.write_text(text.replace(THEIRS, "datatrove_ckpt").replace(TYPES, "datatrove_ckpt"))
-    ended = processes.run([sys.executable, str(script), argument], cwd=folder, env={**os.environ, **environment})
+    ended = processes.run(
+        [sys.executable, str(script), argument], cwd=folder, env={**os.environ, **environment}
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
 
 def dataset(folder: Path) -> str:
     folder.mkdir()
-    rows = [{"prompt": f"text {n}\n" * 3, "source": f"s{n % 2}"} for n in range(29)] + [{"prompt": "long\n" * 999}]
+    rows = [{"prompt": f"text {n}\n" * 3, "source": f"s{n % 2}"} for n in range(29)] + [
+        {"prompt": "long\n" * 999}
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)
 
@@ -42,7 +48,11 @@ def dataset(folder: Path) -> str:
 def rows(folder: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as parquet
 
-    return [row for path in sorted(folder.glob("*.parquet")) for row in parquet.read_table(path).to_pylist()]
+    return [
+        row
+        for path in sorted(folder.glob("*.parquet"))
+        for row in parquet.read_table(path).to_pylist()
+    ]
 
 
 def total(folder: Path, name: str) -> float:
@@ -53,10 +63,14 @@ def total(folder: Path, name: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpoint_rejects(tmp_path: Path) -> None:
+def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpoint_rejects(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("datasets")
     with FakeServer(
-        status=lambda payload, times: 400 if "text 3\n" in payload["messages"][-1]["content"] else None
+        status=lambda payload, times: (
+            400 if "text 3\n" in payload["messages"][-1]["content"] else None
+        )
     ) as server:
         server.error = "too long"
         settings = {
@@ -65,10 +79,14 @@ def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpo
             "server": {"server_type": "endpoint", "endpoint_url": server.url},
             "templates": {"faq": "As a FAQ: [[DOCUMENT]]", "plain": None},
         }
-        places = {name: str(tmp_path / name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")}
+        places = {
+            name: str(tmp_path / name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
+        }
         run_script("rephrase.py", tmp_path, json.dumps(settings), HF_HUB_OFFLINE="1", **places)
         questions = [payload["messages"][-1]["content"] for payload in server.payloads]
-        assert {(payload["max_tokens"], payload["temperature"]) for payload in server.payloads} == {(200, 0.6)}
+        assert {(payload["max_tokens"], payload["temperature"]) for payload in server.payloads} == {
+            (200, 0.6)
+        }
     assert len(questions) == len(set(questions)) == 60
     assert max(map(len, questions)) <= 1200
     for name in settings["templates"]:
@@ -90,7 +108,9 @@ def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path: Path) -> None:
         return [json.loads(line)["metadata"]["rollout_results"] for line in lines]
 
     assert [result[0].count("dummy text") for result in results("parts")] == [3] * 5
-    assert [[one["finish_reason"] for one in result[0]] for result in results("pool")] == [["stop", "stop"]] * 5
+    assert [[one["finish_reason"] for one in result[0]] for result in results("pool")] == [
+        ["stop", "stop"]
+    ] * 5
     assert results("skipped") == []
     caught = json.loads(said.strip().splitlines()[-1])
     assert caught["document"] == "0"

@@ -26,7 +26,9 @@ SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 
 def outputs_of(folder: Path) -> Counter[str]:
     """How often each document is in the output."""
-    return Counter(json.loads(line)["id"] for text in outputs(folder).values() for line in text.splitlines())
+    return Counter(
+        json.loads(line)["id"] for text in outputs(folder).values() for line in text.splitlines()
+    )
 
 
 def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
@@ -91,7 +93,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_of_classes_takes_over_what_datatroves_has_finished(here: Path, command: Command) -> None:
+def test_a_script_of_classes_takes_over_what_datatroves_has_finished(
+    here: Path, command: Command
+) -> None:
     shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
     with FakeServer() as server:
         (here / "job.py").write_text(OF_CLASSES.replace("URL", server.url))

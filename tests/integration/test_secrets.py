@@ -1,7 +1,9 @@
-"""Secrets of an endpoint: an API key, a query, a user with password. No failure shows them, and no file keeps them.
+"""Secrets of an endpoint: an API key, a query, a user with password. No failure shows them, and no
+file keeps them.
 
-loguru prints the value of each name on each line of a traceback, and datatrove logs each failed task in this way. The
-tests look further: at every variable of every frame, and at the attributes of these.
+loguru prints the value of each name on each line of a traceback, and datatrove logs each failed
+task in this way. The tests look further: at every variable of every frame, and at the attributes of
+these.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from loguru import logger
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, RequestRejected
 from tests.clients import client_of, lent_client
-from tests.unit.test_client import BODY, Reply, answer, chat, http, never, reset, serving, then_close
+from tests.unit.test_client import (
+    BODY,
+    Reply,
+    answer,
+    chat,
+    http,
+    never,
+    reset,
+    serving,
+    then_close,
+)
 
 KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-9012"
 SHOWN = "canary"
@@ -47,7 +59,10 @@ def _values_of(frame: types.FrameType) -> Iterator[str]:
         where = f"{frame.f_code.co_qualname} {name}"
         yield f"{where} = {value!r}"
         attributes = {**getattr(value, "__dict__", {}), **_slots(value)}
-        if type(value).__module__.startswith(("datatrove_ckpt", "aiohttp")) and type(value).__name__ not in REVEALING:
+        if (
+            type(value).__module__.startswith(("datatrove_ckpt", "aiohttp"))
+            and type(value).__name__ not in REVEALING
+        ):
             yield from (f"{where}.{key} = {attribute!r}" for key, attribute in attributes.items())
 
 
@@ -56,13 +71,19 @@ REVEALING = ("HiddenUrl", "Key")
 
 
 def _slots(value: object) -> dict[str, object]:
-    return {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ()) if isinstance(name, str)}
+    return {
+        name: getattr(value, name, None)
+        for name in getattr(type(value), "__slots__", ())
+        if isinstance(name, str)
+    }
 
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     lines: list[str] = []
-    handler = logger.add(lambda line: lines.append(str(line)), diagnose=True, backtrace=True, level=0)
+    handler = logger.add(
+        lambda line: lines.append(str(line)), diagnose=True, backtrace=True, level=0
+    )
     yield lines
     logger.remove(handler)
 
@@ -90,7 +111,10 @@ def echo(status: int) -> Reply:
 
     async def reply(server: Any, writer: asyncio.StreamWriter) -> None:
         head = server.requests[-1][0].decode()
-        bearer, basic = head.partition("Bearer ")[2].split("\r\n")[0], head.partition("Basic ")[2].split("\r\n")[0]
+        bearer, basic = (
+            head.partition("Bearer ")[2].split("\r\n")[0],
+            head.partition("Basic ")[2].split("\r\n")[0],
+        )
         given = bearer or base64.b64decode(basic).decode().partition(":")[2]
         body = f"Incorrect API key provided: {given}. You sent {head} {CODE}".encode()
         writer.write(http(status, body))
@@ -115,7 +139,10 @@ LAYERS: dict[str, tuple[str, Reply | None]] = {
     "400": ("SCHEME://127.0.0.1:PORT", echo(400)),
     "401": ("SCHEME://127.0.0.1:PORT", echo(401)),
     "500": ("SCHEME://127.0.0.1:PORT", echo(500)),
-    "redirect": ("SCHEME://127.0.0.1:PORT", answer(http(302, b"", f"Location: http://x/?code={KEY}"))),
+    "redirect": (
+        "SCHEME://127.0.0.1:PORT",
+        answer(http(302, b"", f"Location: http://x/?code={KEY}")),
+    ),
 }
 
 
@@ -127,7 +154,9 @@ async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
         url = url.replace("PORT", base.rpartition(":")[2]).replace("FREE", str(refusing_port()))
         url = url.replace("SCHEME", "http") + "/?code=${CODE}"
         if user:
-            os.environ["AUTHORITY"] = f"me:{quote(PASSWORD, safe='')}@{url.partition('//')[2].partition('/')[0]}"
+            os.environ["AUTHORITY"] = (
+                f"me:{quote(PASSWORD, safe='')}@{url.partition('//')[2].partition('/')[0]}"
+            )
             url = f"{url.partition('//')[0]}//${{AUTHORITY}}/?code=${{CODE}}"
         try:
             yield InferenceConfig(
@@ -168,7 +197,9 @@ def check(error: BaseException, said: list[str]) -> None:
         raise error
     except BaseException:
         logger.exception("the task failed")
-    found = [line for text in (*said, *all_values(error)) for line in text.splitlines() if SHOWN in line]
+    found = [
+        line for text in (*said, *all_values(error)) for line in text.splitlines() if SHOWN in line
+    ]
     secrets = [line for line in found if any(secret in line for secret in forms())]
     assert not secrets, "\n".join(secrets[:10])
 
@@ -177,7 +208,9 @@ def forms() -> set[str]:
     """The secrets as they are, and as they look in a URL, in a header and in a repr."""
     basic = base64.b64encode(f"me:{PASSWORD}".encode()).decode()
     plain = {KEY, CODE, PASSWORD}
-    return plain | {quote(text, safe="") for text in plain} | {quote(text) for text in plain} | {basic}
+    return (
+        plain | {quote(text, safe="") for text in plain} | {quote(text) for text in plain} | {basic}
+    )
 
 
 @pytest.mark.usefixtures("real_ready_window")
@@ -223,7 +256,9 @@ def _files(error: BaseException | None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("over", ["plain", "aiohttp"])
-def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over: str, said: list[str]) -> None:
+def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
+    over: str, said: list[str]
+) -> None:
     async def play() -> None:
         async with endpoint("silent", over == "aiohttp") as config:
             asyncio.get_running_loop().call_later(0.05, interrupt)
@@ -237,22 +272,32 @@ def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over: str, said
     check(caught.value, said)
 
 
-async def test_a_proxy_with_a_password_is_not_shown(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{refusing_port()}")
+async def test_a_proxy_with_a_password_is_not_shown(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{refusing_port()}"
+    )
     with pytest.raises(Exception, match="ClientProxyConnectionError") as caught:
         async with endpoint("silent", False) as config:
             await complete(config)
     check(caught.value, said)
 
 
-@pytest.mark.parametrize("where", ["http://%s@h:1", "http://%s/x@h", "%s@h/x", "http://h/?code=%s", "http://h/?%s"])
+@pytest.mark.parametrize(
+    "where", ["http://%s@h:1", "http://%s/x@h", "%s@h/x", "http://h/?code=%s", "http://h/?%s"]
+)
 def test_a_url_with_a_secret_is_refused_and_not_shown(where: str) -> None:
     with pytest.raises(ConfigError) as caught:
         InferenceConfig("endpoint", "m", endpoint_url=where % PASSWORD)
     assert PASSWORD not in str(caught.value)
 
 
-NO_AUTHORITY = {"slash": f"me:{PASSWORD}/x@host", "port": f"me:{PASSWORD}@host:port", "bracket": f"[{PASSWORD}"}
+NO_AUTHORITY = {
+    "slash": f"me:{PASSWORD}/x@host",
+    "port": f"me:{PASSWORD}@host:port",
+    "bracket": f"[{PASSWORD}",
+}
 
 
 # By their names: loguru also shows the frames of pytest, which hold the parameters.
@@ -271,10 +316,14 @@ def test_a_url_that_is_none_is_named_by_its_variable(
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\nX: y", "\x7f", " "])
-def test_a_key_that_is_no_header_is_refused(end: str, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_no_header_is_refused(
+    end: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KEY_OF_TEST", KEY + end)
     config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
-    with pytest.raises(ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break") as caught:
+    with pytest.raises(
+        ConfigError, match="the value of KEY_OF_TEST holds a space at an end, a line break"
+    ) as caught:
         asyncio.run(start(config))
     check(caught.value, said)
 
@@ -284,17 +333,26 @@ async def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
         with pytest.raises(RequestRejected) as caught:
             await complete(config)
     error = caught.value
-    assert "Incorrect API key provided: ***. You sent POST /v1/chat/completions?code=*** HTTP/1.1" in error.body
+    assert (
+        "Incorrect API key provided: ***. You sent POST /v1/chat/completions?code=*** HTTP/1.1"
+        in error.body
+    )
     assert not any(secret in error.body for secret in (KEY, CODE))
 
 
 async def test_aiohttp_is_called_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(answer(http(200, chat()))) as (server, base):
         monkeypatch.setenv("AUTHORITY", f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}")
-        await complete(InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}/?code=${CODE}"))
+        await complete(
+            InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}/?code=${CODE}")
+        )
     ((head, _),) = server.requests
     assert base64.b64encode(f"me:{PASSWORD}".encode()) in head
-    assert b"code=canary/code+5678" in head or b"code=canary%2Fcode+5678" in head or b"code=canary/code%205678" in head
+    assert (
+        b"code=canary/code+5678" in head
+        or b"code=canary%2Fcode+5678" in head
+        or b"code=canary/code%205678" in head
+    )
 
 
 HUB = """
@@ -308,7 +366,13 @@ except OSError:
 
 
 def test_a_failure_of_the_hub_does_not_show_its_token() -> None:
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{refusing_port()}", "HF_TOKEN": KEY}
-    said = subprocess.run([sys.executable, "-c", HUB], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{refusing_port()}",
+        "HF_TOKEN": KEY,
+    }
+    said = subprocess.run(
+        [sys.executable, "-c", HUB], env=environment, capture_output=True, text=True, check=True
+    )
     assert "FileSystemFailed: ConnectError: [Errno 111] Connection refused" in said.stderr
     assert KEY not in said.stderr

@@ -32,7 +32,8 @@ from tests.processes import is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
-# A custom server with a grandchild that has left its session, its group and its parent: the hardest process to find.
+# A custom server with a grandchild that has left its session, its group and its parent: the hardest
+# process to find.
 SERVER = """
 import http.server, os, pathlib, signal, subprocess, sys
 port = int(sys.argv[sys.argv.index("--port") + 1])
@@ -84,7 +85,9 @@ def dummy(**settings: Any) -> InferenceConfig:
 def custom(script: str, flags: dict[str, Any] | None = None, **settings: Any) -> InferenceConfig:
     Path("script.py").write_text(script)
     settings = {"server_start_max_retries": 0, **settings}
-    return InferenceConfig("custom", "m", model_kwargs={"server_script": "script.py", **(flags or {})}, **settings)
+    return InferenceConfig(
+        "custom", "m", model_kwargs={"server_script": "script.py", **(flags or {})}, **settings
+    )
 
 
 def logs(folder: str = ".") -> list[Path]:
@@ -98,7 +101,9 @@ def command_lines() -> Iterator[bytes]:
 
 
 def family(file: str = "pids") -> list[int]:
-    """Process ids of the guardian, the server and its hidden grandchild; of "helper", that of the server's helper."""
+    """Process ids of the guardian, the server and its hidden grandchild; of "helper", that of the
+    server's helper.
+    """
     return [int(pid) for pid in Path(file).read_text().split()]
 
 
@@ -154,7 +159,9 @@ async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool) -> None:
     custom(SERVER)
-    code = RUNNER.replace('"family": True', '"family": True, "stubborn": True') if stubborn else RUNNER
+    code = (
+        RUNNER.replace('"family": True', '"family": True, "stubborn": True') if stubborn else RUNNER
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as runner:
         assert runner.stdout
         assert runner.stdout.readline() == b"ready\n"
@@ -171,7 +178,8 @@ async def test_a_killed_guardian_leaves_no_server() -> None:
     assert await running.watch() == -signal.SIGKILL
     with all_gone_within([engine, *family("helper")], 10):
         await running.stop()
-    os.kill(_hidden, signal.SIGKILL)  # out of the guardian's reach, because it had left the session, too
+    # Out of the guardian's reach, because it had left the session, too.
+    os.kill(_hidden, signal.SIGKILL)
 
 
 @pytest.mark.matrix
@@ -212,7 +220,13 @@ async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed()
 async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
     async with started_server(custom(SERVER, {"family": True}), 0) as running:
         guardian_pid, engine, _ = family()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
             os.kill(guardian_pid, number)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             os.kill(engine, number)
@@ -221,7 +235,9 @@ async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
 
 
 async def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
-    config = custom("import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2)
+    config = custom(
+        "import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2
+    )
     began = time.monotonic()
     text = await failed_start(config)
     assert time.monotonic() - began < 200  # the window is longer
@@ -244,9 +260,20 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
-    argv = [sys.executable, "-I", "-S", guardian.__file__, "--stop-timeout", "60", "--", "sleep", "600"]
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        guardian.__file__,
+        "--stop-timeout",
+        "60",
+        "--",
+        "sleep",
+        "600",
+    ]
     for _ in range(5):
-        assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM  # not SIGKILL
+        # Not SIGKILL.
+        assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM
 
 
 @linux_only
@@ -279,9 +306,13 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
 
 @linux_only
-async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> None:
+async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> (
+    None
+):
     script = SERVER + "\n"
-    script = script.replace('print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"')
+    script = script.replace(
+        'print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"'
+    )
     config = custom(script, server_patience_seconds=0.1)
     async with started_server(config, 0) as running:
         key = running.api_key
@@ -333,10 +364,10 @@ async def test_a_gateway_without_v1_models_is_good_enough() -> None:
 
 @linux_only
 def test_the_process_table_survives_names_with_parentheses() -> None:
-    script = (
-        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout
         child.stdout.readline()
         found = [process for process in guardian.process_table() if process.pid == child.pid]
@@ -346,13 +377,19 @@ def test_the_process_table_survives_names_with_parentheses() -> None:
 
 
 def test_the_guardian_imports_nothing_of_ours() -> None:
-    code = "import json, runpy, sys; runpy.run_path(sys.argv[1]); print(json.dumps(list(sys.modules)))"
+    code = (
+        "import json, runpy, sys; runpy.run_path(sys.argv[1]); print(json.dumps(list(sys.modules)))"
+    )
     arguments = [sys.executable, "-I", "-S", "-c", code, guardian.__file__]
     modules = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)
-    assert not [name for name in modules if name.startswith(("datatrove", "asyncio", "subprocess", "aiohttp"))]
+    assert not [
+        name
+        for name in modules
+        if name.startswith(("datatrove", "asyncio", "subprocess", "aiohttp"))
+    ]
 
 
-# whole jobs, as users run them -----------------------------------------------------------------------------------
+# whole jobs, as users run them -------------------------------------------------------------------
 
 JOB = """
 import asyncio, base64, functools, json, os, pathlib, secrets, signal, tempfile, types
@@ -397,9 +434,17 @@ CANARY = "canary-4-privacy-tests"
 class WholeJob:
     """A script that runs a pipeline in the current folder, in a process of its own."""
 
-    def __init__(self, case: str, settings: dict[str, Any], tasks: int = 1, with_key: bool = False) -> None:
+    def __init__(
+        self, case: str, settings: dict[str, Any], tasks: int = 1, with_key: bool = False
+    ) -> None:
         canary = base64.b64encode(CANARY.encode()).decode()
-        job = {"case": case, "canary": canary, "config": settings, "tasks": tasks, "with_key": with_key}
+        job = {
+            "case": case,
+            "canary": canary,
+            "config": settings,
+            "tasks": tasks,
+            "with_key": with_key,
+        }
         Path("job.json").write_text(json.dumps(job))
         Path("main.py").write_text(JOB)
 
@@ -428,7 +473,11 @@ class WholeJob:
 
 def leaks() -> list[str]:
     """The files below the current folder that hold the key."""
-    return [str(path) for path in Path.cwd().rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    return [
+        str(path)
+        for path in Path.cwd().rglob("*")
+        if path.is_file() and CANARY.encode() in path.read_bytes()
+    ]
 
 
 DUMMY = {"server_type": "dummy", "model_name_or_path": "m", "server_log_folder": "logs"}
@@ -459,7 +508,11 @@ def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: st
 )
 def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
     with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:
-        settings = {"server_type": "endpoint", "model_name_or_path": "m", "endpoint_url": endpoint.url}
+        settings = {
+            "server_type": "endpoint",
+            "model_name_or_path": "m",
+            "endpoint_url": endpoint.url,
+        }
         named = {"api_key_env": "MY_KEY"} if given == "api_key_env" else {}
         code = WholeJob(case, {**settings, **named}, with_key=given == "api_key").run(MY_KEY=CANARY)
     assert (code == 0) == (case == "answer"), Path("stdout").read_text()

@@ -1,4 +1,6 @@
-"""The short form of a job: what it is written out as, what it refuses, and that it runs and resumes."""
+"""The short form of a job: what it is written out as, what it refuses, and that it runs and
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.commands import Command
 from tests.patience import ChangePolicy
 
-JOB = {"run_folder": "runs/x", "input": "documents", "prompt": "Say {text}", "model": "m", "endpoint": "http://x"}
+JOB = {
+    "run_folder": "runs/x",
+    "input": "documents",
+    "prompt": "Say {text}",
+    "model": "m",
+    "endpoint": "http://x",
+}
 ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
 
 
@@ -70,7 +78,12 @@ def expanded(*overrides: str, **settings: Any) -> dict[str, Any]:
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, **settings}))
     node = read_config("job.yaml", list(overrides))["executor"]
     reader, runner = node["init_args"]["pipeline"]
-    return {"class_path": node["class_path"], **node["init_args"], "reader": reader, "runner": runner["init_args"]}
+    return {
+        "class_path": node["class_path"],
+        **node["init_args"],
+        "reader": reader,
+        "runner": runner["init_args"],
+    }
 
 
 def test_every_setting_goes_where_it_belongs() -> None:
@@ -97,8 +110,16 @@ def test_every_setting_goes_where_it_belongs() -> None:
     [
         ("documents", "JsonlReader", {"data_folder": "documents", "glob_pattern": "**/*.jsonl*"}),
         ("documents/", "JsonlReader", {"data_folder": "documents/", "glob_pattern": "**/*.jsonl*"}),
-        ("documents/a.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "a.json[l]"}),
-        ("documents/*.jsonl", "JsonlReader", {"data_folder": "documents", "glob_pattern": "*.jsonl"}),
+        (
+            "documents/a.jsonl",
+            "JsonlReader",
+            {"data_folder": "documents", "glob_pattern": "a.json[l]"},
+        ),
+        (
+            "documents/*.jsonl",
+            "JsonlReader",
+            {"data_folder": "documents", "glob_pattern": "*.jsonl"},
+        ),
         ("zipped", "JsonlReader", {"data_folder": "zipped", "glob_pattern": "**/*.jsonl*"}),
         ("tables", "ParquetReader", {"data_folder": "tables", "glob_pattern": "**/*.parquet*"}),
         ("a[1].jsonl", "JsonlReader", {"data_folder": ".", "glob_pattern": "a[[]1].json[l]"}),
@@ -139,10 +160,19 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"prompt": {"text": None}}, "prompt: is a mapping, no text. Put it in quotes"),
         ({"system_prompt": "@nowhere.txt"}, "system_prompt: /.*/nowhere.txt cannot be read"),
         ({"input": ["documents/a.jsonl"]}, "input: takes one path; several files are a pattern"),
-        ({"input": "odd[1]/a.jsonl"}, r"odd\[1\]/a.jsonl: a folder with .* in its name cannot be read"),
+        (
+            {"input": "odd[1]/a.jsonl"},
+            r"odd\[1\]/a.jsonl: a folder with .* in its name cannot be read",
+        ),
         ({"input": "twice"}, "twice holds a.jsonl twice, compressed and not"),
-        ({"input": "linked"}, "linked holds a link to a folder, linked/there, which readers do not follow"),
-        ({"max_tokens": 5, "default_generation_params": {"max_tokens": 6}}, 'is in "default_generation_params", too'),
+        (
+            {"input": "linked"},
+            "linked holds a link to a folder, linked/there, which readers do not follow",
+        ),
+        (
+            {"max_tokens": 5, "default_generation_params": {"max_tokens": 6}},
+            'is in "default_generation_params", too',
+        ),
         ({"zzz": 10}, "see docs/settings.md"),
         ({"input": "documents/a.csv"}, "input: /.*/documents/a.csv does not exist"),
         ({"input": "mixed"}, r"mixed holds \.csv and \.jsonl. Name files of one kind"),
@@ -155,7 +185,10 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
             {"input": "s3://user:word@b c/x.jsonl"},
             r"input: s3://\*\*\* \S+ \*\*\*@b c/x.jsonl cannot be listed|cannot be listed",
         ),
-        ({"max_tokens": 5, "generation_params": {"max_tokens": 6}}, 'max_tokens: is in "generation_params", too'),
+        (
+            {"max_tokens": 5, "generation_params": {"max_tokens": 6}},
+            'max_tokens: is in "generation_params", too',
+        ),
         ({"input": "nowhere/"}, "input: nowhere/ cannot be listed: .*there is no folder nowhere/"),
         ({"input": None, "inputs": "documents"}, 'unknown key "inputs", did you mean "input"'),
         ({"rollout": "my.rollout"}, "prompt: give it or rollout, not both"),
@@ -164,14 +197,23 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"max_token": 5}, 'unknown key "max_token", did you mean "max_tokens"'),
         ({"run_folder": "s3://b/x"}, "run_folder: must be a folder of this machine"),
         ({"run_folder": "hf://buckets/a/b/x"}, "For Hugging Face Jobs, add `jobs: {}`"),
-        ({"run_folder": "hf://buckets/a/b/x", "jobs": {}, "slurm": {}}, "slurm, jobs: are different places to run"),
+        (
+            {"run_folder": "hf://buckets/a/b/x", "jobs": {}, "slurm": {}},
+            "slurm, jobs: are different places to run",
+        ),
         ({"jobs": {"tasks": 8}}, "jobs: tasks: write `tasks` beside `jobs`"),
         ({"jobs": {"logging_dir": "x"}}, "jobs: logging_dir: is logs/ in run_folder"),
         ({"slurm": {"pipeline": []}}, "slurm: pipeline: is made of what stands beside `slurm`"),
         ({"slurm": {"tasks": 3}}, "slurm: tasks: write `tasks` beside `slurm`"),
         ({"task": "embedd"}, 'job.yaml: task: "embedd" is not one of embed, classify'),
-        ({"task": "embed", "rollout": "chat"}, "task: is a rollout of its own. Give it or rollout, not both"),
-        ({"task": "embed", "max_tokens": 5}, "max_tokens: nothing is generated by task: embed. Remove it"),
+        (
+            {"task": "embed", "rollout": "chat"},
+            "task: is a rollout of its own. Give it or rollout, not both",
+        ),
+        (
+            {"task": "embed", "max_tokens": 5},
+            "max_tokens: nothing is generated by task: embed. Remove it",
+        ),
         ({"task": "classify", "dimensions": 5}, 'unknown key "dimensions"'),
     ],
 )
@@ -203,7 +245,10 @@ def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = expanded(endpoint=None, model="o/m")["runner"]["config"]
     assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
-    assert expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"] == "o/m.gguf"
+    assert (
+        expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"]
+        == "o/m.gguf"
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     gguf = expanded(endpoint=None, model="package://p/m.gguf")["runner"]["config"]
     assert gguf["server_type"] == "llamacpp", "no other engine takes that"
@@ -214,11 +259,14 @@ def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
     found = expanded("--max-chars-per-part=100", rollout="ChunkedRollout")["runner"]["rollout_fn"]
-    assert found == {"class_path": "ChunkedRollout", "init_args": {"prompt": "Say {text}", "max_chars_per_part": 100}}
+    assert found == {
+        "class_path": "ChunkedRollout",
+        "init_args": {"prompt": "Say {text}", "max_chars_per_part": 100},
+    }
     assert expanded(rollout="chat", prompt=None)["runner"]["rollout_fn"] == "chat"
 
 
-# tasks ---------------------------------------------------------------------------------------------------------------
+# tasks -------------------------------------------------------------------------------------------
 
 
 def test_a_task_is_a_rollout_and_vectors_go_into_columns() -> None:
@@ -248,23 +296,40 @@ def test_a_task_is_a_rollout_and_vectors_go_into_columns() -> None:
 def test_a_server_that_is_started_for_a_task_gets_its_flags(
     task: str, server_type: str, given: dict[str, Any], flags: dict[str, Any]
 ) -> None:
-    settings = {"prompt": None, "endpoint": None, "task": task, "server_type": server_type, "model_kwargs": given}
+    settings = {
+        "prompt": None,
+        "endpoint": None,
+        "task": task,
+        "server_type": server_type,
+        "model_kwargs": given,
+    }
     assert expanded(**settings)["runner"]["config"]["model_kwargs"] == flags
 
 
 def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command: Command) -> None:
     def answer(payload: dict[str, Any]) -> dict[str, Any]:
-        return {"data": [{"index": 0, "embedding": [0.25, -1.0, 3.0, 4.0, 5.0]}], "usage": {"prompt_tokens": 2}}
+        return {
+            "data": [{"index": 0, "embedding": [0.25, -1.0, 3.0, 4.0, 5.0]}],
+            "usage": {"prompt_tokens": 2},
+        }
 
     server.paths = {"/v1/embeddings": answer}
-    job = {**JOB, "endpoint": server.url, "model": "fake", "task": "embed", "prompt": "query: {text}"}
+    job = {
+        **JOB,
+        "endpoint": server.url,
+        "model": "fake",
+        "task": "embed",
+        "prompt": "query: {text}",
+    }
     Path("job.yaml").write_text(yaml.safe_dump(job))
     shown = 'answer: {"column":"embedding","dimensions":5}'
     sample = command("run", "job.yaml", "--sample=2")
     assert sample.count(shown) == 2
     assert "question: query: text 1" in sample
     command("run", "job.yaml")
-    assert {payload["input"] for payload in server.payloads} == {f"query: text {number}" for number in range(3)}
+    assert {payload["input"] for payload in server.payloads} == {
+        f"query: text {number}" for number in range(3)
+    }
     assert len(server.payloads) == 5
     table = pq.read_table("runs/x/output")
     assert table["embedding"].to_pylist() == [[0.25, -1.0, 3.0, 4.0, 5.0]] * 3
@@ -282,7 +347,10 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
     [
         (["--api-key=sk-1"], "--api-key: other users can see command lines"),
         (["--max-tokens="], "--max-tokens: its value is empty"),
-        (['--default-generation-params={"top_p": 1}', "--top-p=1"], 'is in "default_generation_params", too'),
+        (
+            ['--default-generation-params={"top_p": 1}', "--top-p=1"],
+            'is in "default_generation_params", too',
+        ),
         (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
         (["--run-folder"], "--run-folder: its value is missing"),
         (["--limit", "--prompt", "x"], "--limit: its value is missing"),
@@ -291,7 +359,9 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_cannot_be_are_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
     code: object = 0
     try:
@@ -303,15 +373,28 @@ def test_flags_that_cannot_be_are_one_line(flags: list[str], message: str, capsy
 
 
 def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text() -> None:
-    found = expanded("--stop=###", "--system-prompt=# You judge", "--regex=#x", "--prompt=# {text}", "--seed=null")[
-        "runner"
-    ]
+    found = expanded(
+        "--stop=###",
+        "--system-prompt=# You judge",
+        "--regex=#x",
+        "--prompt=# {text}",
+        "--seed=null",
+    )["runner"]
     settings = {"system_prompt": "# You judge", "regex": "#x", "prompt": "# {text}"}
     assert found["rollout_fn"]["init_args"] == settings
-    assert (found["config"]["default_generation_params"], found["config"]["seed"]) == ({"stop": "###"}, None)
+    assert (found["config"]["default_generation_params"], found["config"]["seed"]) == (
+        {"stop": "###"},
+        None,
+    )
 
 
-NAMED = ["documents/*.jsonl", "documents/a.jsonl", "deep/**/*.parquet", "s3://b/*.csv", "hf://datasets/o/n/x.arrow"]
+NAMED = [
+    "documents/*.jsonl",
+    "documents/a.jsonl",
+    "deep/**/*.parquet",
+    "s3://b/*.csv",
+    "hf://datasets/o/n/x.arrow",
+]
 
 
 @pytest.mark.parametrize("given", NAMED)
@@ -348,7 +431,9 @@ def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
         return sum(path.endswith("/documents") for path in listings)
 
     with FakeServer() as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "documents/*.jsonl", "endpoint": server.url}))
+        Path("job.yaml").write_text(
+            yaml.safe_dump({**JOB, "input": "documents/*.jsonl", "endpoint": server.url})
+        )
         assert main(["run", "job.yaml", "--print-config"]) == 0
         Path("long.yaml").write_text(capsys.readouterr().out.replace("runs/x", "runs/y"))
         assert 0 < count("job.yaml") == count("long.yaml") + 2, "list_files, which calls glob"
@@ -388,16 +473,30 @@ def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> 
         Path(f"documents/{number}.jsonl").touch()
     found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
     assert found["workers"] == 40
-    assert (found["class_path"], found["tasks"], found["partition"]) == ("SlurmPipelineExecutor", 4, "gpu")
+    assert (found["class_path"], found["tasks"], found["partition"]) == (
+        "SlurmPipelineExecutor",
+        4,
+        "gpu",
+    )
     assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
     assert main(["run", "job.yaml", "--dry-run"]) == 0
     assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
 
 
-def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     Path("prompt.txt").write_text("Say {text}")
     with FakeServer() as server:
-        command = ["run", "--input", "documents", "--prompt", "@prompt.txt", "--endpoint", server.url]
+        command = [
+            "run",
+            "--input",
+            "documents",
+            "--prompt",
+            "@prompt.txt",
+            "--endpoint",
+            server.url,
+        ]
         command += ["--model", "m", "--run-folder", "runs/x", "--tasks", "2"]
         assert main(command) == 0
         assert main(command[:-2]) == 0, capfd.readouterr().err  # without --tasks: the run's own
@@ -406,8 +505,11 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytes
     assert len(found) == 1
     assert "3 of 3 documents" in capfd.readouterr().out
     named = {"prompt": "@prompt.txt", "tasks": 2, "endpoint": server.url}
-    Path("job.yaml").write_text(yaml.safe_dump(JOB | named | {"run_folder": str(Path("runs/x").absolute())}))
-    Path("prompt.txt").unlink()  # as elsewhere: who only looks needs none, and calls it no other run
+    Path("job.yaml").write_text(
+        yaml.safe_dump(JOB | named | {"run_folder": str(Path("runs/x").absolute())})
+    )
+    # As elsewhere: who only looks needs none, and calls it no other run.
+    Path("prompt.txt").unlink()
     assert main(["verify", "job.yaml"]) == 0
     assert "no problem" in capfd.readouterr().out
 
@@ -416,24 +518,38 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd: pytes
 def test_a_run_folder_inside_another_run_is_refused_at_the_start(
     inner: str, folder: Path, server: FakeServer, command: Command
 ) -> None:
-    job = ["run", "--input", "documents", "--prompt", "Say {text}", "--endpoint", server.url, "--model", "m"]
+    job = [
+        "run",
+        "--input",
+        "documents",
+        "--prompt",
+        "Say {text}",
+        "--endpoint",
+        server.url,
+        "--model",
+        "m",
+    ]
     command(*job, "--run-folder", "runs/x")
     before = outputs(folder)
     said = command(*job, "--run-folder", f"runs/x/{inner}", code=2).error
     name = inner.partition("/")[0]
-    assert said.endswith(f"/runs/x/{inner} is inside the run in {folder}/runs/x, in its {name}. Choose another.")
+    assert said.endswith(
+        f"/runs/x/{inner} is inside the run in {folder}/runs/x, in its {name}. Choose another."
+    )
     assert outputs(folder) == before
     command(*job, "--run-folder", "runs/x")
     command(*job, "--run-folder", f"runs/output/{inner}")
 
 
-def test_names_of_the_short_form_are_refused_for_a_long_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_the_short_form_are_refused_for_a_long_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("long.yaml").write_text("executor: {}")
     assert main(["run", "long.yaml", "--model", "m"]) == 2
     assert "--model: long.yaml is in the long form" in capsys.readouterr().err
 
 
-# words ----------------------------------------------------------------------------------------------------------------
+# words -------------------------------------------------------------------------------------------
 
 LONG = re.compile(
     r"checkpoints_local_dir|output_folder|logging_dir|default_generation_params|pipeline[.\[]|executor|rollout_fn|"
@@ -457,7 +573,10 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--prompt=Tell {text}", "or choose another run_folder for the new ones."),
         ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
         ("--tasks=2", "any more. Go on with 1 task ("),
-        ("--limit=2", "with another run_folder, and set finished_from to the old run_folder: finished documents"),
+        (
+            "--limit=2",
+            "with another run_folder, and set finished_from to the old run_folder: finished documents",
+        ),
         ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
         ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
         ("--max-chars=1", "job.yaml: max_chars: must be"),
@@ -468,7 +587,9 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
     ],
 )
-def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command: Command, flag: str, said: str) -> None:
+def test_a_refusal_names_what_the_user_has_written(
+    job: dict[str, Any], command: Command, flag: str, said: str
+) -> None:
     for name in ("run", "doctor"):
         printed = command(name, "job.yaml", flag, code=None)
         told = printed.error if "error: " in printed.err else printed.out
@@ -478,9 +599,26 @@ def test_a_refusal_names_what_the_user_has_written(job: dict[str, Any], command:
 
 
 SETTINGS = sorted(
-    {"executor", "InferenceConfig", "InferenceRunner", "pipeline[1] JsonlReader", "an adapter", "class_path"}.union(
-        ("--worker", "without --worker", "run()", "by run_worker()", "--retry-dead-letters", "--cancel"),
-        *(signature(one).parameters for one in (InferenceRunner, InferenceConfig, LocalPipelineExecutor)),
+    {
+        "executor",
+        "InferenceConfig",
+        "InferenceRunner",
+        "pipeline[1] JsonlReader",
+        "an adapter",
+        "class_path",
+    }.union(
+        (
+            "--worker",
+            "without --worker",
+            "run()",
+            "by run_worker()",
+            "--retry-dead-letters",
+            "--cancel",
+        ),
+        *(
+            signature(one).parameters
+            for one in (InferenceRunner, InferenceConfig, LocalPipelineExecutor)
+        ),
         *(signature(one).parameters for one in (JsonlReader, JsonlWriter)),
     )
 )
@@ -490,7 +628,9 @@ DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_comma
 
 
 @pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
-def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(door: Door) -> None:
+def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(
+    door: Door,
+) -> None:
     every = " of ".join(SETTINGS)
     path = every.replace(" ", "_")
     cause = KeyError(every)
@@ -499,10 +639,14 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
         assert str(CkptError(text)) == text
         assert f"  task 1: {text}\n" in str(given_up_error({1: text}, 2)), "as a claim keeps it"
         error = DocumentFailed([text, StartOver(" Choose ", ".")], None, cause)
-        other = "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
+        other = (
+            "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
+        )
     assert str(error) == f"{text} Choose another {other}."
     sent = pickle.loads(pickle.dumps(error))
-    assert (str(sent), sent.remedies) == (str(error), error.remedies), "as a worker process sends it"
+    assert (str(sent), sent.remedies) == (str(error), error.remedies), (
+        "as a worker process sends it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -539,27 +683,47 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
     ],
     ids=["Python", "run", "long", "short"],
 )
-def test_each_door_says_what_helps_in_its_own_way(door: Door, words: str, setting: str, tasks: str, over: str) -> None:
+def test_each_door_says_what_helps_in_its_own_way(
+    door: Door, words: str, setting: str, tasks: str, over: str
+) -> None:
     again = "retry_dead_letters=True"
     if door.is_command:
         again = "--retry-dead-letters"
-    repair = f"datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with {again}"
+    repair = (
+        f"datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with {again}"
+    )
     with entered(door, shlex.split(words)):
-        remedies = [ChangeSetting("accept_changes"), Tasks(3), Repair("/c", "/l", retry="now"), StartOver()]
+        remedies = [
+            ChangeSetting("accept_changes"),
+            Tasks(3),
+            Repair("/c", "/l", retry="now"),
+            StartOver(),
+        ]
         sent = pickle.loads(pickle.dumps(CheckpointMismatch("x", *remedies, "y")))
         assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
 
 
 def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
-    with entered(Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")):
-        assert ChangeSetting("accept_changes").command == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
+    with entered(
+        Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")
+    ):
+        assert (
+            ChangeSetting("accept_changes").command
+            == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
+        )
         assert str(Tasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
-        assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (without --worker) to resume.")
+        assert str(given_up_error({1: "x"}, 2)).endswith(
+            "run the job again (without --worker) to resume."
+        )
     assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (by run()) to resume.")
 
 
-@pytest.mark.parametrize("name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"])
-def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder: Path, command: Command, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"]
+)
+def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(
+    folder: Path, command: Command, name: str
+) -> None:
     job = {"prompt": "Say {text}", "model": "m", "endpoint": "http://x", "run_folder": "runs/y"}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in job.items()]
     said = command("run", f"--input={name}/missing.jsonl", *flags, code=2).error
@@ -570,10 +734,16 @@ def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder: Path, com
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_rollout_has_raised_is_quoted_word_for_word(
-    folder: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, workers: int
+    folder: Path,
+    server: FakeServer,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
 ) -> None:
     raised = " of ".join(SETTINGS)
-    Path("raises_names.py").write_text(f"async def ask(document, generate):\n    raise ValueError({raised!r})\n")
+    Path("raises_names.py").write_text(
+        f"async def ask(document, generate):\n    raise ValueError({raised!r})\n"
+    )
     monkeypatch.syspath_prepend(folder)
     job = {**JOB, "endpoint": server.url, "rollout": "raises_names.ask"}
     del job["prompt"]
@@ -608,7 +778,9 @@ def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
     assert {*outputs(Path("runs/x/output"))} == {*outputs(Path("runs/x.1/output"))}
 
 
-def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job: dict[str, Any], command: Command) -> None:
+def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(
+    job: dict[str, Any], command: Command
+) -> None:
     changed = ["job.yaml", "--prompt=Tell {text}"]
     said = command("run", *changed, code=1).err
     assert said.endswith(
@@ -619,7 +791,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job: dict[st
     assert " mv " not in command("run", *changed, "--input=runs/x/documents", code=1).err
 
 
-# the first document and the input's files -----------------------------------------------------------------------------
+# the first document and the input's files --------------------------------------------------------
 
 
 @pytest.mark.parametrize("setting", ["prompt=Say {txt}", "prompt_column=txt"])
@@ -632,13 +804,19 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ServerHost, "lend", lend)
-    said = "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
+    said = (
+        "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
+    )
     assert said in command("run", "job.yaml", f"--{setting}", code=1).error
     assert said in command("doctor", "job.yaml", f"--{setting}", code=1)
-    assert said not in command("doctor", "job.yaml", f"--{setting}", "--on-document-error=dead_letter", code=1)
+    assert said not in command(
+        "doctor", "job.yaml", f"--{setting}", "--on-document-error=dead_letter", code=1
+    )
 
 
-def test_results_that_the_documents_have_already_are_not_replaced_without_a_word(command: Command) -> None:
+def test_results_that_the_documents_have_already_are_not_replaced_without_a_word(
+    command: Command,
+) -> None:
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert "already" not in command("run", "job.yaml")
@@ -653,7 +831,9 @@ def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> N
     plan = RunPlan(make_executor("job.yaml", [])[1])
     path = Path("documents/a.jsonl").absolute()
     error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
-    assert str(error).startswith(f"{path}: Permission denied. Give this user the permission to read it, and run")
+    assert str(error).startswith(
+        f"{path}: Permission denied. Give this user the permission to read it, and run"
+    )
 
 
 class Far(MemoryFileSystem):
@@ -677,7 +857,12 @@ class Far(MemoryFileSystem):
     ],
 )
 def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
-    error: Exception, looks: range, said: str, policy: ChangePolicy, command: Command, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    looks: range,
+    said: str,
+    policy: ChangePolicy,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits: list[float] = []
     policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))
@@ -717,7 +902,9 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
         assert main(["run", "job.yaml", *tasks.replace("3", "2").split()]) == 1
         said = capfd.readouterr().err
         assert f"Go on with 3 tasks ({command} {tasks}), or choose another" in said
-        assert f"set finished_from to the old {'run_folder' if short else 'output_folder and'}" in said
+        assert (
+            f"set finished_from to the old {'run_folder' if short else 'output_folder and'}" in said
+        )
         assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
@@ -725,9 +912,13 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(
     short: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    leave = "--on-document-error dead_letter" if short else "--pipeline.1.on_document_error=dead_letter"
+    leave = (
+        "--on-document-error dead_letter" if short else "--pipeline.1.on_document_error=dead_letter"
+    )
     with FakeServer(lambda payload, times: "no" if "text 1" in str(payload) else "a") as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "choice": ["a"], "engine": "none"}))
+        Path("job.yaml").write_text(
+            yaml.safe_dump({**JOB, "endpoint": server.url, "choice": ["a"], "engine": "none"})
+        )
         if not short:
             main(["run", "job.yaml", "--print-config"])
             Path("job.yaml").write_text(capfd.readouterr().out)

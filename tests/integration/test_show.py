@@ -1,4 +1,6 @@
-"""``show``, the documents of ``report``, and ``run --sample``: what people look at, from output of every kind."""
+"""``show``, the documents of ``report``, and ``run --sample``: what people look at, from output of
+every kind.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ WRITERS: dict[str, Callable[[str], DiskWriter]] = {
     "zstd": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.zst", compression="zstd"),
     "expanded": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.gz", expand_metadata=True),
     "parquet": lambda folder: ParquetWriter(folder, f"{_NAME}.parquet"),
-    "adapter": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl", compression=None, adapter=nested),
+    "adapter": lambda folder: JsonlWriter(
+        folder, f"{_NAME}.jsonl", compression=None, adapter=nested
+    ),
 }
 
 
@@ -47,7 +51,9 @@ def show(tmp_path: Path, command: Command) -> Show:
 @pytest.fixture
 def counting() -> Any:
     """A server whose answers tell which document was asked, and grow with its number."""
-    with FakeServer(lambda payload, times: "so " * int(payload["messages"][-1]["content"].split()[-1])) as server:
+    with FakeServer(
+        lambda payload, times: "so " * int(payload["messages"][-1]["content"].split()[-1])
+    ) as server:
         yield server
 
 
@@ -56,19 +62,27 @@ def ids(said: Printed) -> list[str]:
     return re.findall(r"^\d+\. (.*?)(?:  \(.*)?$", said.out, re.MULTILINE)
 
 
-# show -----------------------------------------------------------------------------------------------------------------
+# show --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.usefixtures("empty_memory_file_system")
-def test_output_of_every_kind_is_shown(kind: str, tmp_path: Path, server: FakeServer, show: Show) -> None:
+def test_output_of_every_kind_is_shown(
+    kind: str, tmp_path: Path, server: FakeServer, show: Show
+) -> None:
     folder = "memory://out" if kind == "gzip" else str(tmp_path / "output")  # a remote one
-    runner(tmp_path, server, output_writer=WRITERS[kind](folder), records_per_chunk=3).run(documents(8))
+    runner(tmp_path, server, output_writer=WRITERS[kind](folder), records_per_chunk=3).run(
+        documents(8)
+    )
     said = show()
     assert ids(said) == [f"id {number}" for number in range(5)]
-    assert ids(show("--n", 100)) == [f"id {number}" for number in range(8)], "in the order of the input"
+    assert ids(show("--n", 100)) == [f"id {number}" for number in range(8)], (
+        "in the order of the input"
+    )
     answer = said.out.splitlines()[2]
-    assert answer.startswith('  answer: {"reply":"answer ' if kind == "adapter" else "  answer: answer ")
+    assert answer.startswith(
+        '  answer: {"reply":"answer ' if kind == "adapter" else "  answer: answer "
+    )
     assert kind == "adapter" or said.out.splitlines()[1] == "  text: text 0"
 
 
@@ -77,14 +91,19 @@ def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) 
     assert ids(show("--id", "id 1")) == ["id 1"], "as a whole: not id 10"
     assert ids(show("--grep", "TEXT 1")) == ["id 1", "id 10", "id 11"]
     assert ids(show("--grep", "so so so so so so so so so so so")) == ["id 11"], "in an answer"
-    assert show("--id", "none", code=1).out == "There is no such document in the output files, so far.\n"
+    assert (
+        show("--id", "none", code=1).out
+        == "There is no such document in the output files, so far.\n"
+    )
 
 
 def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(
     tmp_path: Path, server: FakeServer, show: Show
 ) -> None:
     with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at(["id 3"]), records_per_chunk=4, config=ONE_BY_ONE).run(documents(8))
+        runner(tmp_path, server, fails_at(["id 3"]), records_per_chunk=4, config=ONE_BY_ONE).run(
+            documents(8)
+        )
     done = "3 documents are done (0 dropped, 0 dead letters)"
     assert show(code=1).out == (
         f"No document is in the output files, so far: {done}. A file appears when a chunk of 4 is complete.\n"
@@ -104,8 +123,18 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(
     assert ids(show()) == ["id 0", "id 2"]
     said = show("--dead")
     assert ids(said) == ["id 1", "id 3"]
-    assert "1. id 1  (rank 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n" in said.out
-    runner(tmp_path, server, fails_at(["id 3"]), retry_dead_letters=True, accept_changes=True, **settings).run(None)
+    assert (
+        "1. id 1  (rank 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n"
+        in said.out
+    )
+    runner(
+        tmp_path,
+        server,
+        fails_at(["id 3"]),
+        retry_dead_letters=True,
+        accept_changes=True,
+        **settings,
+    ).run(None)
     assert ids(show("--dead")) == ["id 3"]
     assert ids(show()) == ["id 0", "id 2", "id 1"]
     runner(tmp_path, server, retry_dead_letters=True, accept_changes=True, **settings).run(None)
@@ -117,7 +146,9 @@ def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
 ) -> None:
     secret = "sk-abcdefgh12345678abcdefgh"
     monkeypatch.setenv("HF_TOKEN", secret)
-    with FakeServer(lambda payload, times: f"\x1b[2J\x9b {'word ' * 9}{secret} \u202egnp") as server:
+    with FakeServer(
+        lambda payload, times: f"\x1b[2J\x9b {'word ' * 9}{secret} \u202egnp"
+    ) as server:
         runner(tmp_path, server).run([Document(f"text \x07 {secret}", "id \x1b[0m")])
     for columns in ("20", "120"):  # a secret that is broken into two lines would not be found
         monkeypatch.setenv("COLUMNS", columns)
@@ -149,7 +180,7 @@ def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: S
     assert ids(show("--output", tmp_path / "moved")) == ["id 0"]
 
 
-# run --sample ---------------------------------------------------------------------------------------------------------
+# run --sample ------------------------------------------------------------------------------------
 
 
 def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
@@ -161,18 +192,26 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c", "d"])
     before = outputs(here)
     said = command("run", "job.yaml", "--sample", 3)
-    assert [payload["messages"][-1]["content"] for payload in server.payloads] == ["Say a", "Say b", "Say c"]
+    assert [payload["messages"][-1]["content"] for payload in server.payloads] == [
+        "Say a",
+        "Say b",
+        "Say c",
+    ]
     first = said.out.partition("2. ")[0]
     assert first.startswith("1. id 0\n  question: Say a\n  answer: answer ")
     assert ids(said) == ["id 0", "id 1", "id 2"]
-    assert said.out.endswith("3 of 3 documents processed. Nothing of this is kept, and no other document was sent.\n")
+    assert said.out.endswith(
+        "3 of 3 documents processed. Nothing of this is kept, and no other document was sent.\n"
+    )
     assert "resume" not in said
     assert "run the same command again" not in said
     assert outputs(here) == before
     assert sorted(path.name for path in here.iterdir()) == ["input", "job.yaml"]
 
 
-def test_a_sample_beside_a_run_leaves_it_alone(here: Path, server: FakeServer, command: Command) -> None:
+def test_a_sample_beside_a_run_leaves_it_alone(
+    here: Path, server: FakeServer, command: Command
+) -> None:
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
     command("run", "job.yaml")
     before = outputs(here)
@@ -182,7 +221,9 @@ def test_a_sample_beside_a_run_leaves_it_alone(here: Path, server: FakeServer, c
 
 
 @pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
-def test_a_sample_says_why_documents_fail(here: Path, command: Command, bad: list[str], code: int) -> None:
+def test_a_sample_says_why_documents_fail(
+    here: Path, command: Command, bad: list[str], code: int
+) -> None:
     with FakeServer(status=rejects(bad)) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b", "c"])
         said = command("run", "job.yaml", "--sample", 2, code=code).out
@@ -192,10 +233,16 @@ def test_a_sample_says_why_documents_fail(here: Path, command: Command, bad: lis
     assert f"{2 - len(bad)} of 2 documents processed." in said
 
 
-def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(here: Path, command: Command) -> None:
-    with FakeServer(lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])) as server:
+def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(
+    here: Path, command: Command
+) -> None:
+    with FakeServer(
+        lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])
+    ) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [])
-        Path("input/0.jsonl").write_text("".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc"))
+        Path("input/0.jsonl").write_text(
+            "".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc")
+        )
         said = command("run", "job.yaml", "--sample", 3).out
     assert re.findall(r"question: (.*)\n  (failed|answer: .*)", said)[1:] == [
         ("Say b", "answer: to Say b"),
@@ -204,7 +251,9 @@ def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_questio
     assert said.startswith("1. 1\n  question: Say a\n  failed: ")
 
 
-def test_a_sample_of_dropped_documents_and_of_none(here: Path, server: FakeServer, command: Command) -> None:
+def test_a_sample_of_dropped_documents_and_of_none(
+    here: Path, server: FakeServer, command: Command
+) -> None:
     Path("mine.py").write_text(
         "async def drop(document, generate):\n"
         "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"

@@ -49,7 +49,9 @@ class Process:
     """A command in its own session, and its output."""
 
     def __init__(self, argv: list[str], folder: Path, **environment: str) -> None:
-        self.popen = processes.start(argv, cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **environment})
+        self.popen = processes.start(
+            argv, cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+        )
         self.log = ""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
@@ -79,7 +81,9 @@ class Process:
     def ends_interrupted(self, number: signal.Signals) -> None:
         """With nobody left, no traceback, and one line on how to continue, the last one."""
         assert self.end() == 128 + number
-        assert self.log.splitlines()[-1].startswith(f"interrupted by {number.name}; what is finished is saved.")
+        assert self.log.splitlines()[-1].startswith(
+            f"interrupted by {number.name}; what is finished is saved."
+        )
         assert self.log.count("To resume: datatrove-ckpt run job.yaml") == 1
         assert "Traceback" not in self.log
         assert self.left == []
@@ -104,7 +108,12 @@ class Job:
     """``datatrove-ckpt run``, as often as it takes."""
 
     def __init__(
-        self, folder: Path, server: FakeServer, tasks: int, workers: int | None = None, start_method: str = "fork"
+        self,
+        folder: Path,
+        server: FakeServer,
+        tasks: int,
+        workers: int | None = None,
+        start_method: str = "fork",
     ) -> None:
         self.folder = folder
         self.tasks = tasks
@@ -112,7 +121,9 @@ class Job:
         (folder / "my_rollouts.py").write_text(ROLLOUTS)
         config = f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4"
         text = job_yaml(config, tasks, "input, add_file_path: false", rollout="my_rollouts.ask")
-        text = text.replace("workers: 1", f"workers: {workers or tasks}\n    start_method: {start_method}")
+        text = text.replace(
+            "workers: 1", f"workers: {workers or tasks}\n    start_method: {start_method}"
+        )
         text += "          records_per_chunk: 4\n          drain_signals: [SIGTERM, SIGUSR1, SIGINT, SIGHUP]\n"
         write_job(folder, text)
         write_tasks(folder, tasks, DOCUMENTS)
@@ -122,7 +133,10 @@ class Job:
 
     def until_drains(self, *tasks: int) -> None:
         """Until these ranks say so, or all of them."""
-        logs = [self.folder / "logs" / "logs" / f"task_{task:05d}.log" for task in tasks or range(self.tasks)]
+        logs = [
+            self.folder / "logs" / "logs" / f"task_{task:05d}.log"
+            for task in tasks or range(self.tasks)
+        ]
         until(lambda: all(DRAINS in log.read_text() for log in logs))
 
     def worker(self, task: int) -> int:
@@ -194,7 +208,9 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
-        (tmp_path / "job.yaml").write_text((tmp_path / "job.yaml").read_text() + "          drain_seconds: 3600\n")
+        (tmp_path / "job.yaml").write_text(
+            (tmp_path / "job.yaml").read_text() + "          drain_seconds: 3600\n"
+        )
         process = job.start()
         until_asked(server, 8)
         os.killpg(process.popen.pid, signal.SIGINT)
@@ -237,4 +253,5 @@ def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
     assert outputs(tmp_path / "output") == undisturbed(2)
 
 
-# --------------------------------------------------------------------------- datatrove's Slurm executor
+# --------------------------------------------------------------------------- datatrove's Slurm
+# executor

@@ -18,7 +18,8 @@ from datatrove_ckpt.testing import FakeServer
 from tests.processes import write_program
 
 TASKS = 3
-# As launch_pickled_pipeline runs it. With "late", the clock says 45 s before the time limit once a task has ended.
+# As launch_pickled_pipeline runs it. With "late", the clock says 45 s before the time limit once a
+# task has ended.
 JOB = """
 import os, sys
 from types import SimpleNamespace
@@ -63,13 +64,22 @@ async def ask(document, generate):
 def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An element of array 17, whose own job number is 17, too."""
     (tmp_path / "input").mkdir()
-    write_program(tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho here\n')
+    write_program(
+        tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho here\n'
+    )
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "my_rollout.py").write_text(ROLLOUT)
     for rank in range(TASKS):
-        (tmp_path / f"input/{rank}.jsonl").write_text(json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n")
+        (tmp_path / f"input/{rank}.jsonl").write_text(
+            json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n"
+        )
     monkeypatch.setenv("PATH", f"{tmp_path}/tools:/usr/bin:/bin")
-    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "0"), ("NODELIST", "here")):
+    for name, value in (
+        ("JOB_ID", "17"),
+        ("ARRAY_JOB_ID", "17"),
+        ("ARRAY_TASK_ID", "0"),
+        ("NODELIST", "here"),
+    ):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     return tmp_path
@@ -77,7 +87,9 @@ def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(folder: Path, server: FakeServer, code: int, *words: str) -> str:
     argv = [sys.executable, "job.py", server.url, *words]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        argv, cwd=folder, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -131,7 +143,9 @@ def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself
     array: Path, server: FakeServer
 ) -> None:
     assert "would hardly end before the job's time limit" in run(array, server, 15, "late")
-    assert (array / "asked").read_text().splitlines()[-1] == "requeue 17_0", "17 would be the whole array"
+    assert (array / "asked").read_text().splitlines()[-1] == "requeue 17_0", (
+        "17 would be the whole array"
+    )
     assert completed(array) == 1
     assert len(list((array / "checkpoints").glob("0*"))) == 1, "nothing else was started"
     assert list((array / "logs/claims").glob("*-*")) == []

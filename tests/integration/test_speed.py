@@ -1,4 +1,7 @@
-"""A guard: a document may not cost much more CPU time than it does. See ``tests/bench/guard.py``."""
+"""A guard: a document may not cost much more CPU time than it does.
+
+See ``tests/bench/guard.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import pytest
 
 from tests.bench.guard import costs, ratio
 
-# 1.4 to 1.5 when it was set, and 1.9 at the release that was 40 % slower than the first one (2a486fe).
+# 1.4 to 1.5 when it was set, and 1.9 at the release that was 40 % slower than the first one
+# (2a486fe).
 MOST = 1.68
 
 

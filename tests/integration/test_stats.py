@@ -1,4 +1,6 @@
-"""stats.json, which datatrove's card and benchmark read, has the numbers of all attempts, and of each rank once."""
+"""stats.json, which datatrove's card and benchmark read, has the numbers of all attempts, and of
+each rank once.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,22 @@ class WithoutDrop(PipelineStep):
 
 
 def write_input(folder: Path, rows: int = 10, files: int = 2) -> None:
-    """Texts of different lengths. Every third row, the last one included, is dropped by the filter."""
+    """Texts of different lengths.
+
+    Every third row, the last one included, is dropped by the filter.
+    """
     (folder / "input").mkdir(parents=True)
     for file in range(files):
         lines = [
-            {"id": f"{file} {row}", "text": f"row {file} {row} " + "drop " * (row % 3 == rows % 3 - 1) + "x " * row}
+            {
+                "id": f"{file} {row}",
+                "text": f"row {file} {row} " + "drop " * (row % 3 == rows % 3 - 1) + "x " * row,
+            }
             for row in range(rows)
         ]
-        (folder / "input" / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "input" / f"{file}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
 
 def pipeline(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> list[Any]:
@@ -76,13 +86,19 @@ def run(steps: list[Any], rank: int = 0, world_size: int = 1) -> list[dict[str, 
 
 def numbers(steps: list[Any]) -> list[dict[str, Any]]:
     return [
-        {name: metric.to_dict() for name, metric in step.stats.stats.items() if metric.n and name not in TIMES}
+        {
+            name: metric.to_dict()
+            for name, metric in step.stats.stats.items()
+            if metric.n and name not in TIMES
+        }
         for step in steps
     ]
 
 
 def flat(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Each number by its name, to be compared up to the rounding of floats in means and variances."""
+    """Each number by its name, to be compared up to the rounding of floats in means and
+    variances.
+    """
     return {
         f"{step} {label} {name}": value
         for step, metrics in enumerate(found)
@@ -123,7 +139,9 @@ def rejects_some(payload: dict[str, Any], times: int) -> int | None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len)
+@pytest.mark.parametrize(
+    "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len
+)
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
     ram: Path, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +155,9 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
 
         def attempt(folder: Path) -> None:
             nonlocal completed
-            steps = pipeline(folder, server, two_questions, records_per_chunk=3, skip_bad_requests=True)
+            steps = pipeline(
+                folder, server, two_questions, records_per_chunk=3, skip_bad_requests=True
+            )
             found = run(steps)
             if expected:
                 assert flat(found) == pytest.approx(flat(expected))
@@ -148,9 +168,15 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
         report = assert_same_output_after_every_crash(attempt, ram / "job", counted=counted)
     print(report)
     reader, filtered, inference = expected
-    assert (reader["documents"]["total"], reader["doc_len"]["n"], reader["input_files"]) == (10, 10, 2)
+    assert (reader["documents"]["total"], reader["doc_len"]["n"], reader["input_files"]) == (
+        10,
+        10,
+        2,
+    )
     assert (filtered["dropped"], filtered["forwarded"]) == (4, 6)
-    assert inference["documents_processed"]["total"] + inference["skipped_bad_requests"]["total"] == 6
+    assert (
+        inference["documents_processed"]["total"] + inference["skipped_bad_requests"]["total"] == 6
+    )
     assert inference["failed_requests"]["total"] == 2
     assert completed > 5 * len(counted)
 
@@ -158,9 +184,12 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
 def test_an_old_checkpoint_gives_totals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
     write_input(tmp_path)
     with crashed_in_the_middle(tmp_path):
-        run(pipeline(tmp_path, server, config={"max_concurrent_generations": 1}))  # chunks are complete in their order
+        # Chunks are complete in their order.
+        run(pipeline(tmp_path, server, config={"max_concurrent_generations": 1}))
     commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-    lines = [json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)]
+    lines = [
+        json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)
+    ]
     assert 1 < len(lines) < 6
     for line in lines:
         del line["work"], line["seconds"], line["position"]["stats"]
@@ -168,12 +197,16 @@ def test_an_old_checkpoint_gives_totals(tmp_path: Path, server: FakeServer, log:
     steps = pipeline(tmp_path, server)
     run(steps)
     inference = steps[-1].stats.stats
-    assert inference["prompt_tokens"].total == sum(len(question.split()) for question in server.asked)
+    assert inference["prompt_tokens"].total == sum(
+        len(question.split()) for question in server.asked
+    )
     assert inference["documents_processed"].total == inference["successful_requests"].total == 12
     assert "count this attempt only" in "".join(log)
 
 
-def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, server: FakeServer) -> None:
+def test_each_rank_of_one_step_object_has_stats_of_its_own(
+    tmp_path: Path, server: FakeServer
+) -> None:
     """datatrove's Slurm executor runs the ranks of a task with the same steps."""
     write_input(tmp_path, files=3)
     steps = pipeline(tmp_path, server)
@@ -182,7 +215,9 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path: Path, serve
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
 
 
-def test_seconds_are_those_of_all_attempts(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_those_of_all_attempts(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
 
     def last() -> Seconds:
@@ -216,7 +251,10 @@ def test_a_finished_rank_that_starts_again_has_the_same_stats(
     assert saved[0][0]["stats"] == saved[1][0]["stats"]
     card = load_job_stats(stats)
     assert card is not None
-    assert (card.document_count, card.prompt_tokens_total) == (20, sum(len(text.split()) for text in server.asked))
+    assert (card.document_count, card.prompt_tokens_total) == (
+        20,
+        sum(len(text.split()) for text in server.asked),
+    )
 
 
 class Scored(PipelineStep):
@@ -239,7 +277,9 @@ def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -
 
     def execute() -> Any:
         steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
-        LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False).run()
+        LocalPipelineExecutor(
+            steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False
+        ).run()
         return json.loads((logs / "stats.json").read_text())[1]["stats"]
 
     first, again = execute(), execute()
@@ -272,7 +312,9 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: 
     write_input(tmp_path, files=1)
     run(pipeline(tmp_path, server))
     with (tmp_path / "input" / "0.jsonl").open("a") as file:
-        file.writelines(json.dumps({"id": f"new {row}", "text": f"new row {row}"}) + "\n" for row in range(4))
+        file.writelines(
+            json.dumps({"id": f"new {row}", "text": f"new row {row}"}) + "\n" for row in range(4)
+        )
     reader, _, inference = run(pipeline(tmp_path, server))
     assert inference["documents_processed"]["total"] == 6 + 4
     assert reader["documents"]["total"] == 14
@@ -302,7 +344,11 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
 
     def expect(found: list[Any], processed: int, requests: int) -> None:
         inputs, filtered, inference, saved = found
-        assert (total(inputs["documents"]), filtered["dropped"], filtered["forwarded"]) == (20, 8, 12)
+        assert (total(inputs["documents"]), filtered["dropped"], filtered["forwarded"]) == (
+            20,
+            8,
+            12,
+        )
         assert total(inference["documents_processed"]) == processed
         assert total(inference.get("skipped_bad_requests", 0)) == 12 - processed
         assert total(inference["requests"]) == requests
@@ -328,7 +374,9 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
     ],
     ids=["dataset", "files"],
 )
-def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub: FakeHub, tmp_path: Path, reader: Any) -> None:
+def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(
+    hub: FakeHub, tmp_path: Path, reader: Any
+) -> None:
     lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
     hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
     bad, logs = {"row 2"}, tmp_path / "logs"

@@ -1,4 +1,6 @@
-"""``datatrove-ckpt status`` from outside: text, JSON, a terminal, pipes; folders, mirrors and YAML files."""
+"""``datatrove-ckpt status`` from outside: text, JSON, a terminal, pipes; folders, mirrors and YAML
+files.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,33 @@ def make_run(root: Path, now: float) -> None:
     """One rank in each state, a slow one, and a retry."""
     then = now - 30 * MIN
     for number in range(5):
-        write_rank(root, number, [start(then), *minutes(then, 30, 60 if number else 20, 3600)], chunks=9, tasks=12)
+        write_rank(
+            root,
+            number,
+            [start(then), *minutes(then, 30, 60 if number else 20, 3600)],
+            chunks=9,
+            tasks=12,
+        )
     write_rank(root, 5, minutes(then, 30, 60, 1800), chunks=180, finished=True, tasks=12)
-    write_rank(root, 6, [start(then), *minutes(then, 3, 60, 3600), stopped(then + 3 * MIN)], tasks=12)
+    write_rank(
+        root, 6, [start(then), *minutes(then, 3, 60, 3600), stopped(then + 3 * MIN)], tasks=12
+    )
     letters = [("str", f"HTTP 400: {number} tokens are too many") for number in range(3)]
-    write_rank(root, 7, [start(then), minute(then, 0), failed(then, "E: x")], chunks=1, letters=letters, tasks=12)
+    write_rank(
+        root,
+        7,
+        [start(then), minute(then, 0), failed(then, "E: x")],
+        chunks=1,
+        letters=letters,
+        tasks=12,
+    )
     write_rank(root, 8, [start(then), *minutes(then, 3, 60, 3600)], tasks=12)
     write_rank(root, 9, chunks=1, tasks=12)
     (write_rank(root, 10, tasks=12) / layout.COMMITS).write_bytes(b"x\n")
     write_rank(root / "retry-00001", 7, chunks=1, per_chunk=3, finished=True)
 
 
-# text and JSON -------------------------------------------------------------------------------------------------------
+# text and JSON -----------------------------------------------------------------------------------
 
 
 def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_or_json(
@@ -75,9 +92,13 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     found = json.loads(said(tmp_path, "--json", code=1))
     assert {rank["state"] for rank in found["ranks"]} == set(get_args(State))
     assert {rank["trouble"] for rank in found["ranks"]} == {*kinds, None}
-    assert found["totals"]["counts"]["read"] == sum(rank["counts"]["read"] for rank in found["ranks"][:11])
+    assert found["totals"]["counts"]["read"] == sum(
+        rank["counts"]["read"] for rank in found["ranks"][:11]
+    )
     assert found["retried"]["counts"]["read"] == 3
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")} == before
+    assert {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")
+    } == before
 
 
 def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
@@ -87,12 +108,18 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     usage = shutil.disk_usage(tmp_path)
     assert "is full" not in said(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12 << 10))
-    assert said(tmp_path).splitlines()[-1].startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
+    assert (
+        said(tmp_path)
+        .splitlines()[-1]
+        .startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
+    )
     write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
     assert "is full" not in said(tmp_path / "ended")
 
 
-def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path: Path, said: Said) -> None:
+def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(
+    tmp_path: Path, said: Said
+) -> None:
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
     (tmp_path / "last_chunk").mkdir()
@@ -100,11 +127,21 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     text = said(tmp_path)
     assert "10 ranks (2 finished, 8 not started)" in text
     assert "  missing    not started: 2-9\n" in text
-    assert "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while" in text
+    assert (
+        "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while"
+        in text
+    )
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
-    assert "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, " in text
+    assert (
+        "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
+        in text
+    )
     found = json.loads(said(tmp_path, "--json"))
-    assert (found["missing"], found["gone"], found["foreign"]) == ([2, 3, 4, 5, 6, 7, 8, 9], [4], [12])
+    assert (found["missing"], found["gone"], found["foreign"]) == (
+        [2, 3, 4, 5, 6, 7, 8, 9],
+        [4],
+        [12],
+    )
 
 
 ENDED = "ServerStartFailed: No endpoint was ready within 3 s:\n  http://a: refused\nCheck that the server runs."
@@ -116,7 +153,9 @@ def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_aft
     then = time.time() - 30 * MIN
     write_rank(tmp_path, 0, [start(then), minute(then, 0), failed(then, ENDED)], tasks=3)
     lines = said(tmp_path).splitlines()
-    assert lines[-4].endswith("failed: 30 min ago on node7: ServerStartFailed: No endpoint was ready within 3 s:")
+    assert lines[-4].endswith(
+        "failed: 30 min ago on node7: ServerStartFailed: No endpoint was ready within 3 s:"
+    )
     assert lines[-3:] == [
         "      http://a: refused",
         "    Check that the server runs.",
@@ -124,7 +163,9 @@ def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_aft
         "that started it",
     ]
     assert max(map(len, wrapped(lines, 60))) <= 60
-    assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), "nothing is cut"
+    assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), (
+        "nothing is cut"
+    )
 
 
 @pytest.mark.parametrize(("dead", "is_said"), [(11, True), (10, False)])
@@ -134,7 +175,10 @@ def test_documents_that_are_dead_for_the_most_part_need_attention(
     letters = [("str", f"HTTP 404: no model {number}") for number in range(dead)]
     write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
     text = said(tmp_path)
-    found = "More than half of the documents are dead letters, most often HTTP 404: no model #. Correct" in text
+    found = (
+        "More than half of the documents are dead letters, most often HTTP 404: no model #. Correct"
+        in text
+    )
     assert (found, "No rank needs attention." in text) == (is_said, not is_said)
 
 
@@ -142,7 +186,11 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here: Path, said: 
     write_rank(here / "ck", 0, chunks=1, tasks=1)
     Path("job.yaml").write_text(job_yaml(ENDPOINT))
     given = ("job.yaml", "--pipeline.1.checkpoints_local_dir=ck")
-    assert said(*given).splitlines()[-1].endswith(f"the next task: datatrove-ckpt run {' '.join(given)}")
+    assert (
+        said(*given)
+        .splitlines()[-1]
+        .endswith(f"the next task: datatrove-ckpt run {' '.join(given)}")
+    )
 
 
 def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
@@ -162,9 +210,17 @@ def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_
     assert text.count(" ago on node7: E: x\n") == 1
 
 
-def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path: Path, said: Said) -> None:
+def test_a_control_character_in_a_name_does_not_reach_the_terminal(
+    tmp_path: Path, said: Said
+) -> None:
     then = time.time() - 30 * MIN
-    write_rank(tmp_path, 0, [start(then, host="\x1b[2Jevil"), minute(then, 0)], letters=[("E", "\x1b[2J")], chunks=1)
+    write_rank(
+        tmp_path,
+        0,
+        [start(then, host="\x1b[2Jevil"), minute(then, 0)],
+        letters=[("E", "\x1b[2J")],
+        chunks=1,
+    )
     death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
     write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
     assert "\x1b" not in said(tmp_path, "--all")
@@ -191,14 +247,16 @@ def test_a_terminal_without_unicode_gets_no_bars(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
     command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode("ascii")
+    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode(
+        "ascii"
+    )
     assert "\n  50.0 % of the input" in text
 
 
-# mirrors and YAML files ----------------------------------------------------------------------------------------------
+# mirrors and YAML files --------------------------------------------------------------------------
 
 
-# what ``status --json`` says after kill -9 at random moments is what was counted from outside ------------------------
+# what ``status --json`` says after kill -9 at random moments is what was counted from outside ----
 
 
 @pytest.mark.matrix
@@ -212,8 +270,14 @@ def test_status_tells_the_truth_after_kills(tmp_path: Path, said: Said, kills: i
             assert killed._run_once(server, chance.randrange(3, 20))
             found = json.loads(said(tmp_path / "checkpoints", "--json"))
             (state,) = found["ranks"]
-            assert (state["number_of_attempts"], state["state"], state["trouble"]) == (attempt, "lost", "lost")
-            assert [one["number"] for one in state["attempts"] if one["without_a_word"]] == [*range(1, attempt + 1)]
+            assert (state["number_of_attempts"], state["state"], state["trouble"]) == (
+                attempt,
+                "lost",
+                "lost",
+            )
+            assert [one["number"] for one in state["attempts"] if one["without_a_word"]] == [
+                *range(1, attempt + 1)
+            ]
             assert state["counts"]["read"] + state["unfinished"]["read"] == finished(tmp_path)
             assert state["exact"]
         assert not killed._run_once(server, None)
@@ -225,7 +289,8 @@ def test_status_tells_the_truth_after_kills(tmp_path: Path, said: Said, kills: i
     assert totals["counts"]["read"] == totals["counts"]["written"] == number
     assert totals["counts"]["requests"] == len(asked) == 2 * number
     assert totals["counts"]["prompt_tokens"] == sum(len(question.split()) for question in asked)
-    # What was sent is at most what the server saw: the last minute of an attempt that was killed is not known.
+    # What was sent is at most what the server saw: the last minute of an attempt that was killed is
+    # not known.
     assert totals["work"]["sent"] <= asked.total()
 
 

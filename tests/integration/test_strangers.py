@@ -1,4 +1,6 @@
-"""Output files that match the template and belong to nobody are refused before anything is asked, with the way out."""
+"""Output files that match the template and belong to nobody are refused before anything is asked,
+with the way out.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(
     assert not server.asked
 
 
-# two jobs that start at one moment, with checkpoints of their own and the same output files --------------------------
+# two jobs that start at one moment, with checkpoints of their own and the same output files ------
 
 
 def job(folder: Path, server: FakeServer, name: str) -> Any:

@@ -1,4 +1,7 @@
-"""Rollouts that do not let go: they swallow their cancellation or block the event loop. Real processes and signals."""
+"""Rollouts that do not let go: they swallow their cancellation or block the event loop.
+
+Real processes and signals.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
 
 
-def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":
             raise RuntimeError("it fails")
@@ -142,8 +147,12 @@ def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
 
 
 def test_a_fork_whose_task_ends_it_takes_no_answer_of_its_rank(tmp_path: Path) -> None:
-    """The error passes through the fork's copy of the event loop, and the other answers arrive before it does."""
-    rollouts = FORKING.replace("FORK", "time.sleep(2); sys.exit(3)").replace("WHERE", "asyncio.create_task")
+    """The error passes through the fork's copy of the event loop, and the other answers arrive
+    before it does.
+    """
+    rollouts = FORKING.replace("FORK", "time.sleep(2); sys.exit(3)").replace(
+        "WHERE", "asyncio.create_task"
+    )
     with FakeServer(delay=lambda payload, times: float("text 1" not in str(payload))) as server:
         process = job(tmp_path, server, rollouts, 5.0)
         assert process.end() == 0, process.log

@@ -1,4 +1,6 @@
-"""Servers that die, hang and restart while requests run: no answer is lost, none is wrong, no process is left."""
+"""Servers that die, hang and restart while requests run: no answer is lost, none is wrong, no
+process is left.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ async def serve(reader, writer):
     except (asyncio.IncompleteReadError, ConnectionError):
         writer.close()
 """
-# An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to ./engines when it starts.
+# An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to
+# ./engines when it starts.
 ENGINE = """
 import asyncio, json, os, pathlib, signal, sys
 here = pathlib.Path.cwd()
@@ -115,7 +118,8 @@ def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) ->
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
-    # A client that asks its dead server again must not meet the engine of another test process at that port.
+    # A client that asks its dead server again must not meet the engine of another test process at
+    # that port.
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     monkeypatch.setattr(server, "_PORTS", server._PORTS[worker::64])
     monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
@@ -125,7 +129,9 @@ def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) ->
 
 
 def config(**settings: Any) -> InferenceConfig:
-    """One attempt per request: a request that is sent again because its server died must use up none."""
+    """One attempt per request: a request that is sent again because its server died must use up
+    none.
+    """
     settings = {"server_start_max_retries": 0, "server_stop_timeout_sec": 2.0, **settings}
     return InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **settings)
 
@@ -133,7 +139,9 @@ def config(**settings: Any) -> InferenceConfig:
 class Run:
     """A pool of servers, and its client."""
 
-    def __init__(self, client: CompletionClient, servers: ServerPool, watch: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, client: CompletionClient, servers: ServerPool, watch: Callable[[], Awaitable[None]]
+    ) -> None:
         self.client = client
         self.servers = servers
         self.watch = watch
@@ -143,7 +151,9 @@ class Run:
         return asyncio.create_task(self.client.complete(body))
 
     async def texts(self, tasks: list[asyncio.Task[Completion]]) -> list[str]:
-        return [completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)]
+        return [
+            completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)
+        ]
 
 
 @asynccontextmanager
@@ -156,7 +166,11 @@ async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
 
 
 def asked() -> Counter[str]:
-    return Counter(line.partition(" ")[2] for line in lines("asked")) if Path("asked").exists() else Counter()
+    return (
+        Counter(line.partition(" ")[2] for line in lines("asked"))
+        if Path("asked").exists()
+        else Counter()
+    )
 
 
 def engines() -> list[int]:
@@ -179,7 +193,9 @@ def break_engine() -> None:
 async def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
     happened: list[tuple[str, str, bool]] = []
     async with running(config()) as run:
-        run.client.sender.on_server = lambda what, name, url, why: happened.append((what, name, bool(url))) or None
+        run.client.sender.on_server = lambda what, name, url, why: (
+            happened.append((what, name, bool(url))) or None
+        )
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGKILL)
@@ -189,12 +205,19 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> N
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
-        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 3, 0)
+        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (
+            1,
+            3,
+            0,
+        )
     assert happened == [("death", "0", False), ("restart", "0", False), ("ready", "0", True)]
 
 
 class Clock:
-    """The time that supervision sees. It passes only when a test says so, so a busy machine never looks like a hang."""
+    """The time that supervision sees.
+
+    It passes only when a test says so, so a busy machine never looks like a hang.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -211,7 +234,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock: Clock, log: list[str]) -> None:
+async def test_a_server_that_is_stopped_hangs_and_is_restarted(
+    clock: Clock, log: list[str]
+) -> None:
     async with running(config(hang_timeout=0.8)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
@@ -259,7 +284,9 @@ def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def vllm_here(routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Run]:
+async def vllm_here(
+    routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[Run]:
     """Serves ``routes`` at the port of the ``idle_vllm``, which serves nothing."""
 
     async def well(request: web.Request) -> web.Response:
@@ -267,7 +294,8 @@ async def vllm_here(routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch,
 
     app = web.Application()
     app.router.add_routes([*routes, web.get("/health", well), web.get("/v1/models", well)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 waits forever for open requests
+    # 0 waits forever for open requests.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -294,15 +322,22 @@ class MuteVllm:
         self.tokens = 5
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/chat/completions", self._complete), web.get("/metrics", self._metrics)]
+        return [
+            web.post("/v1/chat/completions", self._complete),
+            web.get("/metrics", self._metrics),
+        ]
 
     async def _complete(self, request: web.Request) -> web.Response:
         self.asked.set()
         await self.answers.wait()
-        return web.json_response({"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]})
+        return web.json_response(
+            {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}
+        )
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=f"vllm:num_requests_running 1\nvllm:generation_tokens_total {self.tokens}\n")
+        return web.Response(
+            text=f"vllm:num_requests_running 1\nvllm:generation_tokens_total {self.tokens}\n"
+        )
 
 
 @pytest.mark.usefixtures("idle_vllm")
@@ -327,7 +362,8 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("what", ["sick once", "stop listening once"])  # the latter keeps its old connections open
+# The latter keeps its old connections open.
+@pytest.mark.parametrize("what", ["sick once", "stop listening once"])
 async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
@@ -335,14 +371,20 @@ async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) ->
 
 
 @pytest.mark.slow
-async def test_a_request_that_times_out_shows_that_its_server_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_times_out_shows_that_its_server_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
     async with running(config(request_timeout=1.0)) as run:
         os.kill(engines()[0], signal.SIGSTOP)
         task = run.ask("hello")  # the kernel accepts its connection
         run.client._config.request_timeout = None  # for the next server, which may need longer
         assert (await task).text == f"{engines()[1]} says hello"
-        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (1, 1, 0)
+        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (
+            1,
+            1,
+            0,
+        )
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
@@ -370,10 +412,12 @@ async def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch
         assert run.servers.restarts == 3
 
 
-# replicas --------------------------------------------------------------------------------------------------------
+# replicas ----------------------------------------------------------------------------------------
 
 
-async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(policy: ChangePolicy) -> None:
+async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
+    policy: ChangePolicy,
+) -> None:
     policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
@@ -392,14 +436,18 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) ->
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
             if pid == engines()[0]:
-                await until_async(lambda: any("goes on without this server, with 1 of 2" in line for line in log))
+                await until_async(
+                    lambda: any("goes on without this server, with 1 of 2" in line for line in log)
+                )
                 await run.ask("still here")
         with pytest.raises(ServerDied):
             await run.watch()
 
 
 async def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
-    first = "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
+    first = (
+        "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
+    )
     (tmp_path / "engine.py").write_text(first + ENGINE)
     with pytest.raises(ServerStartFailed, match="second"):
         async with running(config(replicas=2)):
@@ -407,9 +455,10 @@ async def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -
     assert not any(is_alive(pid) for pid in engines())
 
 
-# several nodes ---------------------------------------------------------------------------------------------------
+# several nodes -----------------------------------------------------------------------------------
 
-# A vLLM in two parts that find each other on the master port. The first part hangs when the other one is lost.
+# A vLLM in two parts that find each other on the master port. The first part hangs when the other
+# one is lost.
 TWO_PART_VLLM = f"""#!{sys.executable}
 import asyncio, json, os, socket, sys, time
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
@@ -468,13 +517,19 @@ KEY, KEY_OF_TEST = "DATATROVE_CKPT_LINK_KEY", "known to both"
 
 
 def master_port() -> int:
-    """One that is free, and so is the next, until they are used: servers choose below 32768, the kernel below 61000."""
+    """One that is free, and so is the next, until they are used: servers choose below 32768, the
+    kernel below 61000.
+    """
     while True:
         port = secrets.choice(range(61_000, 65_000, 2))
         claim = socket.socket(socket.AF_UNIX)
         try:
-            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
-                claim.bind(f"\0datatrove-ckpt tests: port {port}")  # as no other session can, while this process lives
+            with (
+                socket.create_server(("127.0.0.1", port)),
+                socket.create_server(("127.0.0.1", port + 1)),
+            ):
+                # As no other session can, while this process lives.
+                claim.bind(f"\0datatrove-ckpt tests: port {port}")
         except OSError:
             claim.close()
         else:
@@ -499,7 +554,9 @@ class TwoNodes:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         with Path(f"node-{rank}.log").open("wb") as log:
             environment = {**os.environ, "DATATROVE_NODE_RANK": str(rank)}
-            return subprocess.Popen([sys.executable, "node.py"], env=environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                [sys.executable, "node.py"], env=environment, stdout=log, stderr=log
+            )
 
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
@@ -507,7 +564,10 @@ class TwoNodes:
             node.wait()
 
     def codes(self) -> list[int]:
-        """Exit codes of both nodes, which must end. No process of the engine may be left two minutes later."""
+        """Exit codes of both nodes, which must end.
+
+        No process of the engine may be left two minutes later.
+        """
         codes = [node.wait(timeout=400) for node in self.nodes]
         until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
         return codes
@@ -569,7 +629,9 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
 
 
 @pytest.mark.slow
-def test_nobody_without_the_key_can_end_a_task_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_without_the_key_can_end_a_task_of_several_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         port = json.loads(Path("job.json").read_text())["port"] + 1
@@ -599,7 +661,9 @@ asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 
 
 @pytest.mark.slow
-async def test_nodes_with_different_keys_do_not_serve_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nodes_with_different_keys_do_not_serve_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(KEY, "one")
     settings = InferenceConfig("vllm", "m", master_port=master_port())
     async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
@@ -623,7 +687,9 @@ async def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.Monke
         await asyncio.wait_for(start, 300)
 
 
-def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def make() -> str | None:
         pickled = pickle.dumps(InferenceConfig("vllm", "m"))
         key = os.environ.get(KEY)

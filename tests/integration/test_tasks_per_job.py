@@ -1,4 +1,5 @@
-"""Several tasks in one process of datatrove's Slurm executor (``tasks_per_job``): requeue, signals, time limit.
+"""Several tasks in one process of datatrove's Slurm executor (``tasks_per_job``): requeue, signals,
+time limit.
 
 tests/real/test_slurm.py has a real Slurm.
 """
@@ -27,7 +28,8 @@ from tests.patience import until_async
 from tests.processes import write_program
 
 TASKS = 3
-# A task of an array. The signal comes when the first rank that runs has ended and the next has not begun.
+# A task of an array. The signal comes when the first rank that runs has ended and the next has not
+# begun.
 TASK = """
 import os, sys, signal
 import datatrove.executor.base as base
@@ -63,18 +65,31 @@ async def ask(document, generate):
 
 @pytest.fixture
 def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The last task of array 17, whose own job number is 17, too. Slurm says of it what the file "record" holds."""
+    """The last task of array 17, whose own job number is 17, too.
+
+    Slurm says of it what the file "record" holds.
+    """
     for folder in ("input", "logs"):
         (tmp_path / folder).mkdir()
-    write_program(tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
+    write_program(
+        tmp_path / "tools/scontrol",
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n',
+    )
     (tmp_path / "record").write_text("here\n")  # the node list
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "my_rollout.py").write_text(ROLLOUT)
     (tmp_path / "logs/ranks_to_run.json").write_text(json.dumps(list(range(TASKS))))
     for rank in range(TASKS):
-        (tmp_path / f"input/{rank}.jsonl").write_text(json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n")
+        (tmp_path / f"input/{rank}.jsonl").write_text(
+            json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n"
+        )
     monkeypatch.setenv("PATH", f"{tmp_path}/tools:{os.environ['PATH']}")
-    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "0"), ("NODELIST", "here")):
+    for name, value in (
+        ("JOB_ID", "17"),
+        ("ARRAY_JOB_ID", "17"),
+        ("ARRAY_TASK_ID", "0"),
+        ("NODELIST", "here"),
+    ):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     return tmp_path
@@ -82,11 +97,15 @@ def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def attempt(folder: Path, server: FakeServer, *signals: str) -> int:
     argv = [sys.executable, "task.py", server.url, *signals]
-    return subprocess.run(argv, cwd=folder, capture_output=True, timeout=400, check=False).returncode
+    return subprocess.run(
+        argv, cwd=folder, capture_output=True, timeout=400, check=False
+    ).returncode
 
 
 def requeued(folder: Path) -> list[str]:
-    return [line for line in (folder / "asked").read_text().splitlines() if line.startswith("requeue")]
+    return [
+        line for line in (folder / "asked").read_text().splitlines() if line.startswith("requeue")
+    ]
 
 
 def completed(folder: Path) -> list[str]:
@@ -117,7 +136,7 @@ def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(
     assert completed(array) == ["00000"]
 
 
-# The time limit -------------------------------------------------------------------------------------------------------
+# The time limit ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

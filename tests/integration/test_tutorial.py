@@ -31,9 +31,14 @@ def write_files(page: str) -> None:
 
 def type_in(line: str, code: int = 0) -> str:
     """What a shell prints for it. It must end with this exit code."""
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+    }
     shell = ["bash", "-c", f"{line}\nexit $?"]
-    ended = subprocess.run(shell, env=environment, capture_output=True, text=True, preexec_fn=on_one_core)
+    ended = subprocess.run(
+        shell, env=environment, capture_output=True, text=True, preexec_fn=on_one_core
+    )
     assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout + ended.stderr
 
@@ -41,9 +46,14 @@ def type_in(line: str, code: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_runs_as_typed(here: Path) -> None:
-    """With a real model. The quick start before it has fewer documents here, and shorter answers."""
+    """With a real model. The quick start before it has fewer documents here, and shorter
+    answers.
+    """
     shutil.copytree(ROOT / "configs", "configs")
-    quickstart, documents = Path("configs/quickstart.yaml"), Path("configs/quickstart_documents.jsonl")
+    quickstart, documents = (
+        Path("configs/quickstart.yaml"),
+        Path("configs/quickstart_documents.jsonl"),
+    )
     assert "max_tokens: 160" in quickstart.read_text()
     quickstart.write_text(quickstart.read_text().replace("max_tokens: 160", "max_tokens: 5"))
     documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:8]))
@@ -54,11 +64,15 @@ def test_the_tutorial_runs_as_typed(here: Path) -> None:
     said = {line: type_in(line, ENDS_WITH.get(line, 0)) for line in lines}
     assert '-> "Give this text a title: {text}"' in said[REFUSED]
     for name, count in {"facts": 8, "titles": 8, "checked": 4}.items():
-        rows = [row for path in sorted(Path("runs", name, "output").iterdir()) for row in path.read_text().splitlines()]
+        rows = [
+            row
+            for path in sorted(Path("runs", name, "output").iterdir())
+            for row in path.read_text().splitlines()
+        ]
         assert len({json.loads(row)["id"] for row in rows}) == len(rows) == count
 
 
-# recipes --------------------------------------------------------------------------------------------------------------
+# recipes -----------------------------------------------------------------------------------------
 
 
 def headings() -> list[str]:
@@ -82,10 +96,14 @@ def here_instead(text: str, server: FakeServer) -> str:
 @pytest.mark.matrix
 @pytest.mark.parametrize("heading", [heading for heading in headings() if of(heading)])
 def test_a_recipe_runs_as_typed(here: Path, heading: str) -> None:
-    """In the situation of its heading: a run that is finished, or one that a failure has stopped."""
+    """In the situation of its heading: a run that is finished, or one that a failure has
+    stopped.
+    """
     lines = [line for block in of(heading) for line in block.lines]
     failures = [
-        status for word, status in (("--finished-from", 403), ("--retry-dead-letters", 400)) if word in str(lines)
+        status
+        for word, status in (("--finished-from", 403), ("--retry-dead-letters", 400))
+        if word in str(lines)
     ]
     for name in ("documents", "more_documents"):
         Path(name).mkdir()

@@ -1,4 +1,6 @@
-"""``generate.embed`` and its like, in runs: what each engine is asked, what comes back, what is kept."""
+"""``generate.embed`` and its like, in runs: what each engine is asked, what comes back, what is
+kept.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,19 @@ def vector_of(text: str) -> list[float]:
 
 def embeddings(payload: Payload) -> Payload:
     texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
-    data: list[Payload] = [{"index": at, "embedding": vector_of(text)} for at, text in enumerate(texts)]
+    data: list[Payload] = [
+        {"index": at, "embedding": vector_of(text)} for at, text in enumerate(texts)
+    ]
     if payload.get("encoding_format") == "base64":
         for row in data:
             row["embedding"] = b64encode(np.array(row["embedding"], "<f4").tobytes()).decode()
     tokens = sum(map(len, texts))
-    return {"id": "e", "created": 1, "data": data[::-1], "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    return {
+        "id": "e",
+        "created": 1,
+        "data": data[::-1],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
 
 
 def score_of(query: str, text: str) -> float:
@@ -44,7 +53,12 @@ def score_of(query: str, text: str) -> float:
 
 
 def scores(payload: Payload) -> Payload:
-    return {"data": [{"index": i, "score": score_of(payload["text_1"], t)} for i, t in enumerate(payload["text_2"])]}
+    return {
+        "data": [
+            {"index": i, "score": score_of(payload["text_1"], t)}
+            for i, t in enumerate(payload["text_2"])
+        ]
+    }
 
 
 def ranking(payload: Payload) -> Payload:
@@ -112,10 +126,22 @@ def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> Non
     ("call", "message"),
     [
         (lambda generate: generate.embed(7), "generate.embed takes texts, and not a int"),
-        (lambda generate: generate.embed(["a", None]), "generate.embed takes texts, and not a NoneType"),
-        (lambda generate: generate.classify(["a"]), "generate.classify takes texts, and not a list"),
-        (lambda generate: generate.score("a", "b"), "generate.score takes a list of texts, and not one text"),
-        (lambda generate: generate.classify("a", labels=["b"]), "has 1 labels, and the model has 2 classes"),
+        (
+            lambda generate: generate.embed(["a", None]),
+            "generate.embed takes texts, and not a NoneType",
+        ),
+        (
+            lambda generate: generate.classify(["a"]),
+            "generate.classify takes texts, and not a list",
+        ),
+        (
+            lambda generate: generate.score("a", "b"),
+            "generate.score takes a list of texts, and not one text",
+        ),
+        (
+            lambda generate: generate.classify("a", labels=["b"]),
+            "has 1 labels, and the model has 2 classes",
+        ),
     ],
 )
 def test_wrong_arguments_stop_the_rank_and_name_the_line(
@@ -141,7 +167,9 @@ def test_a_way_that_an_engine_lacks_stops_the_rank(
         return await generate.classify(document.text)
 
     engine_config(numbers, "llamacpp", monkeypatch)
-    with pytest.raises(ConfigError, match=r"has no generate\.classify; these have: vllm, sglang, .*, in "):
+    with pytest.raises(
+        ConfigError, match=r"has no generate\.classify; these have: vllm, sglang, .*, in "
+    ):
         runner(tmp_path, numbers, ask).run(documents(1))
     assert not numbers.payloads
 
@@ -149,7 +177,11 @@ def test_a_way_that_an_engine_lacks_stops_the_rank(
 def sglang_ranking(payload: Payload) -> Any:
     assert payload["return_documents"] is False
     return [
-        {"index": row["index"], "score": row["relevance_score"], "meta_info": {"prompt_tokens": 1, "id": "x"}}
+        {
+            "index": row["index"],
+            "score": row["relevance_score"],
+            "meta_info": {"prompt_tokens": 1, "id": "x"},
+        }
         for row in ranking(payload)["results"]
     ]
 
@@ -159,7 +191,9 @@ def test_each_engine_is_asked_in_its_form(
     numbers: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     async def ask(document: Document, generate: Any) -> object:
-        assert (await generate.embed(document.text)).tolist() == np.array(vector_of("text 0"), np.float32).tolist()
+        assert (await generate.embed(document.text)).tolist() == np.array(
+            vector_of("text 0"), np.float32
+        ).tolist()
         assert len(await generate.score(document.text, TEXTS)) == 3
         if name != "llamacpp":
             assert (await generate.classify(document.text)).label == "good"
@@ -177,14 +211,19 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
     async def ask(document: Document, generate: Any) -> object:
         vectors = await generate.embed([document.text, document.text, "other"])
         assert vectors[0].tolist() == vectors[1].tolist() != vectors[2].tolist()
-        assert (await generate.embed(document.text, encoding_format="float")).tolist() == vectors[0].tolist()
+        assert (await generate.embed(document.text, encoding_format="float")).tolist() == vectors[
+            0
+        ].tolist()
         fits = await generate.score(document.text, TEXTS)
         found = await generate.classify(document.text)
         return [vectors, fits, found, found.scores[found.label]]
 
     config = InferenceConfig(server_type="dummy", model_name_or_path="m", reuse_servers=False)
     for folder in (tmp_path / "a", tmp_path / "b"):
-        place = {"output_writer": writer(folder), "checkpoints_local_dir": str(folder / "checkpoints")}
+        place = {
+            "output_writer": writer(folder),
+            "checkpoints_local_dir": str(folder / "checkpoints"),
+        }
         InferenceRunner(ask, config, records_per_chunk=2, **place).run(documents(2))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
 
@@ -193,7 +232,9 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
 def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
     numbers: FakeServer, tmp_path: Path, adapted: bool
 ) -> None:
-    """Its shortest digits: 0.1, and not the 0.10000000149011612 of the double that is nearest to it."""
+    """Its shortest digits: 0.1, and not the 0.10000000149011612 of the double that is nearest to
+    it.
+    """
 
     async def ask(document: Document, generate: Any) -> object:
         document.metadata["deep"] = {"vectors": [np.array([0.1, 1e-45, 3.4028235e38], np.float32)]}
@@ -205,7 +246,10 @@ def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
     place = writer(tmp_path, adapter=adapter) if adapted else writer(tmp_path)
     runner(tmp_path, numbers, ask, output_writer=place).run(documents(1))
     line = (tmp_path / "output" / "00000_chunk_00000.jsonl").read_bytes()
-    assert b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e+38]]},"rollout_results":[[[1,2],[3,4]]]}' in line
+    assert (
+        b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e+38]]},"rollout_results":[[[1,2],[3,4]]]}'
+        in line
+    )
 
 
 @pytest.mark.parametrize("texts_per_request", [1, 2])
@@ -227,7 +271,9 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
 
     numbers.paths = {"/v1/embeddings": answer}
     config = {"max_concurrent_documents": 1, "texts_per_request": texts_per_request}
-    with pytest.raises(CkptError, match=r"a vector of 3 numbers, and before with one of 4, .* same command again"):
+    with pytest.raises(
+        CkptError, match=r"a vector of 3 numbers, and before with one of 4, .* same command again"
+    ):
         runner(tmp_path, numbers, ask, config=config).run(documents(2))
     others = False
     runner(tmp_path, numbers, ask, config=config).run(documents(2))
@@ -254,18 +300,32 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     assert budget.left == 8
 
 
-def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers: FakeServer, tmp_path: Path) -> None:
+def test_other_classes_than_before_stop_the_rank_and_are_not_kept(
+    numbers: FakeServer, tmp_path: Path
+) -> None:
     async def ask(document: Document, generate: Any) -> object:
         return await generate.classify(document.text)
 
     def answer(payload: Payload) -> Payload:
-        return {"data": [{"index": 0, "probs": [0.5, 0.25] + [0.25] * (others and payload["input"] == "text 1")}]}
+        return {
+            "data": [
+                {
+                    "index": 0,
+                    "probs": [0.5, 0.25] + [0.25] * (others and payload["input"] == "text 1"),
+                }
+            ]
+        }
 
     others = True
     numbers.paths = {"/classify": answer}
     config = {"max_concurrent_documents": 1}
-    with pytest.raises(CkptError, match="with probabilities of classes: 3 numbers, and before with 2, for the same"):
+    with pytest.raises(
+        CkptError, match="with probabilities of classes: 3 numbers, and before with 2, for the same"
+    ):
         runner(tmp_path, numbers, ask, config=config).run(documents(2))
     others = False
     runner(tmp_path, numbers, ask, config=config).run(documents(2))
-    assert [len(row["metadata"]["rollout_results"][0]["scores"]) for row in rows(tmp_path)] == [2, 2]
+    assert [len(row["metadata"]["rollout_results"][0]["scores"]) for row in rows(tmp_path)] == [
+        2,
+        2,
+    ]

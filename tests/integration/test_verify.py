@@ -1,4 +1,6 @@
-"""verify, repair and status: every kind of damage is found and named, and what can be fixed is, byte for byte."""
+"""verify, repair and status: every kind of damage is found and named, and what can be fixed is,
+byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from datatrove_ckpt.testing import (
     outputs,
 )
 from tests.commands import Printed
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk, assert_same_output_after_every_crash
+from tests.crash_points import (
+    CopyingDisk,
+    CopyingPowerLossDisk,
+    assert_same_output_after_every_crash,
+)
 from tests.jobs import documents, letters, rejects, runner, writer
 from tests.kept import edit
 from tests.patience import until_async
@@ -43,7 +49,9 @@ def server() -> Iterator[FakeServer]:
 
 
 def run(folder: Path, server: FakeServer) -> None:
-    """Two ranks of 7 documents each: chunks of 2, 2, 2 and 1, with dead letters in chunks 0 and 2."""
+    """Two ranks of 7 documents each: chunks of 2, 2, 2 and 1, with dead letters in chunks 0 and
+    2.
+    """
     server.asked.clear()
     step = runner(folder, server, skip_bad_requests=True)
     for rank in range(2):
@@ -52,7 +60,9 @@ def run(folder: Path, server: FakeServer) -> None:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Path:
-    """A job that was run once, and is put in place again for every test: run.json holds the output's full path."""
+    """A job that was run once, and is put in place again for every test: run.json holds the
+    output's full path.
+    """
     folder = tmp_path_factory.mktemp("kept")
     run(folder / "job", server)
     shutil.copytree(folder / "job", folder / "undamaged")
@@ -76,18 +86,24 @@ def chunk_file(folder: Path, chunk: int, rank: int = 0) -> Path:
     return folder / "output" / f"{rank:05d}_chunk_{chunk:05d}.jsonl"
 
 
-def edit_commits(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], rank: int = 0) -> None:
-    """Rewrites the commit log; ``change`` gives each line's new content, or None to leave it out."""
+def edit_commits(
+    folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], rank: int = 0
+) -> None:
+    """Rewrites the commit log; ``change`` gives each line's new content, or None to leave it
+    out.
+    """
     path = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
     changed = [change(orjson.loads(line.body)) for line in read_lines(path)]
-    path.write_bytes(b"".join(seal(orjson.dumps(content)) for content in changed if content is not None))
+    path.write_bytes(
+        b"".join(seal(orjson.dumps(content)) for content in changed if content is not None)
+    )
 
 
 def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
     edit(folder / "checkpoints" / f"{rank:05d}" / "run.json", **changes)
 
 
-# clean ---------------------------------------------------------------------------------------------------------------
+# clean -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--full",)])
@@ -117,16 +133,22 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     )
 
 
-def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path: Path, server: FakeServer, said: Said) -> None:
+def test_rows_of_a_class_of_the_users_own_are_not_counted(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
     def _write(self: Any, *arguments: Any) -> None:
         for _ in range(3):
             JsonlWriter._write(self, *arguments)
 
     own = type("JsonlWriter", (JsonlWriter,), {"_write": _write, "__module__": "jobs"})
     output = own(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    runner(tmp_path, server, output_writer=output).run([Document(f"a {i}", f"id {i}") for i in range(3)])
+    runner(tmp_path, server, output_writer=output).run(
+        [Document(f"a {i}", f"id {i}") for i in range(3)]
+    )
     text = said("verify", tmp_path, "--full")
-    assert text.endswith("(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n")
+    assert text.endswith(
+        "(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n"
+    )
 
 
 def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
@@ -137,7 +159,7 @@ def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
     said("verify", tmp_path)
 
 
-# damage --------------------------------------------------------------------------------------------------------------
+# damage ------------------------------------------------------------------------------------------
 
 
 def remove(job: Path) -> None:
@@ -150,8 +172,14 @@ def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
 
 MENDABLE = {
     "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
-    "truncated": (rewrite(lambda data: data[:-1]), "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has "),
-    "grown": (rewrite(lambda data: data + b"\n"), "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has "),
+    "truncated": (
+        rewrite(lambda data: data[:-1]),
+        "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has ",
+    ),
+    "grown": (
+        rewrite(lambda data: data + b"\n"),
+        "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has ",
+    ),
     "altered": (
         rewrite(lambda data: data.replace(b"answer", b"ANSWER", 1)),
         "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
@@ -179,7 +207,9 @@ def lose_a_commit(job: Path) -> None:
 
 
 def shift(job: Path, by: int) -> None:
-    edit_commits(job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)})
+    edit_commits(
+        job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)}
+    )
 
 
 def lose_a_dead_letter(job: Path) -> None:
@@ -198,7 +228,9 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "duplicate": (
         share_a_file,
-        ["rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."],
+        [
+            "rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."
+        ],
     ),
     "lost": (
         lose_a_commit,
@@ -207,8 +239,14 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
             "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
-    "lost inside": (lambda job: shift(job, 1), ["rank 0: no commit covers documents 4. Restore commits.jsonl"]),
-    "overlap": (lambda job: shift(job, -1), ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"]),
+    "lost inside": (
+        lambda job: shift(job, 1),
+        ["rank 0: no commit covers documents 4. Restore commits.jsonl"],
+    ),
+    "overlap": (
+        lambda job: shift(job, -1),
+        ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"],
+    ),
     "another version": (
         lambda job: edit_commits(job, lambda commit: commit | {"from": "the future"}),
         ["line 1: the line is whole, but no commit of this version of the program"],
@@ -227,13 +265,20 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "identity": (
         lambda job: edit_settings(
-            job, 1, model="other", accepted_changes=[{"field": "model", "old": "fake", "new": "a third"}]
+            job,
+            1,
+            model="other",
+            accepted_changes=[{"field": "model", "old": "fake", "new": "a third"}],
         ),
         ['rank 1: was run with settings that differ from rank 0: model: "fake" -> "other".'],
     ),
     "rank": (
         lambda job: shutil.rmtree(job / "checkpoints" / "00000"),
-        ["rank 0: ", "/00000 is missing: its checkpoint was removed", "00000_chunk_00002.jsonl is named by no commit"],
+        [
+            "rank 0: ",
+            "/00000 is missing: its checkpoint was removed",
+            "00000_chunk_00002.jsonl is named by no commit",
+        ],
     ),
     "one too many": (
         lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
@@ -241,7 +286,10 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "dead_letters": (
         lose_a_dead_letter,
-        ["rank 0, chunk 2: ", "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1."],
+        [
+            "rank 0, chunk 2: ",
+            "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1.",
+        ],
     ),
     "more dead letters": (
         lambda job: (job / "checkpoints" / "00000" / "dead_letters.jsonl").open("a").write("{}\n"),
@@ -256,7 +304,9 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("kind", OTHER_DAMAGE)
-def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job: Path, said: Said, kind: str) -> None:
+def test_damage_that_repair_cannot_fix_is_named_and_left_alone(
+    job: Path, said: Said, kind: str
+) -> None:
     damage, messages = OTHER_DAMAGE[kind]
     damage(job)
     text = said("verify", job, code=1)
@@ -281,13 +331,17 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
     assert "nothing that repair can do" in text
 
 
-# unfinished ----------------------------------------------------------------------------------------------------------
+# unfinished --------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: FakeServer, said: Said) -> None:
+def test_an_unfinished_run_is_3_and_lists_its_journals(
+    tmp_path: Path, server: FakeServer, said: Said
+) -> None:
     async def rollout(document: Document, generate: Any) -> Any:
         if document.id == "id 3":
-            await until_async(lambda: (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists())
+            await until_async(
+                lambda: (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists()
+            )
             raise RuntimeError("not yet")
         return True
 
@@ -296,7 +350,9 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path: Path, server: F
     text = said("verify", tmp_path, code=3)
     assert "rank 0, chunk 1: is not finished; its journal holds 1 document." in text
     assert "1 of 2 tasks has not started (task 1)." in text.splitlines()
-    assert text.splitlines()[-1].startswith("no problem, 2 things not finished: 1 rank, 2 documents")
+    assert text.splitlines()[-1].startswith(
+        "no problem, 2 things not finished: 1 rank, 2 documents"
+    )
 
 
 @pytest.mark.matrix
@@ -305,7 +361,9 @@ def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again
     tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch, is_new: bool
 ) -> None:
     def run(rank: int, number: int) -> None:
-        runner(tmp_path, server, skip_bad_requests=True).run(documents(number), rank=rank, world_size=2)
+        runner(tmp_path, server, skip_bad_requests=True).run(
+            documents(number), rank=rank, world_size=2
+        )
 
     def check(*arguments: Any, **options: Any) -> None:
         run(1, 4)
@@ -340,7 +398,9 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(
     """Of the prompt, or of the output's place: a finished rank keeps the settings that it had."""
     runner(tmp_path, server, metadata_key="first").run(documents(1), rank=0, world_size=2)
     (tmp_path / "output").rename(tmp_path / "moved")
-    moved = JsonlWriter(str(tmp_path / "moved"), "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+    moved = JsonlWriter(
+        str(tmp_path / "moved"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    )
     step = runner(tmp_path, server, metadata_key="second", output_writer=moved, accept_changes=True)
     step.run(documents(1), rank=1, world_size=2)
     said("verify", tmp_path, "--full")
@@ -362,7 +422,9 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
             for name, code in (("status", 0), ("verify", 3), ("repair", 0)):
                 seen[name] = await asyncio.to_thread(said, name, tmp_path, code=code)
             chunk_file(tmp_path, 0).unlink()
-            seen["repair of a lost file"] = await asyncio.to_thread(said, "repair", tmp_path, code=1)
+            seen["repair of a lost file"] = await asyncio.to_thread(
+                said, "repair", tmp_path, code=1
+            )
         return True
 
     with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
@@ -375,7 +437,7 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
     said("verify", tmp_path, code=1)
 
 
-# json ----------------------------------------------------------------------------------------------------------------
+# json --------------------------------------------------------------------------------------------
 
 
 def test_verify_as_json(job: Path, said: Said) -> None:
@@ -395,7 +457,7 @@ def test_verify_as_json(job: Path, said: Said) -> None:
     assert found["unfinished"] == []
 
 
-# repair --------------------------------------------------------------------------------------------------------------
+# repair ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", MENDABLE)
@@ -437,7 +499,9 @@ def test_dead_letters_of_repaired_chunks_are_there_once(
     assert text.count("1 dead letter among them") == len({0, 2} & set(chunks))
     said("verify", job, code=3)
     run(job, server)
-    assert set(server.asked) == {f"text {ordinal}" for c in chunks for ordinal in (2 * c, 2 * c + 1) if ordinal < 7}
+    assert set(server.asked) == {
+        f"text {ordinal}" for c in chunks for ordinal in (2 * c, 2 * c + 1) if ordinal < 7
+    }
     assert outputs(job / "output") == undamaged
     said("verify", job, "--full")
     assert sorted(letter["ordinal"] for letter in letters(job)) == [1, 4]
@@ -463,15 +527,21 @@ def damaged(ram: Path, server: FakeServer, said: Said, request: pytest.FixtureRe
     return folder
 
 
-def crashes(repair: Callable[[], Any], folder: Path, disk_type: type[CopyingDisk], points: list[str]) -> Iterator[str]:
-    """Crashes a repair at each of its effects; puts every folder that this may leave behind in place, once."""
+def crashes(
+    repair: Callable[[], Any], folder: Path, disk_type: type[CopyingDisk], points: list[str]
+) -> Iterator[str]:
+    """Crashes a repair at each of its effects; puts every folder that this may leave behind in
+    place, once.
+    """
     disk = disk_type(folder, disk_type is CopyingDisk)
     with disk_in_place(disk):
         repair()
     points.extend(disk.points)
     seen: list[dict[str, bytes]] = []
     for _, crash in disk.left():
-        state = {name: content for name, content in outputs(folder).items() if "run.json" not in name}
+        state = {
+            name: content for name, content in outputs(folder).items() if "run.json" not in name
+        }
         if state not in seen:
             seen.append(state)
             yield crash
@@ -502,7 +572,9 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
             marker.touch()
 
     points: list[str] = []
-    for point in crashes(lambda: said("repair", damaged, *options, code=None), damaged, disk_type, points):
+    for point in crashes(
+        lambda: said("repair", damaged, *options, code=None), damaged, disk_type, points
+    ):
         assert said("verify", damaged, code=None).code in (1, 3), f"{point}: not seen"
         if run_first:
             try:
@@ -515,15 +587,24 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
         assert outputs(damaged / "output") == undamaged, point
         said("verify", damaged, "--full")
         assert sorted(letter["ordinal"] for letter in letters(damaged)) == [1, 4], point
-    effects = ("remove 00000", "remove 00000_chunk_00000.jsonl", "remove 00000.txt", "rename commits.jsonl")
+    effects = (
+        "remove 00000",
+        "remove 00000_chunk_00000.jsonl",
+        "remove 00000.txt",
+        "rename commits.jsonl",
+    )
     order = [points.index(effect) for effect in effects]
-    assert order == sorted(order), "the marker first, then the output, then what names the commits, then the commits"
+    assert order == sorted(order), (
+        "the marker first, then the output, then what names the commits, then the commits"
+    )
     assert {"truncate dead_letters.jsonl", "rename dead_letters.jsonl"} & {*points}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"])
+@pytest.mark.parametrize(
+    "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
+)
 def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
     damaged: Path, server: FakeServer, said: Said, disk_type: type[CopyingDisk]
 ) -> None:
@@ -548,9 +629,16 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Sai
 @pytest.mark.matrix
 @pytest.mark.parametrize("left", ["journal", "cache"])
 def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
-    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, left: str
+    job: Path,
+    server: FakeServer,
+    said: Said,
+    undamaged: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    left: str,
 ) -> None:
-    """A crash after a commit leaves the journal and the answers, or, a moment later, the answers."""
+    """A crash after a commit leaves the journal and the answers, or, a moment later, the
+    answers.
+    """
     shutil.rmtree(job)
     with monkeypatch.context() as patch:
         if left == "journal":
@@ -575,7 +663,9 @@ def move_letters(job: Path) -> None:
     chunk_file(job, 0).unlink()
 
 
-def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job: Path, tmp_path: Path, said: Said) -> None:
+def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
+    job: Path, tmp_path: Path, said: Said
+) -> None:
     markers = [tmp_path / "logs" / "completions" / f"{rank:05d}" for rank in range(2)]
     markers[0].parent.mkdir(parents=True)
     for marker in markers:
@@ -590,7 +680,10 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job: Pat
     ("damage", "says"),
     [
         (move_letters, "rank 0, chunk 0: cannot be redone: its dead letters are damaged in"),
-        (None, "not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew"),
+        (
+            None,
+            "not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew",
+        ),
     ],
 )
 def test_what_cannot_be_redone_is_left_alone(
@@ -608,7 +701,7 @@ def test_what_cannot_be_redone_is_left_alone(
     assert outputs(job) == before
 
 
-# with datatrove ------------------------------------------------------------------------------------------------------
+# with datatrove ----------------------------------------------------------------------------------
 
 
 def retry(folder: Path, server: FakeServer) -> None:
@@ -630,30 +723,43 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         retried = job / "output" / "00001_chunk_retry1_00000.jsonl"
         retried.unlink()
         text = said("verify", job, code=1)
-        assert text.startswith("retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing.")
+        assert text.startswith(
+            "retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing."
+        )
         assert "retries    4 dead letters retried, 4 of them written" in said("status", job)
-        assert "Run the pipeline again to process these chunks, as a retry of dead letters." in said("repair", job)
+        assert (
+            "Run the pipeline again to process these chunks, as a retry of dead letters."
+            in said("repair", job)
+        )
         retry(job, mended)
     assert outputs(job / "output") == made
     said("verify", job, "--full")
     (job / "checkpoints" / "00000" / "commits.jsonl").write_bytes(b"x\n" * 2)
     known = "9 documents (9 written, 0 dropped, 0 dead"  # what rank 1 and the retries have
     assert known in said("verify", job, code=1)
-    assert "  documents  9 done: 9 written in 6 chunks, 0 dropped, 0 dead\n" in said("status", job, code=1)
+    assert "  documents  9 done: 9 written in 6 chunks, 0 dropped, 0 dead\n" in said(
+        "status", job, code=1
+    )
 
 
-# names ---------------------------------------------------------------------------------------------------------------
+# names -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("template", "name", "found"),
     [
         ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_00007.jsonl", ("00003", "00007")),
-        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_retry2_00007.jsonl", ("00003", "retry2_00007")),
+        (
+            "${rank}_chunk_${chunk_index}.jsonl",
+            "00003_chunk_retry2_00007.jsonl",
+            ("00003", "retry2_00007"),
+        ),
         ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_7.jsonl", None),
         ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/002_00007.jsonl.gz", ("00003", "00007")),
     ],
 )
-def test_a_file_is_known_by_its_name(template: str, name: str, found: tuple[str, str] | None) -> None:
+def test_a_file_is_known_by_its_name(
+    template: str, name: str, found: tuple[str, str] | None
+) -> None:
     match = output_pattern(template).fullmatch(name)
     assert (match and (match["rank"], match["chunk_index"])) == found

@@ -1,4 +1,6 @@
-"""Warm servers: a rank takes over the running servers of the rank before, and no server outlives its process."""
+"""Warm servers: a rank takes over the running servers of the rank before, and no server outlives
+its process.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,19 @@ def runner(folder: str = "job", rollout: Any = jobs.ask, **settings: Any) -> Inf
     if settings["server_type"] == "custom":
         settings.setdefault("model_kwargs", {"server_script": "engine.py"})
     config = InferenceConfig(model_name_or_path="m", **settings)
-    # Absolute, because fsspec keeps one file system for equal paths, and each test has another working directory.
-    writer, checkpoints = jobs.writer(Path(folder).absolute()), str(Path(folder, "checkpoints").absolute())
+    # Absolute, because fsspec keeps one file system for equal paths, and each test has another
+    # working directory.
+    writer, checkpoints = (
+        jobs.writer(Path(folder).absolute()),
+        str(Path(folder, "checkpoints").absolute()),
+    )
     return InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints)
 
 
 def run(rank: int, *texts: str, **settings: Any) -> None:
-    documents = [Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))]
+    documents = [
+        Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))
+    ]
     runner(**settings).run(documents, rank, 9)
 
 
@@ -70,7 +78,10 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log:
     assert len(engines()) == 1
     path = Path("logs/server_rank_00003.log")
     for rank in (7, 8):
-        assert f"DEBUG Rank {rank} takes over the server that rank 3 started (log {path.absolute()}).\n" in log
+        assert (
+            f"DEBUG Rank {rank} takes over the server that rank 3 started (log {path.absolute()}).\n"
+            in log
+        )
     for rank in (3, 7, 8):
         run(rank, folder="cold", reuse_servers=False)
     assert len(engines()) == 4
@@ -102,7 +113,9 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     run(1)
     assert len(engines()) == 2
     assert running() == engines()[1:]
-    (line,) = [line for line in log if "Rank 1 cannot take over the server that rank 0 started" in line]
+    (line,) = [
+        line for line in log if "Rank 1 cannot take over the server that rank 0 started" in line
+    ]
     what = "has ended" if number == signal.SIGKILL else "does not answer"
     assert line.startswith("WARNING")
     assert line.endswith(f"it {what}. It is started anew.\n")
@@ -154,7 +167,10 @@ def change_environment() -> dict[str, Any]:
     ],
 )
 def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
-    change: Callable[[], dict[str, Any]], is_other: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[], dict[str, Any]],
+    is_other: bool,
+    log: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("SOME_SWITCH_OF_AN_ENGINE", raising=False)
     run(0)
@@ -163,9 +179,14 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     if not is_other:
         assert len(engines()) == 1
         return
-    assert set(lines("alive")[:2]) == {"0"}, "the new server started while the old one held its GPUs"
+    assert set(lines("alive")[:2]) == {"0"}, (
+        "the new server started while the old one held its GPUs"
+    )
     assert not is_alive(engines()[0])
-    assert any("Rank 1 needs other servers than the server of rank 0, which is stopped." in line for line in log)
+    assert any(
+        "Rank 1 needs other servers than the server of rank 0, which is stopped." in line
+        for line in log
+    )
 
 
 @pytest.mark.slow
@@ -189,7 +210,7 @@ def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
     assert key.reveal().encode() not in pickle.dumps(step)
 
 
-# the end of the process -------------------------------------------------------------------------------------------
+# the end of the process --------------------------------------------------------------------------
 
 JOB = """
 import os, signal, sys, tempfile, time
@@ -218,7 +239,9 @@ ENDS = {
 
 def job(end: str) -> subprocess.Popen[str]:
     Path("job.py").write_text(JOB.format(root=str(Path(__file__).parents[2]), end=end))
-    return subprocess.Popen([sys.executable, "job.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "job.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.slow
@@ -237,7 +260,9 @@ def test_a_process_that_ends_normally_has_ended_its_servers_first(end: str) -> N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int) -> None:
     # Not one long sleep: a signal that comes just before it would be handled after it only.
-    with job("two_ranks(); print('between', flush=True); [time.sleep(0.1) for _ in range(6000)]") as process:
+    with job(
+        "two_ranks(); print('between', flush=True); [time.sleep(0.1) for _ in range(6000)]"
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "between\n"
         (engine,) = running()
@@ -274,7 +299,7 @@ def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent() -> None:
         os.close(write)
 
 
-# executors --------------------------------------------------------------------------------------------------------
+# executors ---------------------------------------------------------------------------------------
 
 
 def steps(folder: str, tasks: int, **settings: Any) -> list[Any]:
@@ -293,8 +318,12 @@ def run_local(executor: Any, folder: str, tasks: int, workers: int, **settings: 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("workers", [2, 1])
-@pytest.mark.parametrize("executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"])
-def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(executor: Any, workers: int) -> None:
+@pytest.mark.parametrize(
+    "executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"]
+)
+def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(
+    executor: Any, workers: int
+) -> None:
     run_local(executor, "job", 4, workers)
     if executor is LocalPipelineExecutor:
         assert not running()

@@ -1,4 +1,6 @@
-"""``verify`` and ``repair`` take what ``status`` takes: a folder, its mirror, the YAML file of the run."""
+"""``verify`` and ``repair`` take what ``status`` takes: a folder, its mirror, the YAML file of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,17 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     text = command("verify", mirrored.remote, code=1)
     assert text.startswith("rank 0, chunk 1: 00000_chunk_00001.jsonl is missing.")
     assert f"datatrove-ckpt repair {mirrored.remote}" in text
-    assert json.loads(command("verify", mirrored.remote, "--json", code=1))["checkpoints"] == mirrored.remote
+    assert (
+        json.loads(command("verify", mirrored.remote, "--json", code=1))["checkpoints"]
+        == mirrored.remote
+    )
     command("repair", mirrored.remote, "--dry-run")
     command("verify", mirrored.remote, code=1)
     text = command("repair", mirrored.remote)
     assert "datatrove-ckpt-" not in text  # no name of a temporary folder
-    assert text.startswith("rank 0, chunk 1: take back its commit, to have 3 documents processed again")
+    assert text.startswith(
+        "rank 0, chunk 1: take back its commit, to have 3 documents processed again"
+    )
     text = command("verify", mirrored.remote, code=3)
     assert text.startswith("rank 0: is not finished: the run is active, or must be run again.\n")
     mirrored.run(server)
@@ -54,7 +61,9 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
 
 
 @pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(tmp_path: Path, command: Command, server: FakeServer) -> None:
+def test_answers_on_a_mirror_survive_a_repair(
+    tmp_path: Path, command: Command, server: FakeServer
+) -> None:
     job, asked = Job(tmp_path), itertools.count(1)
 
     def until_committed() -> None:
@@ -90,7 +99,9 @@ def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
     assert outputs(tmp_path / "output") == expected
 
 
-def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, command: Command) -> None:
+def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(
+    mirrored: Job, command: Command
+) -> None:
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     versions = Versions(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
@@ -98,8 +109,12 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored: Job, com
     line = Start(at=time.time(), attempt=99, host="node7", pid=42).to_line()
     parts = [versions.put_object(f"{newest.nonce}-999999", line)]
     running = Manifest(manifest.run, {**manifest.files, "history.jsonl": parts}, [], False)
-    versions.write_manifest(Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z")
-    assert "error: rank 0: pid 42 on node7 works on this rank" in command("repair", mirrored.remote, code=1)
+    versions.write_manifest(
+        Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z"
+    )
+    assert "error: rank 0: pid 42 on node7 works on this rank" in command(
+        "repair", mirrored.remote, code=1
+    )
     command("verify", mirrored.remote, code=1)  # as it was
 
 
@@ -114,7 +129,9 @@ def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
     assert f"{MIRROR_KEY_VARIABLE} is not set" in command("repair", job.remote, code=2)
 
 
-def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here: Path, server: FakeServer, command: Command) -> None:
+def test_the_yaml_file_of_a_run_is_enough_to_repair_it(
+    here: Path, server: FakeServer, command: Command
+) -> None:
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
     command("run", "job.yaml")
     expected = outputs(here / "output")

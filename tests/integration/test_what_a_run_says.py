@@ -1,4 +1,6 @@
-"""What a run says about itself: where it resumes, who waits for whom, what has failed and where, what was checked."""
+"""What a run says about itself: where it resumes, who waits for whom, what has failed and where,
+what was checked.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,17 @@ async def fails_at_the_third(document: Document, generate: Any) -> Any:
     return answer
 
 
-def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_a_resume_says_what_is_done_and_which_answers_wait(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(documents(8))
+        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(
+            documents(8)
+        )
     with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(documents(8))
+        runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(
+            documents(8)
+        )
     (said,) = [line for line in log if "Resuming" in line]
     assert "Resuming: 2 documents are done (0 in output files), 1 answer waits." in said
 
@@ -133,17 +141,39 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     ("line", "code", "said"),
     [
         ("answer.text", 0, "0 dead letters), for 3 requests "),
-        ("return generate({}).text", 1, "has no attribute 'text' (was `await` forgotten, as in `await generate"),
-        ("return {'answer': generate({})}", 1, "of type coroutine (was `await` forgotten, as in `await generate"),
-        ("return document", 1, "rollout ask returned the document itself. Return what is to be added to it"),
+        (
+            "return generate({}).text",
+            1,
+            "has no attribute 'text' (was `await` forgotten, as in `await generate",
+        ),
+        (
+            "return {'answer': generate({})}",
+            1,
+            "of type coroutine (was `await` forgotten, as in `await generate",
+        ),
+        (
+            "return document",
+            1,
+            "rollout ask returned the document itself. Return what is to be added to it",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
-    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, line: str, code: int, said: str
+    here: Path,
+    server: FakeServer,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    code: int,
+    said: str,
 ) -> None:
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"])
-    ask = "    answer = await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
+    write_job(
+        here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"]
+    )
+    ask = (
+        "    answer = await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
+    )
     (here / "forgets.py").write_text(f"async def ask(document, generate):\n{ask}    {line}\n")
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "forgets", raising=False)
@@ -154,21 +184,30 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     assert code or "or a return missing?" in last
 
 
-def test_tasks_without_documents_are_counted_once(here: Path, server: FakeServer, command: Command) -> None:
+def test_tasks_without_documents_are_counted_once(
+    here: Path, server: FakeServer, command: Command
+) -> None:
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3), ["a"])
     said = command("run", "job.yaml")
     assert " 2 of 3 tasks had no documents. " in said.out.splitlines()[-1]
     assert "No files found" not in said
 
 
-def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here: Path, command: Command) -> None:
+def test_a_second_run_names_the_command_to_stop_and_not_its_worker(
+    here: Path, command: Command
+) -> None:
     with FakeServer(hold_after=1) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")
         words = ["run", "job.yaml", "--executor.workers=2"]
-        script = "import sys; from datatrove_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        script = (
+            "import sys; from datatrove_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        )
         first = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)
         until(lambda: len(server.payloads) == 6)
-        assert f"pid {first.pid} on {os.uname().nodename} holds " in command("run", "job.yaml", code=1).error
+        assert (
+            f"pid {first.pid} on {os.uname().nodename} holds "
+            in command("run", "job.yaml", code=1).error
+        )
         server.release()
         assert first.wait() == 0
 
@@ -205,7 +244,9 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here: Path, comman
         return None
 
     with FakeServer(status=status) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)])
+        write_job(
+            here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)]
+        )
         with (here / "input" / "0.jsonl").open("a") as file:
             file.write("\nno JSON\n")
         command("run", "job.yaml", code=1)

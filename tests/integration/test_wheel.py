@@ -1,6 +1,8 @@
-"""The package as users install it, from a wheel: with programs that start by path, and files that are no modules.
+"""The package as users install it, from a wheel: with programs that start by path, and files that
+are no modules.
 
-An editable install, which all other tests use, finds every file of the checkout, in the wheel or not.
+An editable install, which all other tests use, finds every file of the checkout, in the wheel or
+not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command of a pip: this environment's or, if it has none (uv makes such ones), a fresh environment's."""
+    """The command of a pip: this environment's or, if it has none (uv makes such ones), a fresh
+    environment's.
+    """
     if find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     folder = tmp_path_factory.mktemp("pip")
@@ -30,15 +34,32 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, pip: list[str]) -> Path:
-    """A folder with nothing but the installed wheel, which was built from a copy without any leftovers of builds."""
+    """A folder with nothing but the installed wheel, which was built from a copy without any
+    leftovers of builds.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "datatrove_ckpt", source / "datatrove_ckpt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "datatrove_ckpt",
+        source / "datatrove_ckpt",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(source)], folder)
     (wheel,) = folder.glob("*.whl")
-    run([*pip, "install", "--no-deps", "--no-compile", "--target", str(folder / "target"), str(wheel)], folder)
+    run(
+        [
+            *pip,
+            "install",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(folder / "target"),
+            str(wheel),
+        ],
+        folder,
+    )
     return folder / "target"
 
 

@@ -13,7 +13,13 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, ServerRefused
-from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, RetryableError, as_asked, way_to
+from datatrove_ckpt.inference.client.answers import (
+    CHAT,
+    COMPLETIONS,
+    RetryableError,
+    as_asked,
+    way_to,
+)
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
@@ -32,14 +38,20 @@ def whole(server: FakeServer) -> FakeServer:
 
 
 async def ask_whole(document: Document, generate: Any) -> object:
-    result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
+    result: InferenceResult = await generate(
+        {"messages": [{"role": "user", "content": document.text}], **QUESTION}
+    )
     assert result.response_id == "fake"
     assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
     assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
-    return await generate({"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION})
+    return await generate(
+        {"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION}
+    )
 
 
-def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole: FakeServer, tmp_path: Path) -> None:
+def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(
+    whole: FakeServer, tmp_path: Path
+) -> None:
     runner(tmp_path / "other", whole, ask_whole).run(documents(3))
     refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
@@ -54,8 +66,15 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
 
 def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
     async def ask(document: Document, generate: Any) -> InferenceResult:
-        result: InferenceResult = await generate({"messages": [{"role": "user", "content": document.text}]})
-        assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == ("fake", (), (), None)
+        result: InferenceResult = await generate(
+            {"messages": [{"role": "user", "content": document.text}]}
+        )
+        assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == (
+            "fake",
+            (),
+            (),
+            None,
+        )
         return result
 
     runner(tmp_path, server, ask).run(documents(2))
@@ -68,7 +87,12 @@ async def ask_other_paths(document: Document, generate: Any) -> object:
     """The same payload to two paths, and a completion, which alone has defaults and a seed."""
     payload = {"input": document.text}
     first = await generate(payload, path="/v1/embeddings")
-    assert (first.text, first.finish_reason, first.response_id, first.usage) == ("", "stop", "e1", {"prompt_tokens": 3})
+    assert (first.text, first.finish_reason, first.response_id, first.usage) == (
+        "",
+        "stop",
+        "e1",
+        {"prompt_tokens": 3},
+    )
     second = await generate(payload, path="/tokenize")
     chat = {"messages": [{"role": "user", "content": document.text}]}
     third = await generate(chat, path="/v1/chat/completions")
@@ -76,11 +100,27 @@ async def ask_other_paths(document: Document, generate: Any) -> object:
     return [first, second.answer, third.text]
 
 
-def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer, tmp_path: Path) -> None:
-    answer = {"id": "e1", "created": 5, "data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
-    server.paths = {"/v1/embeddings": lambda payload: answer, "/tokenize": lambda payload: {"tokens": [1, 2]}}
-    config = {"max_concurrent_documents": 1, "default_generation_params": {"temperature": 0.5}, "seed": 1}
-    server._answer = lambda payload, times: f"at {payload['temperature']}, seeded: {'seed' in payload}"
+def test_any_path_of_the_server_is_cached_by_path_and_payload(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    answer = {
+        "id": "e1",
+        "created": 5,
+        "data": [{"embedding": [0.5, 1]}],
+        "usage": {"prompt_tokens": 3},
+    }
+    server.paths = {
+        "/v1/embeddings": lambda payload: answer,
+        "/tokenize": lambda payload: {"tokens": [1, 2]},
+    }
+    config = {
+        "max_concurrent_documents": 1,
+        "default_generation_params": {"temperature": 0.5},
+        "seed": 1,
+    }
+    server._answer = lambda payload, times: (
+        f"at {payload['temperature']}, seeded: {'seed' in payload}"
+    )
     runner(tmp_path / "other", server, ask_other_paths, config=config).run(documents(2))
     assert len(server.payloads) == 8
     others = [payload for payload in server.payloads if "input" in payload]
@@ -88,7 +128,10 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server: FakeServer
     refused = in_pieces(tmp_path, server, ask_other_paths, number=2, config=config)
     assert rows(tmp_path) == rows(tmp_path / "other")
     (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
-    assert results[0]["answer"] == {"data": [{"embedding": [0.5, 1]}], "usage": {"prompt_tokens": 3}}
+    assert results[0]["answer"] == {
+        "data": [{"embedding": [0.5, 1]}],
+        "usage": {"prompt_tokens": 3},
+    }
     assert results[1:] == [{"tokens": [1, 2]}, "at 0.5, seeded: True"]
     assert len(server.payloads) == 8 + 8 + refused
 
@@ -103,15 +146,21 @@ def test_a_path_without_its_slash_is_refused(server: FakeServer, tmp_path: Path,
     assert not server.payloads
 
 
-def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server: FakeServer, tmp_path: Path) -> None:
+def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(
+    server: FakeServer, tmp_path: Path
+) -> None:
     async def ask(document: Document, generate: Any) -> object:
         return await generate({"input": document.text}, path="/v1/embeddings")
 
-    with pytest.raises(ServerRefused, match=r"/v1/embeddings answered HTTP 404 .* have the path /v1/embeddings:"):
+    with pytest.raises(
+        ServerRefused, match=r"/v1/embeddings answered HTTP 404 .* have the path /v1/embeddings:"
+    ):
         runner(tmp_path, server, ask).run(documents(1))
     server.paths = {"/v1/embeddings": lambda payload: {}}
     server._status, server.error = lambda payload, times: 404, "The model `fake` does not exist."
-    with pytest.raises(ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"):
+    with pytest.raises(
+        ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"
+    ):
         runner(tmp_path, server, ask).run(documents(1))
 
 
@@ -132,15 +181,21 @@ def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_pat
         row["id"]: row["metadata"]["rollout_results"][0]
         for row in pyarrow.parquet.read_table(tmp_path / "output").to_pylist()
     }
-    assert found["id 1"]["tool_calls"] is found["id 1"]["logprobs"] is found["id 1"]["choices"] is None
+    assert (
+        found["id 1"]["tool_calls"] is found["id 1"]["logprobs"] is found["id 1"]["choices"] is None
+    )
     assert found["id 1"]["text"]
     assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
     assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5
 
 
 @pytest.mark.parametrize("order", ["called", "chosen", "certain", "refused"])
-def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(server: FakeServer, tmp_path: Path, order: str) -> None:
-    """Each document is a chunk, and has another part of a whole answer; which one is the first makes no difference."""
+def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(
+    server: FakeServer, tmp_path: Path, order: str
+) -> None:
+    """Each document is a chunk, and has another part of a whole answer; which one is the first
+    makes no difference.
+    """
     import pyarrow.dataset
     import pyarrow.parquet
 
@@ -149,18 +204,33 @@ def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(server: FakeServ
 
     async def ask(document: Document, generate: Any) -> object:
         kind = kinds[int(document.id[-1])]
-        server.message = {"tool_calls": [CALL]} if kind == "called" else {"refusal": "no"} if kind == "refused" else {}
+        server.message = (
+            {"tool_calls": [CALL]}
+            if kind == "called"
+            else {"refusal": "no"}
+            if kind == "refused"
+            else {}
+        )
         server.logprobs = LOGPROBS if kind == "certain" else None
-        return await generate({"messages": [{"role": "user", "content": document.text}], "n": 1 + (kind == "chosen")})
+        return await generate(
+            {"messages": [{"role": "user", "content": document.text}], "n": 1 + (kind == "chosen")}
+        )
 
     writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
     config = {"max_concurrent_documents": 1}
-    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(documents(4))
+    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(
+        documents(4)
+    )
     files = sorted((tmp_path / "output").iterdir())
-    types = [pyarrow.parquet.read_schema(file).remove_metadata().field("metadata").type for file in files]
+    types = [
+        pyarrow.parquet.read_schema(file).remove_metadata().field("metadata").type for file in files
+    ]
     assert all(str(kind) == str(types[0]) for kind in types)
     assert len(files) == 4
-    found = [row["metadata"]["rollout_results"][0] for row in pyarrow.dataset.dataset(files).to_table().to_pylist()]
+    found = [
+        row["metadata"]["rollout_results"][0]
+        for row in pyarrow.dataset.dataset(files).to_table().to_pylist()
+    ]
     for kind, result in zip(kinds, found, strict=False):
         assert result["tool_calls"] == ([CALL] if kind == "called" else [])
         assert len(result["choices"]) == {"chosen": 2, "refused": 1}.get(kind, 0)
@@ -171,8 +241,12 @@ def test_a_field_that_the_given_schema_lacks_is_named(whole: FakeServer, tmp_pat
     import pyarrow as pa
 
     result = pa.struct([(name, pa.string()) for name in ("text", "finish_reason", "reasoning")])
-    schema = pa.schema([("id", pa.string()), ("metadata", pa.struct([("rollout_results", pa.list_(result))]))])
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet", schema=schema)
+    schema = pa.schema(
+        [("id", pa.string()), ("metadata", pa.struct([("rollout_results", pa.list_(result))]))]
+    )
+    writer = ParquetWriter(
+        str(tmp_path / "output"), "${rank}_${chunk_index}.parquet", schema=schema
+    )
     with pytest.raises(OutputFailed) as failed:
         runner(tmp_path, whole, ask_whole, output_writer=writer).run(documents(1))
     said = r"results\[\]\.(\w+)' is .* missing in the writer's schema\. Give ParquetWriter a schema that fits"
@@ -180,7 +254,13 @@ def test_a_field_that_the_given_schema_lacks_is_named(whole: FakeServer, tmp_pat
 
 
 def _with_choices(*choices: dict[str, Any]) -> bytes:
-    return orjson.dumps({"choices": [{"message": {"content": "a"}, "finish_reason": "stop", **one} for one in choices]})
+    return orjson.dumps(
+        {
+            "choices": [
+                {"message": {"content": "a"}, "finish_reason": "stop", **one} for one in choices
+            ]
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +276,9 @@ def _with_choices(*choices: dict[str, Any]) -> bytes:
         ([{"index": 0}, {"index": 1, "error": "overloaded"}], "overloaded"),
     ],
 )
-def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, Any]], error: str | None) -> None:
+def test_several_choices_are_those_that_were_asked_for(
+    choices: list[dict[str, Any]], error: str | None
+) -> None:
     parse = as_asked(CHAT, {"n": 2}).parse
     if error is None:
         assert len(parse(_with_choices(*choices)).choices) == 2
@@ -207,7 +289,9 @@ def test_several_choices_are_those_that_were_asked_for(choices: list[dict[str, A
 
 
 def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
-    found = as_asked(CHAT, {"n": 2}).parse(_with_choices({"index": 0}, {"index": 1, "finish_reason": None}))
+    found = as_asked(CHAT, {"n": 2}).parse(
+        _with_choices({"index": 0}, {"index": 1, "finish_reason": None})
+    )
     assert found.finish_reason is None
 
 
@@ -218,7 +302,8 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
     async def ask(document: Document, generate: Any) -> object:
         zeros = await generate.embed(document.text)
         result = await generate(
-            {"messages": [{"role": "user", "content": document.text}], "n": 3}, path="/v1/chat/completions"
+            {"messages": [{"role": "user", "content": document.text}], "n": 3},
+            path="/v1/chat/completions",
         )
         return [result, zeros]
 
@@ -229,11 +314,18 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
     }
     choices = [{**one, "index": index} for index, one in enumerate([good, bad, good])]
     server.paths = {
-        "/v1/chat/completions": lambda payload: {"choices": choices, "usage": {"completion_tokens": 3}},
-        "/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.0] * 2 if last else [0.0, 1.0]}]},
+        "/v1/chat/completions": lambda payload: {
+            "choices": choices,
+            "usage": {"completion_tokens": 3},
+        },
+        "/v1/embeddings": lambda payload: {
+            "data": [{"index": 0, "embedding": [0.0] * 2 if last else [0.0, 1.0]}]
+        },
     }
     runner(tmp_path, server, ask).run(documents(1))
-    counts = read_run_state(Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])).together.counts
+    counts = read_run_state(
+        Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    ).together.counts
     expected = {"cut_off": 0, "empty": 0, **last}
     assert counts.answers == 2
     assert (counts.cut_off, counts.empty) == (expected["cut_off"], expected["empty"] + bool(last))
@@ -253,15 +345,28 @@ def test_a_refusal_is_kept_with_its_choice() -> None:
     ("content", "text", "reasoning"),
     [
         (
-            [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "so"}],
+            [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "so"},
+            ],
             "so",
             "hm",
         ),
-        ([{"type": "thinking", "thinking": "hm"}, {"type": "redacted_thinking", "data": "x"}, "so"], "so", "hm"),
+        (
+            [
+                {"type": "thinking", "thinking": "hm"},
+                {"type": "redacted_thinking", "data": "x"},
+                "so",
+            ],
+            "so",
+            "hm",
+        ),
         ([{"type": "thinking", "thinking": "hm"}], "", "hm"),
     ],
 )
-def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content: Any, text: str, reasoning: str) -> None:
+def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(
+    content: Any, text: str, reasoning: str
+) -> None:
     found = CHAT.parse(_with_choices({"message": {"content": content}}))
     assert (found.text, found.reasoning) == (text, reasoning)
 
@@ -280,17 +385,31 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
         ({"message": {"content": None, "tool_calls": CALL}, **ENDED}, {}, "tool_calls are not"),
         ({"message": {"content": None, "tool_calls": [None]}, **ENDED}, {}, "tool_calls are not"),
         ({"message": {"content": None, "tool_calls": ["look"]}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"content": "a", "tool_calls": [{"function": {"name": 1}}]}}, {}, "tool_calls are not"),
+        (
+            {"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}, **ENDED},
+            {},
+            "tool_calls are not",
+        ),
+        (
+            {"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED},
+            {},
+            "tool_calls are not",
+        ),
+        (
+            {"message": {"content": "a", "tool_calls": [{"function": {"name": 1}}]}},
+            {},
+            "tool_calls are not",
+        ),
         ({"message": {"content": ""}}, {"tool_choice": "required"}, "tool_choice 'required'"),
         ({}, {"logprobs": True}, "asks for logprobs"),
         ({"logprobs": None}, {"logprobs": True}, "asks for logprobs"),
         ({"logprobs": {"content": None}}, {"logprobs": True}, "asks for logprobs"),
         ({"message": {"content": "a", "tool_calls": None}}, {}, ""),
         ({"message": {"content": "a", "tool_calls": []}}, {}, ""),
-        ({"message": {"content": "", "tool_calls": []}}, {"tool_choice": "auto"}, ""),  # the model has nothing to say
-        ({"message": {"content": "<tool_call>{"}, **ENDED}, {}, ""),  # SGLang's, of a call that it can't parse
+        # The model has nothing to say.
+        ({"message": {"content": "", "tool_calls": []}}, {"tool_choice": "auto"}, ""),
+        # SGLang's, of a call that it can't parse.
+        ({"message": {"content": "<tool_call>{"}, **ENDED}, {}, ""),
         ({"message": {"content": None, "tool_calls": [CALL]}}, {"tool_choice": "required"}, ""),
         ({"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}, {}, ""),
         ({"message": {"content": ""}, "finish_reason": "length"}, {"tool_choice": "required"}, ""),
@@ -311,14 +430,18 @@ def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(
         assert parse(_with_choices(choice)).response_id == ""
 
 
-@pytest.mark.parametrize(("logprobs", "asked"), [({"tokens": ["a"]}, 3), ({"content": [{}]}, 1), (None, 0)])
+@pytest.mark.parametrize(
+    ("logprobs", "asked"), [({"tokens": ["a"]}, 3), ({"content": [{}]}, 1), (None, 0)]
+)
 def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked: int) -> None:
     """llama.cpp gives none for 0."""
     choice = {"text": "a", "finish_reason": "stop", "logprobs": logprobs}
     parse = as_asked(COMPLETIONS, {"logprobs": asked}).parse
     assert parse(orjson.dumps({"choices": [choice]})).text == "a"
     with pytest.raises(RetryableError, match="asks for logprobs"):
-        as_asked(COMPLETIONS, {"logprobs": 1}).parse(orjson.dumps({"choices": [{**choice, "logprobs": None}]}))
+        as_asked(COMPLETIONS, {"logprobs": 1}).parse(
+            orjson.dumps({"choices": [{**choice, "logprobs": None}]})
+        )
 
 
 def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
@@ -335,7 +458,9 @@ def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_
     server.logprobs = None
     server._answer = lambda payload, times: "hi"
     with pytest.raises(CkptError, match="asks for logprobs, and the answer has none"):
-        runner(tmp_path / "never", server, ask, config={"server_patience_seconds": 0.5}).run(documents(1))
+        runner(tmp_path / "never", server, ask, config={"server_patience_seconds": 0.5}).run(
+            documents(1)
+        )
 
 
 def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
@@ -348,15 +473,25 @@ def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:
     body = orjson.dumps({"choices": [{"text": "a", "finish_reason": "stop", "logprobs": logprobs}]})
     found = COMPLETIONS.parse(body).logprobs
     assert found is not None
-    assert found["top_logprobs"] == [[{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.0}], None]
+    assert found["top_logprobs"] == [
+        [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1.0}],
+        None,
+    ]
 
 
-@pytest.mark.parametrize("status", ["failed", "queued", "in_progress", "cancelled", "completed", "incomplete"])
+@pytest.mark.parametrize(
+    "status", ["failed", "queued", "in_progress", "cancelled", "completed", "incomplete"]
+)
 def test_a_response_that_failed_is_no_answer(status: str) -> None:
     body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
     parse = way_to("/v1/responses").parse
     if status in ("completed", "incomplete"):
-        assert parse(body).answer == {"object": "response", "status": status, "error": None, "output": []}
+        assert parse(body).answer == {
+            "object": "response",
+            "status": status,
+            "error": None,
+            "output": [],
+        }
     else:
         with pytest.raises(RetryableError, match=status):
             parse(body)

@@ -1,4 +1,6 @@
-"""Whose fault is it? A server that is away never costs a document, and nobody's sys.exit ends a rank in success."""
+"""Whose fault is it? A server that is away never costs a document, and nobody's sys.exit ends a
+rank in success.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import pytest
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
-from datatrove_ckpt.errors import CkptError, DocumentFailed, ServerRefused, ServerUnavailable, UnexpectedExit
+from datatrove_ckpt.errors import (
+    CkptError,
+    DocumentFailed,
+    ServerRefused,
+    ServerUnavailable,
+    UnexpectedExit,
+)
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
 from tests.patience import until
@@ -25,7 +33,7 @@ def all_of(number: int) -> list[str]:
     return [f"id {index}" for index in range(number)]
 
 
-# servers -------------------------------------------------------------------------------------------------------------
+# servers -----------------------------------------------------------------------------------------
 
 
 async def swallows_and_tries_again(document: Document, generate: Any) -> Any:
@@ -44,13 +52,17 @@ async def gives_up(document: Document, generate: Any) -> Any:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("rollout", "status"), [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)])
+@pytest.mark.parametrize(
+    ("rollout", "status"), [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)]
+)
 def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
     tmp_path: Path, rollout: Any, status: int
 ) -> None:
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
     with FakeServer(status=lambda payload, times: status) as server:
-        with pytest.raises(ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"):
+        with pytest.raises(
+            ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"
+        ):
             runner(tmp_path, server, rollout, **settings).run(documents(8))
         assert letters(tmp_path) == ids(tmp_path) == []
         server._status = lambda payload, times: None
@@ -69,8 +81,13 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
     server = FakeServer()
     server.__enter__()
-    settings = {"on_document_error": "dead_letter", "config": {"max_concurrent_generations": 1} | STOPS_SOON}
-    with pytest.raises(ServerUnavailable, match=r"No request was answered .*ConnectionRefusedError.*'id 3'"):
+    settings = {
+        "on_document_error": "dead_letter",
+        "config": {"max_concurrent_generations": 1} | STOPS_SOON,
+    }
+    with pytest.raises(
+        ServerUnavailable, match=r"No request was answered .*ConnectionRefusedError.*'id 3'"
+    ):
         runner(tmp_path, server, rollout, **settings).run(documents(8))
     assert letters(tmp_path) == []
     with FakeServer() as another:
@@ -80,7 +97,9 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [402, 451])
-def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Path, status: int) -> None:
+def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(
+    tmp_path: Path, status: int
+) -> None:
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
     refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
     with FakeServer(status=lambda payload, times: status) as server, refused:
@@ -93,10 +112,21 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path: Pat
 def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
     tmp_path: Path, rollout: Any
 ) -> None:
-    config = {"max_concurrent_generations": 4, "request_max_attempts": 2, "server_patience_seconds": 0.3}
-    failed = pytest.raises(DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it")
-    with FakeServer(status=rejects(["text 1"], 500), delay=lambda payload, times: 0.03) as server, failed:
-        runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(documents(400))
+    config = {
+        "max_concurrent_generations": 4,
+        "request_max_attempts": 2,
+        "server_patience_seconds": 0.3,
+    }
+    failed = pytest.raises(
+        DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it"
+    )
+    with (
+        FakeServer(status=rejects(["text 1"], 500), delay=lambda payload, times: 0.03) as server,
+        failed,
+    ):
+        runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(
+            documents(400)
+        )
     assert letters(tmp_path) == []
     assert "id 1" not in ids(tmp_path)
 
@@ -117,7 +147,8 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
 
 
 TOO_LONG = [
-    "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",  # vLLM
+    # VLLM.
+    "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",
     "The decoder prompt (length 1900) is longer than the maximum model length of 1024.",  # vLLM
     '{"type":"exceed_context_size_error","n_prompt_tokens":1900,"n_ctx":1024}',  # llama.cpp
     "the request exceeds the available context size. try increasing the context size",  # llama.cpp
@@ -136,7 +167,7 @@ def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path: Path, body: str)
     assert ("ChunkedRollout" in message) == (body in TOO_LONG)
 
 
-# exits ---------------------------------------------------------------------------------------------------------------
+# exits -------------------------------------------------------------------------------------------
 
 
 class Odd(BaseException):
@@ -164,14 +195,22 @@ def exits(name: str) -> Any:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "rollouts"), [*((name, 1) for name in EXITS), ("CancelledError", 2)])
-def test_a_rollout_that_exits_fails_its_document(tmp_path: Path, server: FakeServer, name: str, rollouts: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rollouts"), [*((name, 1) for name in EXITS), ("CancelledError", 2)]
+)
+def test_a_rollout_that_exits_fails_its_document(
+    tmp_path: Path, server: FakeServer, name: str, rollouts: int
+) -> None:
     config = {"rollouts_per_document": rollouts}
-    with pytest.raises(DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: ") as failed:
+    with pytest.raises(
+        DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: "
+    ) as failed:
         runner(tmp_path, server, exits(name), config=config).run(documents(6))
     if name.startswith("SystemExit"):
         assert "the rollout exits.<locals>.leave called sys.exit(" in str(failed.value)
-    runner(tmp_path, server, exits(name), config=config, on_document_error="dead_letter").run(documents(6))
+    runner(tmp_path, server, exits(name), config=config, on_document_error="dead_letter").run(
+        documents(6)
+    )
     assert ids(tmp_path) == [name for name in all_of(6) if name != "id 2"]
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 2"]
 
@@ -197,7 +236,9 @@ def exiting_manager() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("place", ["task", "context", "manager", "reader", "generator"])
-def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path: Path, server: FakeServer, place: str) -> None:
+def test_nothing_that_a_rank_runs_can_end_it_in_success(
+    tmp_path: Path, server: FakeServer, place: str
+) -> None:
     def reader(data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         yield from documents(3)
         if place == "reader":
@@ -209,7 +250,9 @@ def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path: Path, server: 
     rollout = leaves_a_task_that_exits if place == "task" else ask
     step = runner(tmp_path, server, rollout, shared_context=context)
     executor = LocalPipelineExecutor([reader, step], logging_dir=str(tmp_path / "logs"))
-    with pytest.raises(UnexpectedExit, match=r"(called sys\.exit\(0\)|raised KeyboardInterrupt), which would end"):
+    with pytest.raises(
+        UnexpectedExit, match=r"(called sys\.exit\(0\)|raised KeyboardInterrupt), which would end"
+    ):
         executor.run()
     assert executor.get_incomplete_ranks() == [0]
     assert issubclass(UnexpectedExit, CkptError)

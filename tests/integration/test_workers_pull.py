@@ -1,4 +1,6 @@
-"""``run --worker`` with real processes: they share the tasks of a job, come and go, and are killed."""
+"""``run --worker`` with real processes: they share the tasks of a job, come and go, and are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def server() -> Iterator[FakeServer]:
 
 def write(server: FakeServer, tasks: int = TASKS, at_once: int = 2, more: str = "") -> None:
     config = f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4"
-    text = job_yaml(config, tasks, rollout="own.rollout") + "          records_per_chunk: 3\n" + more
+    text = (
+        job_yaml(config, tasks, rollout="own.rollout") + "          records_per_chunk: 3\n" + more
+    )
     text = text.replace("workers: 1\n", f"workers: 1\n    ranks_at_once: {at_once}\n")
     Path("job.yaml").write_text(text)
     write_tasks(Path.cwd(), tasks, DOCUMENTS)
@@ -114,7 +118,9 @@ def assert_whole(server: FakeServer, command: Command, tasks: int = TASKS) -> No
     assert outputs(Path("output")) == found
 
 
-def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeServer, command: Command) -> None:
+def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(
+    server: FakeServer, command: Command
+) -> None:
     write(server)
     first, second = worker(), worker()
     until(lambda: len(complete()) >= 2)
@@ -130,12 +136,16 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server: FakeS
     assert f"{TASKS * DOCUMENTS} of {TASKS * DOCUMENTS} documents are" in text
     assert server.asked.total() <= TASKS * DOCUMENTS + 2 * 4  # what was in flight at the kill
     assert list(Path("logs/claims").glob("*-*")) == []
-    total = json.loads(Path("logs/stats.json").read_text())[-1]["stats"]["documents_processed"]["total"]
+    total = json.loads(Path("logs/stats.json").read_text())[-1]["stats"]["documents_processed"][
+        "total"
+    ]
     assert total == TASKS * DOCUMENTS
     assert_whole(server, command)
 
 
-def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, command: Command) -> None:
+def test_a_stopped_worker_keeps_its_tasks_where_locks_work(
+    server: FakeServer, command: Command
+) -> None:
     write(server)
     first = worker()
     until(lambda: server.asked.total() >= 3)
@@ -151,7 +161,9 @@ def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server: FakeServer, c
 
 
 @pytest.mark.slow
-def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: FakeServer, command: Command) -> None:
+def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(
+    server: FakeServer, command: Command
+) -> None:
     write(server)
     first = worker(program=WITHOUT_LOCKS)
     until(lambda: server.asked.total() >= 3)
@@ -165,9 +177,15 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server: 
 
 
 @pytest.mark.slow
-def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(server: FakeServer) -> None:
+def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(
+    server: FakeServer,
+) -> None:
     write(server, at_once=1)
-    text = Path("job.yaml").read_text().replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
+    text = (
+        Path("job.yaml")
+        .read_text()
+        .replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
+    )
     Path("job.yaml").write_text(text)
     Path("bad").write_text("kills")
     codes = []
@@ -207,7 +225,8 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     until(lambda: server.asked.total() >= 3)
     os.kill(first.pid, signal.SIGSTOP)
     mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
-    Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))  # as if it had that, too
+    # As if it had that, too.
+    Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))
     run = worker("--fail-on-dead-letters")
     until(lambda: len(complete()) == TASKS - len(mine | {3}))
     time.sleep(1)
@@ -266,7 +285,9 @@ def test_a_run_goes_on_where_no_claims_can_be_written(
     monkeypatch.setattr(stores, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert [line for line in log if "cannot be seen: no such endpoint. Start none beside it." in line]
+    assert [
+        line for line in log if "cannot be seen: no such endpoint. Start none beside it." in line
+    ]
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 
@@ -304,6 +325,8 @@ def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer, left: s
         (["--worker", "--executor.logging_dir=hf://datasets/a/b/logs"], "hf://buckets/a/b/logs"),
     ],
 )
-def test_what_no_worker_can_do_is_refused(server: FakeServer, command: Command, words: list[str], said: str) -> None:
+def test_what_no_worker_can_do_is_refused(
+    server: FakeServer, command: Command, words: list[str], said: str
+) -> None:
     write(server)
     assert said in command("run", "job.yaml", *words, code=2).err

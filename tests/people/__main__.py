@@ -1,4 +1,6 @@
-"""``python -m tests.people --seconds 600 --seed 0``: searches for broken promises, and prints each kind once."""
+"""``python -m tests.people --seconds 600 --seed 0``: searches for broken promises, and prints each
+kind once.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.people", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="the first sequence; the others follow")
-    parser.add_argument("--sequences", type=int, help="how many sequences to try, instead of --seconds")
-    parser.add_argument("--replay", metavar="OPERATIONS", help="carry out these in the world of --seed")
+    parser.add_argument(
+        "--sequences", type=int, help="how many sequences to try, instead of --seconds"
+    )
+    parser.add_argument(
+        "--replay", metavar="OPERATIONS", help="carry out these in the world of --seed"
+    )
     arguments = parser.parse_args()
     forked.install()
     with Commands() as commands:

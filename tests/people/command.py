@@ -1,4 +1,7 @@
-"""``datatrove-ckpt ARGUMENTS``, begun as people begin it: ``command.py ORDER ARGUMENTS``, see ``commands.py``."""
+"""``datatrove-ckpt ARGUMENTS``, begun as people begin it:
+
+``command.py ORDER ARGUMENTS``, see ``commands.py``.
+"""
 
 import json
 import os

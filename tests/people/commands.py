@@ -1,4 +1,6 @@
-"""Commands: starts ``datatrove-ckpt`` in forks of a process that has imported it (``tests/forked.py``)."""
+"""Commands: starts ``datatrove-ckpt`` in forks of a process that has imported it
+(``tests/forked.py``).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class Ended:
 
     Attributes:
         argv: its arguments, without the program's name.
-        code: its exit code; -n if signal n ended it; None if it did not end in time, and was killed.
+        code: its exit code; -n if signal n ended it; None if it did not end in time, and was
+            killed.
         terminal: what it wrote to stdout and stderr.
         seconds: time from the start to the end.
         is_cut: the terminal is a file, too, and has reached the size that no file may exceed.
@@ -46,7 +49,9 @@ def error_of(ended: Ended) -> str:
 class Running:
     """A command under way, the leader of its own process group."""
 
-    def __init__(self, argv: list[str], process: subprocess.Popen[bytes], log: Path, file_size: int | None) -> None:
+    def __init__(
+        self, argv: list[str], process: subprocess.Popen[bytes], log: Path, file_size: int | None
+    ) -> None:
         self._argv = argv
         self._file_size = file_size
         self._process = process
@@ -72,7 +77,13 @@ class Running:
         code = self._process.wait()
         seconds = time.monotonic() - self._started_at
         is_cut = self._log.stat().st_size == self._file_size
-        return Ended(self._argv, code if in_time else None, self._log.read_text(errors="replace"), seconds, is_cut)
+        return Ended(
+            self._argv,
+            code if in_time else None,
+            self._log.read_text(errors="replace"),
+            seconds,
+            is_cut,
+        )
 
 
 class Commands:
@@ -85,7 +96,10 @@ class Commands:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for running in self._started:
             if running.is_alive:

@@ -8,21 +8,33 @@ from dataclasses import replace
 from typing import Any
 
 from tests.people.endpoint import Outage
-from tests.people.inputs import DROPPED, LEAVES, OUTSIDE, RAISES, REJECTED, UNWRITABLE, Form, InputFile, Row
+from tests.people.inputs import (
+    DROPPED,
+    LEAVES,
+    OUTSIDE,
+    RAISES,
+    REJECTED,
+    UNWRITABLE,
+    Form,
+    InputFile,
+    Row,
+)
 from tests.people.operations import Action, action
 from tests.people.settings import BY_LANGUAGE, Settings
 from tests.people.world import World
 
 _STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
 
-# Settings ------------------------------------------------------------------------------------------------------------
+# Settings ----------------------------------------------------------------------------------------
 
 
 def _changing(setting: str, values: Sequence[Any]) -> Action:
     """To another one of the values."""
 
     def change(world: World, chance: random.Random) -> str:
-        value = chance.choice([other for other in values if other != getattr(world.settings, setting)])
+        value = chance.choice(
+            [other for other in values if other != getattr(world.settings, setting)]
+        )
         world.settings = replace(world.settings, **{setting: value})
         return f"{setting}: {value!r}"
 
@@ -51,13 +63,14 @@ def spell_folder(world: World, chance: random.Random) -> str:
     return f"{name}: {place}{folder}"
 
 
-# Input ---------------------------------------------------------------------------------------------------------------
+# Input -------------------------------------------------------------------------------------------
 
 
 @action(weight=3)
 def add_file(world: World, chance: random.Random) -> str:
     name = chance.choice(
-        [name for name in ("0.jsonl", "bb.jsonl", "y.jsonl", "z.jsonl") if name not in world.inputs] or ["z.jsonl"]
+        [name for name in ("0.jsonl", "bb.jsonl", "y.jsonl", "z.jsonl") if name not in world.inputs]
+        or ["z.jsonl"]
     )
     world.add_file(name, world.rows(chance, chance.randint(1, 5)))
     return f"add input {name} with {len(world.inputs[name].rows)} documents"
@@ -67,7 +80,9 @@ def add_file(world: World, chance: random.Random) -> str:
 def append_rows(world: World, chance: random.Random) -> str:
     number = chance.randint(1, 4)
     rows = world.rows(chance, number)
-    return _edit(world, chance, f"append {number} documents", lambda file: file.with_rows(file.rows + rows))
+    return _edit(
+        world, chance, f"append {number} documents", lambda file: file.with_rows(file.rows + rows)
+    )
 
 
 @action()
@@ -96,7 +111,9 @@ def edit_row(world: World, chance: random.Random) -> str:
         rows = list(file.rows)
         if rows:
             place = chance.randrange(len(rows))
-            rows[place] = replace(rows[place], text=rows[place].text + " " + "y" * chance.randint(1, 2000))
+            rows[place] = replace(
+                rows[place], text=rows[place].text + " " + "y" * chance.randint(1, 2000)
+            )
         return file.with_rows(tuple(rows))
 
     return _edit(world, chance, "edit a document", edited)
@@ -104,7 +121,9 @@ def edit_row(world: World, chance: random.Random) -> str:
 
 @action()
 def edit_row_keeping_size(world: World, chance: random.Random) -> str:
-    """Until the job is finished, a run does not see this in a file that was read to its end: both texts are right."""
+    """Until the job is finished, a run does not see this in a file that was read to its end: both
+    texts are right.
+    """
     name = _some_input(world, chance)
     rows = list(world.inputs[name].rows) if name else []
     if not rows:
@@ -134,7 +153,9 @@ def write_in_another_form(world: World, chance: random.Random) -> str:
 
 @action(weight=1)
 def damage_line(world: World, chance: random.Random) -> str:
-    return _edit(world, chance, "add half a line", lambda file: replace(file, damaged=file.damaged + 1))
+    return _edit(
+        world, chance, "add half a line", lambda file: replace(file, damaged=file.damaged + 1)
+    )
 
 
 @action(weight=3)
@@ -168,7 +189,9 @@ def add_odd_document(world: World, chance: random.Random) -> str:
     return f"add to {name}: {what}"
 
 
-def _edit(world: World, chance: random.Random, what: str, edit: Callable[[InputFile], InputFile]) -> str:
+def _edit(
+    world: World, chance: random.Random, what: str, edit: Callable[[InputFile], InputFile]
+) -> str:
     name = _some_input(world, chance)
     if not name:
         return ""
@@ -180,12 +203,16 @@ def _some_input(world: World, chance: random.Random) -> str:
     return chance.choice(sorted(world.inputs) or [""])
 
 
-# The endpoint --------------------------------------------------------------------------------------------------------
+# The endpoint ------------------------------------------------------------------------------------
 
 
 @action(weight=3)
 def outage(world: World, chance: random.Random) -> str:
-    status, after, lasts = chance.choice(_STATUSES), chance.choice((0, 0, 1, 3, 7)), chance.choice((None, None, 1, 4))
+    status, after, lasts = (
+        chance.choice(_STATUSES),
+        chance.choice((0, 0, 1, 3, 7)),
+        chance.choice((None, None, 1, 4)),
+    )
     world.endpoint.outage = Outage(status, after, lasts)
     until = f" for {lasts} requests" if lasts else ""
     return f"after {after} requests the endpoint answers {status}{until}"
@@ -200,8 +227,15 @@ def endpoint_away(world: World, chance: random.Random) -> str:
 @action()
 def odd_usage(world: World, chance: random.Random) -> str:
     """Counts of tokens that are none."""
-    odd: object = chance.choice((-1, "7", "\N{SNOWMAN}", 0.5, 1e300, 2**53, True, None, [], {"a": [None]}))
-    world.endpoint.server.usage = {"prompt_tokens": odd, "completion_tokens": odd, "details": {"cost": odd}, "x": odd}
+    odd: object = chance.choice(
+        (-1, "7", "\N{SNOWMAN}", 0.5, 1e300, 2**53, True, None, [], {"a": [None]})
+    )
+    world.endpoint.server.usage = {
+        "prompt_tokens": odd,
+        "completion_tokens": odd,
+        "details": {"cost": odd},
+        "x": odd,
+    }
     world.history.exact_tokens = False
     return f"usage: {odd!r}"
 

@@ -1,4 +1,7 @@
-"""The server that the commands ask: FakeServer with outages, and with a trap at a number of requests."""
+"""The server that the commands ask:
+
+FakeServer with outages, and with a trap at a number of requests.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ class Endpoint:
     Attributes:
         outage: the outage under way or to come; None: the server is well.
         requests: requests so far.
-        trap: called once, in the server's thread, before the request with this number since ``set_trap`` is answered.
+        trap: called once, in the server's thread, before the request with this number since
+            ``set_trap`` is answered.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,10 @@ RAISES = "RAISE"  # the rollout raises an exception that cannot be printed
 OUTSIDE = "OUTSIDE"  # its metadata names an output file that is outside of the output folder
 UNWRITABLE = "UNWRITABLE"  # the rollout puts an object into the metadata that nobody can write
 
-_DAMAGED = b'{"id": "torn", "text": "to\n', b'{"id": "half a pair", "text": "half \\ud83d", "lang": "de"}\n'
+_DAMAGED = (
+    b'{"id": "torn", "text": "to\n',
+    b'{"id": "half a pair", "text": "half \\ud83d", "lang": "de"}\n',
+)
 SUFFIX: dict[Form, str] = {"gz": ".gz", "cut gz": ".gz", "zst": ".zst", "cut zst": ".zst"}
 
 
@@ -86,7 +89,9 @@ class InputFile:
         return self.damaged if self.is_readable else len(self.rows)
 
     def content(self) -> bytes:
-        lines = [row.line() for row in self.rows] + [_DAMAGED[number % 2] for number in range(self.damaged)]
+        lines = [row.line() for row in self.rows] + [
+            _DAMAGED[number % 2] for number in range(self.damaged)
+        ]
         match self.form:
             case "lines":
                 return b"".join(lines)
@@ -100,7 +105,10 @@ class InputFile:
                 whole = gzip.compress(b"".join(lines), mtime=0)
                 return whole[: len(whole) * 2 // 3]
         compressor = zstandard.ZstdCompressor().compressobj()
-        blocks = [compressor.compress(line) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for line in lines]
+        blocks = [
+            compressor.compress(line) + compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+            for line in lines
+        ]
         blocks.append(compressor.flush())
         if self.form == "cut zst":
             return b"".join(blocks[:-2]) or b"".join(blocks)[:8]
@@ -137,8 +145,8 @@ class Expected:
 
     Attributes:
         rows: the documents that a reader can read, by id.
-        answers: the right answer for each text that the document may have. There may be more than one if it was edited
-            while the run was on, in a way that no run sees.
+        answers: the right answer for each text that the document may have. There may be more than
+            one if it was edited while the run was on, in a way that no run sees.
         questions: what the server is asked for each.
         rollouts: answers of each document.
         unread_lines: lines of the input that hold no document; the closing line must count them.
@@ -157,9 +165,13 @@ class Expected:
 
     @property
     def requests(self) -> tuple[int, int]:
-        """Fewest and most requests of an undisturbed run: a rejected rollout cancels the others of its document."""
+        """Fewest and most requests of an undisturbed run: a rejected rollout cancels the others of
+        its document.
+        """
         asked = [row for row in self.rows.values() if row.is_asked]
-        return sum(self.rollouts if row.is_answered else 1 for row in asked), self.rollouts * len(asked)
+        return sum(self.rollouts if row.is_answered else 1 for row in asked), self.rollouts * len(
+            asked
+        )
 
 
 def expected(
@@ -180,7 +192,10 @@ def expected(
     return Expected(
         rows=readable,
         answers={
-            id: {text: answer_of(model, prompt.replace("{text}", text)) for text in {row.text, *older.get(id, ())}}
+            id: {
+                text: answer_of(model, prompt.replace("{text}", text))
+                for text in {row.text, *older.get(id, ())}
+            }
             for id, row in readable.items()
         },
         questions=questions,

@@ -1,6 +1,8 @@
-"""What people do to a job. Each operation draws its details from its own seed and from the world as it is then.
+"""What people do to a job. Each operation draws its details from its own seed and from the world as
+it is then.
 
-So any part of a sequence can be carried out without the rest, and a failure can be reduced to what it needs.
+So any part of a sequence can be carried out without the rest, and a failure can be reduced to what
+it needs.
 """
 
 from __future__ import annotations

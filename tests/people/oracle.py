@@ -1,6 +1,8 @@
-"""The oracle: exit code 0 means that every document is there, and that every number in the closing line is true.
+"""The oracle: exit code 0 means that every document is there, and that every number in the closing
+line is true.
 
-It reads the output, the dead letters and the terminal as a user would, and knows nothing of checkpoints.
+It reads the output, the dead letters and the terminal as a user would, and knows nothing of
+checkpoints.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ _CLOSING = re.compile(
     r".*?(?P<requests>\d+) requests? with (?P<prompt_tokens>\d+) prompt and (?P<completion_tokens>\d+) completion"
 )
 _VERDICT = re.compile(r"(\d+) documents? \((\d+) written, (\d+) dropped, (\d+) dead letter")
-# What loguru prints if a log file cannot be written, on a full disk for example. It has no setting for that.
-_LOGURU = re.compile(r"--- Logging error in Loguru Handler.*?--- End of logging error ---", re.DOTALL)
+# What loguru prints if a log file cannot be written, on a full disk for example. It has no setting
+# for that.
+_LOGURU = re.compile(
+    r"--- Logging error in Loguru Handler.*?--- End of logging error ---", re.DOTALL
+)
 _UNREAD = re.compile(r"(\d+) (?:[a-z]+ )*(?:lines?|rows?)\b")
 
 
@@ -72,7 +77,9 @@ def check_success(
         Failure: the promise is broken.
     """
     if expected.impossible:
-        raise Failure("impossible", f"exit code 0, although {expected.impossible}\n{_last_line(terminal)}")
+        raise Failure(
+            "impossible", f"exit code 0, although {expected.impossible}\n{_last_line(terminal)}"
+        )
     written = _documents(output)
     dead = _dead_letters(checkpoints)
     try:
@@ -83,38 +90,57 @@ def check_success(
 
 
 def check_verify(expected: Expected, ended: Ended) -> None:
-    """What ``verify`` must say of a job that has just ended with exit code 0 and that nobody has touched.
+    """What ``verify`` must say of a job that has just ended with exit code 0 and that nobody has
+    touched.
 
     Raises:
         Failure: it finds a problem, or a number is not true.
     """
     if ended.code != 0:
-        raise Failure("verify", f"exit code {ended.code} for a finished job\n{_tail(ended.terminal)}")
+        raise Failure(
+            "verify", f"exit code {ended.code} for a finished job\n{_tail(ended.terminal)}"
+        )
     said = _VERDICT.search(ended.terminal)
-    true = len(expected.rows), *(len(expected.ids(outcome)) for outcome in ("written", "dropped", "dead"))
+    true = (
+        len(expected.rows),
+        *(len(expected.ids(outcome)) for outcome in ("written", "dropped", "dead")),
+    )
     if said is None or tuple(map(int, said.groups())) != true:
         raise Failure("verify", f"the truth is {true}\n{_tail(ended.terminal)}")
 
 
-def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]) -> None:
+def _check_documents(
+    expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]
+) -> None:
     times = Counter(str(document["id"]) for document in written)
     if strangers := sorted(times.keys() - expected.rows.keys()):
-        raise Failure("stranger", f"the output holds documents that are not in the input: {_few(strangers)}")
+        raise Failure(
+            "stranger", f"the output holds documents that are not in the input: {_few(strangers)}"
+        )
     if twice := sorted(id for id, number in times.items() if number > 1):
         raise Failure("twice", f"documents are in the output more than once: {_few(twice)}")
     if blamed := sorted(dead.keys() - expected.ids("dead")):
-        raise Failure("blamed", f"{len(blamed)} dead letters of healthy documents; {blamed[0]}: {dead[blamed[0]]}")
+        raise Failure(
+            "blamed",
+            f"{len(blamed)} dead letters of healthy documents; {blamed[0]}: {dead[blamed[0]]}",
+        )
     if missing := sorted(expected.ids("written") - times.keys()):
         raise Failure("missing", f"documents are not in the output: {_few(missing)}")
     if silent := sorted(expected.ids("dead") - dead.keys()):
-        raise Failure("missing", f"documents are neither in the output nor dead letters: {_few(silent)}")
+        raise Failure(
+            "missing", f"documents are neither in the output nor dead letters: {_few(silent)}"
+        )
     if kept := sorted(times.keys() - expected.ids("written")):
-        raise Failure("stranger", f"documents are in the output that were dropped or rejected: {_few(kept)}")
+        raise Failure(
+            "stranger", f"documents are in the output that were dropped or rejected: {_few(kept)}"
+        )
     for document in written:
         answers = expected.answers[str(document["id"])]
         if document["text"] not in answers:
             raise Failure("wrong text", f"{document['id']}: {document['text']!r}")
-        results = [result.get("text") for result in document["metadata"].get("rollout_results") or ()]
+        results = [
+            result.get("text") for result in document["metadata"].get("rollout_results") or ()
+        ]
         if results != [answers[document["text"]]] * expected.rollouts:
             raise Failure("wrong answer", f"{document['id']}: {results}")
 
@@ -122,7 +148,10 @@ def _check_documents(expected: Expected, written: list[dict[str, Any]], dead: di
 def _check_numbers(
     expected: Expected, output: Path, terminal: str, requests: tuple[int, int], exact_tokens: bool
 ) -> None:
-    line, nothing = _last_line(terminal), f"There are no documents in the input, so there is no output in {output}."
+    line, nothing = (
+        _last_line(terminal),
+        f"There are no documents in the input, so there is no output in {output}.",
+    )
     if not expected.rows and line.startswith(nothing):
         return
     closing = _CLOSING.search(line)
@@ -137,20 +166,26 @@ def _check_numbers(
         "dead": len(expected.ids("dead")),
     }
     if exact_tokens:
-        true["prompt_tokens"] = sum(len(expected.questions[id].split()) for id in answered) * expected.rollouts
+        true["prompt_tokens"] = (
+            sum(len(expected.questions[id].split()) for id in answered) * expected.rollouts
+        )
         true["completion_tokens"] = WORDS_OF_AN_ANSWER * len(answered) * expected.rollouts
     for name, number in true.items():
         if int(closing[name]) != number:
             raise Failure("closing line", f"{name}: it says {closing[name]}, the truth is {number}")
     if not requests[0] <= int(closing["requests"]) <= requests[1]:
         raise Failure(
-            "closing line", f"it says {closing['requests']} requests, the truth is {requests[0]} to {requests[1]}"
+            "closing line",
+            f"it says {closing['requests']} requests, the truth is {requests[0]} to {requests[1]}",
         )
     if Path(closing["folder"]).resolve() != output.resolve():
         raise Failure("closing line", f"it names the folder {closing['folder']}")
     unread = [int(number) for number in _UNREAD.findall(terminal[_last_line_at(terminal) :])]
     if expected.unread_lines and expected.unread_lines not in unread:
-        raise Failure("unread lines", f"{expected.unread_lines} lines hold no document; the closing line does not say")
+        raise Failure(
+            "unread lines",
+            f"{expected.unread_lines} lines hold no document; the closing line does not say",
+        )
 
 
 def _documents(output: Path) -> list[dict[str, Any]]:
@@ -160,7 +195,9 @@ def _documents(output: Path) -> list[dict[str, Any]]:
             try:
                 found.append(json.loads(line))
             except ValueError:
-                raise Failure("unreadable output", f"{path.name} has a line that is no JSON") from None
+                raise Failure(
+                    "unreadable output", f"{path.name} has a line that is no JSON"
+                ) from None
     return found
 
 
@@ -169,7 +206,8 @@ def _files(output: Path) -> list[Path]:
     return sorted(
         path
         for path in output.rglob("*")
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(output).parts)
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(output).parts)
     )
 
 
@@ -184,7 +222,11 @@ def _dead_letters(checkpoints: Path) -> dict[str, str]:
 
 def _last_line_at(terminal: str) -> int:
     found = list(re.finditer(r"^\d+ of \d+ documents?\b", terminal, re.MULTILINE))
-    return found[-1].start() if found else len(terminal.rstrip()) - len(terminal.rstrip().rpartition("\n")[2])
+    return (
+        found[-1].start()
+        if found
+        else len(terminal.rstrip()) - len(terminal.rstrip().rpartition("\n")[2])
+    )
 
 
 def _last_line(terminal: str) -> str:

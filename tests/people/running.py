@@ -1,4 +1,6 @@
-"""Ways to run the job: to its end, killed, stopped, twice at once, on a full disk, while its output changes."""
+"""Ways to run the job: to its end, killed, stopped, twice at once, on a full disk, while its output
+changes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,21 @@ from dataclasses import replace
 from tests.people.commands import Ended, Running, error_of
 from tests.people.operations import action
 from tests.people.oracle import check_verify
-from tests.people.tampering import cut_output_file, mix_up_output_files, remove_output_file, replace_output_file
+from tests.people.tampering import (
+    cut_output_file,
+    mix_up_output_files,
+    remove_output_file,
+    replace_output_file,
+)
 from tests.people.world import World
 
-_CHANGES = remove_output_file, cut_output_file, mix_up_output_files, mix_up_output_files, replace_output_file
+_CHANGES = (
+    remove_output_file,
+    cut_output_file,
+    mix_up_output_files,
+    mix_up_output_files,
+    replace_output_file,
+)
 
 
 @action(weight=8, run=True)
@@ -35,7 +48,8 @@ def run_killed(world: World, chance: random.Random) -> str:
 def run_stopped(world: World, chance: random.Random) -> str:
     number, at = chance.choice((signal.SIGTERM, signal.SIGINT)), chance.randint(1, 15)
     return _said(
-        f"run, {number.name} at request {at}", world.run(at=at, trap=lambda running: running[0].signal(number))
+        f"run, {number.name} at request {at}",
+        world.run(at=at, trap=lambda running: running[0].signal(number)),
     )
 
 
@@ -97,18 +111,24 @@ def run_retry(world: World, chance: random.Random) -> str:
 
 @action(weight=3, run=True)
 def do_what_it_says(world: World, chance: random.Random) -> str:
-    """The command that the last message names, or the removals that it asks for; then the job again."""
+    """The command that the last message names, or the removals that it asks for; then the job
+    again.
+    """
     advice = re.search(r"datatrove-ckpt repair( [^\s`'\"]+)+", world.last_terminal)
     if advice is not None:
         argv = _command_of(advice[0])
         done = f"{shlex.join(['datatrove-ckpt', *argv])}: {_exit(world.command(argv))}"
     else:
-        done = _remove_what_it_names(world, world.last_terminal[max(0, world.last_terminal.rfind("error: ")) :])
+        done = _remove_what_it_names(
+            world, world.last_terminal[max(0, world.last_terminal.rfind("error: ")) :]
+        )
     return f"{done}; {_said('run', world.run())}" if done else ""
 
 
 def _remove_what_it_names(world: World, error: str) -> str:
-    """Output files that the message wants deleted by name, or the markers and the output of tasks by number."""
+    """Output files that the message wants deleted by name, or the markers and the output of tasks
+    by number.
+    """
     tasks = re.search(r"task ([\d, ]+) as complete", error)
     if "delete" not in error.lower() or "output" not in error:
         return ""
@@ -120,7 +140,11 @@ def _remove_what_it_names(world: World, error: str) -> str:
     for path in removed:
         path.unlink(missing_ok=True)
     world.touched()
-    return f"remove {', '.join(str(path.relative_to(world.folder)) for path in removed)}" if removed else ""
+    return (
+        f"remove {', '.join(str(path.relative_to(world.folder)) for path in removed)}"
+        if removed
+        else ""
+    )
 
 
 _PLACES = ("checkpoints", "logs", "CHECKPOINTS", "LOGGING_DIR")
@@ -133,7 +157,9 @@ def _command_of(advice: str) -> list[str]:
     for before, word in itertools.pairwise(words):
         if not (word.startswith("--") or "/" in word or word.rstrip(".,:;") in _PLACES):
             break
-        kept.append(word.rstrip(".,:;").replace("CHECKPOINTS", "checkpoints").replace("LOGGING_DIR", "logs"))
+        kept.append(
+            word.rstrip(".,:;").replace("CHECKPOINTS", "checkpoints").replace("LOGGING_DIR", "logs")
+        )
         if before.endswith((".", ":", ";")):
             break
     return kept
@@ -153,7 +179,9 @@ def look(world: World, chance: random.Random) -> str:
     """Commands that only read."""
     if not world.checkpoints.exists():
         return ""
-    argv = chance.choice((["status", "checkpoints"], ["verify", "checkpoints", "--full"], ["verify", "checkpoints"]))
+    argv = chance.choice(
+        (["status", "checkpoints"], ["verify", "checkpoints", "--full"], ["verify", "checkpoints"])
+    )
     ended = world.command(argv)
     if argv[0] == "verify" and world.is_finished:
         check_verify(world.truth(), ended)

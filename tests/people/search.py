@@ -38,7 +38,9 @@ class Found:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """Equal for failures that look alike: the promise, and the operations without their seeds."""
+        """Equal for failures that look alike: the promise, and the operations without their
+        seeds.
+        """
         names = [operation.name for operation in self.operations]
         return self.failure.kind, *names
 
@@ -49,15 +51,18 @@ class Found:
 
 
 def sequence(seed: int) -> list[Operation]:
-    """The operations of a sequence: four in ten run the job, the others are of a few kinds, so that each kind meets
-    worlds that others have not disturbed (swarm testing; Groce et al. 2012). Half begin with a run, because most
-    operations need one."""
+    """The operations of a sequence: four in ten run the job, the others are of a few kinds, so that
+    each kind meets worlds that others have not disturbed (swarm testing; Groce et al. 2012). Half
+    begin with a run, because most operations need one.
+    """
     chance = random.Random(f"sequence {seed}")
     others = [name for name in ACTIONS if name not in RUNS and name not in _ALWAYS]
     runs = [name for name in RUNS if name not in _ALWAYS]
     kinds = [*chance.sample(others, chance.randint(2, 6)), "put_back", "start_over"]
     ways = [*chance.sample(runs, chance.randint(0, 3)), "run", "do_what_it_says"]
-    operations = [Operation(chance.choice(ways), chance.randrange(1000))] if chance.random() < 0.5 else []
+    operations = (
+        [Operation(chance.choice(ways), chance.randrange(1000))] if chance.random() < 0.5 else []
+    )
     for _ in range(chance.randint(4, 12)):
         names = ways if chance.random() < 0.4 else kinds
         (name,) = chance.choices(names, [WEIGHTS[name] for name in names])
@@ -68,7 +73,10 @@ def sequence(seed: int) -> list[Operation]:
 def try_sequence(
     commands: Commands, seed: int, operations: Sequence[Operation], tally: Tally | None = None
 ) -> Found | None:
-    """Carries out the operations in a new world, then puts it in order. Returns the first broken promise, if any."""
+    """Carries out the operations in a new world, then puts it in order.
+
+    Returns the first broken promise, if any.
+    """
     tally = tally or Tally()
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(dir=parent, prefix="datatrove-ckpt-people-"))
@@ -106,7 +114,10 @@ def _finish(world: World, steps: list[str]) -> None:
         if ended.code == 0:
             world.tally.finished_in_order += 1
             return
-    raise Failure("stuck", f"settings, input and endpoint are put back, and {_TRIES} runs fail\n{error_of(ended)}")
+    raise Failure(
+        "stuck",
+        f"settings, input and endpoint are put back, and {_TRIES} runs fail\n{error_of(ended)}",
+    )
 
 
 def shortest(commands: Commands, found: Found) -> Found:
@@ -123,13 +134,17 @@ def shortest(commands: Commands, found: Found) -> Found:
 
 
 def _shorter(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """The operations without one of them; without two, as a change and the way back are one; with a plain run."""
+    """The operations without one of them; without two, as a change and the way back are one; with a
+    plain run.
+    """
     places = range(len(operations))
     for place in reversed(places):
         yield [*operations[:place], *operations[place + 1 :]]
     if len(operations) <= _FEW:
         for one, other in itertools.combinations(places, 2):
-            yield [operation for place, operation in enumerate(operations) if place not in (one, other)]
+            yield [
+                operation for place, operation in enumerate(operations) if place not in (one, other)
+            ]
     for place, operation in enumerate(operations):
         if operation.name in RUNS and operation.name != "run":
             yield [*operations[:place], Operation("run", 0), *operations[place + 1 :]]

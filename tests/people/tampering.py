@@ -132,7 +132,9 @@ def cut_commits(world: World, chance: random.Random) -> str:
     return f"remove the last {removed} lines of {_name(world, log)}"
 
 
-def _touch_output(world: World, chance: random.Random, what: str, change: Callable[[Path], None]) -> str:
+def _touch_output(
+    world: World, chance: random.Random, what: str, change: Callable[[Path], None]
+) -> str:
     files = world.output_files()
     if not files:
         return ""

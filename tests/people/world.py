@@ -1,4 +1,6 @@
-"""World: a folder with input, a YAML file, checkpoints, logs and output, and the endpoint: what people work with."""
+"""World: a folder with input, a YAML file, checkpoints, logs and output, and the endpoint: what
+people work with.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,16 @@ class History:
         began_with: settings and input at the run that made the checkpoints; None: there are none.
         finished_with: settings and input at the last run, if that ended with exit code 0.
         disturbed: some requests may have been sent more than once since the run began.
-        in_order: whether that run, continued with these settings and this input, must be able to finish: nobody has
-            touched checkpoints or output, and no run has gone on with anything else.
+        in_order: whether that run, continued with these settings and this input, must be able to
+            finish: nobody has touched checkpoints or output, and no run has gone on with anything
+                else.
         has_finished: a run has ended with exit code 0.
-        mirror_has_all: every run had the mirror, and the last one ended by itself: a lost node costs nothing.
+        mirror_has_all: every run had the mirror, and the last one ended by itself: a lost node
+            costs nothing.
         node_lost: the checkpoints are on the mirror only.
         exact_tokens: all answers had counts of tokens.
-        older_texts: other texts that documents may have, by id: they were edited in a way that no run sees.
+        older_texts: other texts that documents may have, by id: they were edited in a way that no
+            run sees.
         requests_before: requests to the endpoint before.
     """
 
@@ -97,7 +102,9 @@ class World:
         history: what happened to the job so far.
     """
 
-    def __init__(self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None) -> None:
+    def __init__(
+        self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None
+    ) -> None:
         self.folder = folder
         self.output, self.checkpoints = folder / "output", folder / "checkpoints"
         self.logs, self.mirror = folder / "logs", folder / "mirror"
@@ -130,7 +137,10 @@ class World:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.endpoint.server.__exit__(kind, error, trace)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -141,14 +151,18 @@ class World:
             for item in fields(Settings)
             if getattr(self.settings, item.name) != item.default
         ]
-        files = [f"{file.file_name} with {len(file.rows)} documents" for file in self.inputs.values()]
+        files = [
+            f"{file.file_name} with {len(file.rows)} documents" for file in self.inputs.values()
+        ]
         return f"a job: {', '.join([*changed, *files])}"
 
-    # The folder ------------------------------------------------------------------------------------------------------
+    # The folder ----------------------------------------------------------------------------------
 
     def output_files(self) -> list[Path]:
         files = (Path(folder) / name for folder, _, names in os.walk(self.output) for name in names)
-        return sorted(path for path in files if path.suffix == ".jsonl" and _STAGING not in path.parts)
+        return sorted(
+            path for path in files if path.suffix == ".jsonl" and _STAGING not in path.parts
+        )
 
     def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
         """New documents. Lengths vary widely, so that no two files have one size by chance."""
@@ -167,7 +181,9 @@ class World:
         for path in self.folder.iterdir():
             if path.name not in ("input", "picky.py", "terminals"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.history = History(exact_tokens=self.endpoint.server.usage is None, requests_before=self.endpoint.requests)
+        self.history = History(
+            exact_tokens=self.endpoint.server.usage is None, requests_before=self.endpoint.requests
+        )
 
     def put_back(self) -> None:
         """Settings and input as at the beginning of the run; the endpoint is there and well."""
@@ -180,7 +196,7 @@ class World:
         """Somebody touched checkpoints or output: the run may have to be refused from now on."""
         self.history.in_order = False
 
-    # Runs ------------------------------------------------------------------------------------------------------------
+    # Runs ----------------------------------------------------------------------------------------
 
     def run(
         self,
@@ -194,7 +210,8 @@ class World:
         """Runs the job, and holds every end against the oracle.
 
         Args:
-            at: number of the request before whose answer ``trap`` is called with the commands under way.
+            at: number of the request before whose answer ``trap`` is called with the commands under
+                way.
             file_size: the largest file that can be written, in bytes.
             also: settings of a second command to start at once.
             options: further arguments of the command.
@@ -219,12 +236,16 @@ class World:
             history.disturbed = True
         if not had_begun and any(self.checkpoints.glob("*/run.json")):
             history.began_with = now
-        elif history.began_with not in (None, now) and (0 in codes or self.endpoint.requests > requests):
+        elif history.began_with not in (None, now) and (
+            0 in codes or self.endpoint.requests > requests
+        ):
             history.in_order = False  # it went on with what is new
         if also not in (None, self.settings):
             history.in_order = False  # either may have begun
         history.mirror_has_all &= (
-            self.settings.mirror and file_size is None and all(code is not None and code >= 0 for code in codes)
+            self.settings.mirror
+            and file_size is None
+            and all(code is not None and code >= 0 for code in codes)
         )
         self._check(list(jobs.values()), ended, may_be_killed=trap is not None)
         history.finished_with = None if any(codes) else now
@@ -270,11 +291,16 @@ class World:
         return (
             settings.tasks > 0
             and settings.text_key == "text"
-            and all(file.is_readable and (file.rows or not file.damaged) for file in inputs.values())
+            and all(
+                file.is_readable and (file.rows or not file.damaged) for file in inputs.values()
+            )
             and any(rows)
             and not any(LEAVES in row.text for row in rows)
             and not any(UNWRITABLE in row.text for row in rows)
-            and (settings.on_document_error != "stop" or not any(row.outcome == "dead" for row in rows))
+            and (
+                settings.on_document_error != "stop"
+                or not any(row.outcome == "dead" for row in rows)
+            )
             and not any("/" in row.extra["lang"] for row in rows)
         )
 

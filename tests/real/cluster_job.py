@@ -1,7 +1,8 @@
 """What the workers of a job on a cluster import, and what the test compares their output with.
 
-Documents are asked about at a counting server, which holds every request after the first few until it may continue.
-So "in the middle" is an exact place: all requests that may be in flight are in flight.
+Documents are asked about at a counting server, which holds every request after the first few until
+it may continue. So "in the middle" is an exact place: all requests that may be in flight are in
+flight.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def counting_server(held: int = HELD) -> FakeServer:
 
 
 def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:
-    """Reader and runner of the job in ``folder``: input/ there, and output/, checkpoints/, logs/ to come."""
-    config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=IN_FLIGHT)
+    """Reader and runner of the job in ``folder``: input/ there, and output/, checkpoints/, logs/ to
+    come.
+    """
+    config = InferenceConfig(
+        "endpoint", "fake", endpoint_url=url, max_concurrent_generations=IN_FLIGHT
+    )
     runner = InferenceRunner(
         rollout,
         settings.pop("config", config),

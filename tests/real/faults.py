@@ -1,4 +1,5 @@
-"""A job on a real engine, in a process that may be killed, and the faults that may happen to its server.
+"""A job on a real engine, in a process that may be killed, and the faults that may happen to its
+server.
 
 Used with vLLM here, and with llama.cpp in tests/integration.
 """
@@ -75,7 +76,9 @@ class Job:
         root = Path(__file__).parents[2]
         with (
             (self.folder / "stderr").open("ab") as stderr,
-            subprocess.Popen(command, cwd=root, env={**os.environ, **self.environment}, stderr=stderr) as process,
+            subprocess.Popen(
+                command, cwd=root, env={**os.environ, **self.environment}, stderr=stderr
+            ) as process,
         ):
             try:
                 yield process
@@ -90,13 +93,18 @@ class Job:
         assert process.wait() == 0, self.log()
 
     def until_answered(self, number: int, process: JobProcess) -> None:
-        """Until all attempts together have answered ``number`` documents. Polls, because other processes write them."""
+        """Until all attempts together have answered ``number`` documents.
+
+        Polls, because other processes write them.
+        """
         while len(self.events("answered")) < number:
             assert process.poll() is None, self.log()
             time.sleep(0.02)
 
     def events(self, kind: str) -> Counter[str]:
-        """How often each document was ``asked`` or ``answered``, or its answer ``kept``, that is saved."""
+        """How often each document was ``asked`` or ``answered``, or its answer ``kept``, that is
+        saved.
+        """
         return Counter(document for event, document in self._events() if event == kind)
 
     def _events(self) -> list[list[str]]:
@@ -108,25 +116,35 @@ class Job:
             events.write(f"{event} -\n")
 
     def log(self) -> str:
-        return "".join(path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr"))
+        return "".join(
+            path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr")
+        )
 
     def check(self, name: str, restarts: int, attempts: int = 1) -> None:
         """Every document is answered at full length, and none was re-requested after its answer.
 
-        Answers that a kill -9 finds unsaved do not count: answers are saved in groups, a moment after they came.
+        Answers that a kill -9 finds unsaved do not count: answers are saved in groups, a moment
+        after they came.
         """
         files = sorted((self.folder / "output").iterdir())
         outputs = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-        assert sorted(line["id"] for line in outputs) == sorted(f"doc-{n}" for n in range(self.documents))
+        assert sorted(line["id"] for line in outputs) == sorted(
+            f"doc-{n}" for n in range(self.documents)
+        )
         for line in outputs:
             (result,) = line["metadata"]["rollout_results"]
-            assert (result["finish_reason"], result["usage"]["completion_tokens"]) == ("length", self.tokens)
+            assert (result["finish_reason"], result["usage"]["completion_tokens"]) == (
+                "length",
+                self.tokens,
+            )
         answered: set[str] = set()
         kept: set[str] = set()
         unwritten = 0
         for event, document in self._events():
             if event == "asked":
-                assert document not in answered | kept, f"{document} was re-requested after its answer"
+                assert document not in answered | kept, (
+                    f"{document} was re-requested after its answer"
+                )
             elif event == "answered":
                 answered.add(document)
             elif event == "kept":
@@ -136,8 +154,11 @@ class Job:
                 answered &= kept
         assert unwritten <= self.concurrency
         assert set(self.events("kept").values()) == {1}
-        # The last "kept" events before a kill may be missing, because they are written after the answers are saved.
-        assert len({line["id"] for line in outputs} - kept) <= (self.concurrency if self.events("killed") else 0)
+        # The last "kept" events before a kill may be missing, because they are written after the
+        # answers are saved.
+        assert len({line["id"] for line in outputs} - kept) <= (
+            self.concurrency if self.events("killed") else 0
+        )
         again = sum(self.events("asked").values()) - len(self.events("asked"))
         assert self.log().count(" is back (restart ") == restarts
         seconds = time.monotonic() - self.began
@@ -165,7 +186,9 @@ def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
 
 
 def check_faults(job: Job, faults: list[Fault], every: int) -> None:
-    """The job completes although all faults happen to its server, one after each ``every`` further answers."""
+    """The job completes although all faults happen to its server, one after each ``every`` further
+    answers.
+    """
     with job.process() as process:
         for number, fault in enumerate(faults, 1):
             job.until_answered(every * number, process)
@@ -184,7 +207,9 @@ def check_faults(job: Job, faults: list[Fault], every: int) -> None:
 
 
 def check_killed_runner(job: Job, name: str, after: int) -> None:
-    """A runner that is killed after ``after`` answers leaves no process, and the next runner completes the job."""
+    """A runner that is killed after ``after`` answers leaves no process, and the next runner
+    completes the job.
+    """
     with job.process() as process:
         job.until_answered(after, process)
         servers = [child.pid for child in descendants(process.pid)]
@@ -193,14 +218,18 @@ def check_killed_runner(job: Job, name: str, after: int) -> None:
     job.note("killed")
     deadline = time.monotonic() + 120
     while running := _running(servers):
-        assert time.monotonic() < deadline, f"still running two minutes after their runner: {running}"
+        assert time.monotonic() < deadline, (
+            f"still running two minutes after their runner: {running}"
+        )
         time.sleep(0.02)
     job.run()
     job.check(name, restarts=0, attempts=2)
 
 
 def preempt(job: Job, number: signal.Signals, after: int) -> int:
-    """One attempt that ends by a signal to all its processes, as Slurm sends it; how many requests were given up."""
+    """One attempt that ends by a signal to all its processes, as Slurm sends it; how many requests
+    were given up.
+    """
     with job.process() as process:
         lost_before = job.events("asked").total() - job.events("answered").total()
         job.until_answered(after, process)
@@ -211,14 +240,21 @@ def preempt(job: Job, number: signal.Signals, after: int) -> int:
         assert process.wait() == 128 + number, job.log()
     seconds, answered = time.monotonic() - began, job.events("answered").total()
     lost = job.events("asked").total() - answered - lost_before
-    print(f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up")
+    print(
+        f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up"
+    )
     assert _running(servers) == []
     return lost
 
 
 def _running(pids: list[int]) -> list[str]:
-    """The ids and names of the processes that still run. Zombies do not count: only their parents can remove them."""
-    running = [process.pid for process in process_table() if process.pid in pids and not process.zombie]
+    """The ids and names of the processes that still run.
+
+    Zombies do not count: only their parents can remove them.
+    """
+    running = [
+        process.pid for process in process_table() if process.pid in pids and not process.zombie
+    ]
     names = []
     for pid in running:
         with suppress(OSError):  # it has ended

@@ -1,7 +1,9 @@
-"""One attempt of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json. It may be killed.
+"""One attempt of a job on a real engine: `python -m tests.real.job FOLDER`, with FOLDER/job.json.
+It may be killed.
 
-Each request that is sent, each answer that came and each answer that was saved is a line of FOLDER/events, in the order
-in which they happened. So a test can tell which requests were sent twice, and whether they had been answered.
+Each request that is sent, each answer that came and each answer that was saved is a line of
+FOLDER/events, in the order in which they happened. So a test can tell which requests were sent
+twice, and whether they had been answered.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from datatrove_ckpt.inference.servers.guardian import descendants
 
 async def rollout(document: Document, generate: Any) -> Any:
     """Asks for an exact number of tokens, so that a shorter answer is known to be incomplete."""
-    result = await generate({"prompt": document.text, "ignore_eos": True, "temperature": 0, "user": document.id})
+    result = await generate(
+        {"prompt": document.text, "ignore_eos": True, "temperature": 0, "user": document.id}
+    )
     log_event("answered", document.id)
     return result
 
@@ -56,9 +60,11 @@ _put, RequestCache.put = RequestCache.put, put  # type: ignore[method-assign]
 
 
 class StandingClock:
-    """The time that supervision sees. It passes, one second per call, only while a process of the server is stopped.
+    """The time that supervision sees. It passes, one second per call, only while a process of the
+    server is stopped.
 
-    So a stopped server hangs, and a server that is slow, on a machine that is busy or suspended, does not.
+    So a stopped server hangs, and a server that is slow, on a machine that is busy or suspended,
+    does not.
     """
 
     def __init__(self) -> None:
@@ -83,8 +89,13 @@ def main(folder: Path) -> None:
         pool.time = routing.time = StandingClock()  # type: ignore[attr-defined, assignment]
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
-    documents = [Document(text=f"A short story about the number {n}.", id=f"doc-{n}") for n in range(job["documents"])]
-    documents += [Document(text="word " * 2000, id=f"too-long-{n}") for n in range(job.get("too_long", 0))]
+    documents = [
+        Document(text=f"A short story about the number {n}.", id=f"doc-{n}")
+        for n in range(job["documents"])
+    ]
+    documents += [
+        Document(text="word " * 2000, id=f"too-long-{n}") for n in range(job.get("too_long", 0))
+    ]
     runner = InferenceRunner(
         rollout,
         InferenceConfig(**job["config"], default_generation_params={"max_tokens": job["tokens"]}),

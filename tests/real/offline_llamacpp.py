@@ -1,6 +1,8 @@
-"""`python -m tests.real.offline_llamacpp MODEL TEXTS.json VECTORS.npy [AT_ONCE]`: the vectors of llama.cpp's own call.
+"""`python -m tests.real.offline_llamacpp MODEL TEXTS.json VECTORS.npy [AT_ONCE]`: the vectors of
+llama.cpp's own call.
 
-It has one text in work at a time, so no text shares a batch with another one; with AT_ONCE so many, in one call.
+It has one text in work at a time, so no text shares a batch with another one; with AT_ONCE so many,
+in one call.
 """
 
 import json

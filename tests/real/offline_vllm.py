@@ -1,4 +1,6 @@
-"""`python tests/real/offline_vllm.py MODEL TEXTS.json VECTORS.npy [DTYPE]`: the vectors of vLLM's own LLM.embed."""
+"""`python tests/real/offline_vllm.py MODEL TEXTS.json VECTORS.npy [DTYPE]`: the vectors of vLLM's
+own LLM.embed.
+"""
 
 import json
 import sys

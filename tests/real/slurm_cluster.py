@@ -1,10 +1,12 @@
-"""A real Slurm of two nodes on this machine: ``with Cluster(folder) as cluster``. Needs root, and Debian's packages.
+"""A real Slurm of two nodes on this machine: ``with Cluster(folder) as cluster``. Needs root, and
+Debian's packages.
 
     folder/slurm.conf, log/, state/, spool/, munge/
 
-All of it, jobs included, runs in a PID namespace whose first process waits on a pipe from this one. However this
-process ends, kill -9 included, the pipe closes, that process ends, and the kernel kills whatever is in the namespace.
-Everything listens on 127.0.0.1. Nothing of the machine's own Slurm or munge is read or written.
+All of it, jobs included, runs in a PID namespace whose first process waits on a pipe from this one.
+However this process ends, kill -9 included, the pipe closes, that process ends, and the kernel
+kills whatever is in the namespace. Everything listens on 127.0.0.1. Nothing of the machine's own
+Slurm or munge is read or written.
 """
 
 from __future__ import annotations
@@ -87,7 +89,10 @@ def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str])
 
 
 class Cluster:
-    """Slurm's controller and two nodes of four processors each. Partitions: low, and high above it."""
+    """Slurm's controller and two nodes of four processors each.
+
+    Partitions: low, and high above it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +103,12 @@ class Cluster:
         install()
         self._write_config()
         # Nodes are found by their names, as on a cluster.
-        inside = ["bash", "-c", 'mount --bind "$0" /etc/hosts && echo && read -r line', str(self.folder / "hosts")]
+        inside = [
+            "bash",
+            "-c",
+            'mount --bind "$0" /etc/hosts && echo && read -r line',
+            str(self.folder / "hosts"),
+        ]
         self._namespace = subprocess.Popen(
             ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *inside],
             stdin=subprocess.PIPE,
@@ -115,7 +125,8 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         assert self._namespace is not None
-        self._namespace.communicate()  # closes the pipe; returns when the kernel has killed everything inside
+        # Closes the pipe; returns when the kernel has killed everything inside.
+        self._namespace.communicate()
 
     def _write_config(self) -> None:
         for name in ("munge", "state", "log", "run", *(f"spool/{node}" for node in NODES)):
@@ -127,7 +138,12 @@ class Cluster:
         (self.folder / "hosts").write_text(hosts)
         host = socket.gethostname().split(".")[0]
         nodes = "\n".join(_NODE.format(name=name, host=host, port=free_port()) for name in NODES)
-        settings = {"folder": self.folder, "host": host, "controller_port": free_port(), "kill_wait": KILL_WAIT}
+        settings = {
+            "folder": self.folder,
+            "host": host,
+            "controller_port": free_port(),
+            "kill_wait": KILL_WAIT,
+        }
         for number in range(4):
             (self.folder / f"gpu{number}").touch()  # Slurm counts device files
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-3]\n")
@@ -167,20 +183,33 @@ class Cluster:
         # A terminal's Ctrl-C goes to pytest, which then ends all this in order.
         entered = ["nsenter", "--target", first, "--pid", "--mount", "--", *command]
         done = subprocess.run(
-            entered, env=self.environment(), check=False, start_new_session=True, capture_output=True, text=True
+            entered,
+            env=self.environment(),
+            check=False,
+            start_new_session=True,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
 
     def environment(self) -> dict[str, str]:
-        """What Slurm's commands need, and jobs inherit: this interpreter's programs, and this checkout's modules."""
+        """What Slurm's commands need, and jobs inherit: this interpreter's programs, and this
+        checkout's modules.
+        """
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         root = str(Path(__file__).parents[2])
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "DATATROVE_"))}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM_", "DATATROVE_"))
+        }
         return {**own, "PATH": path, "PYTHONPATH": root, "SLURM_CONF": str(self.config)}
 
     def command(self, *command: str, check: bool = True) -> str:
         """A command's output."""
-        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=self.environment(), capture_output=True, text=True, check=False
+        )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -190,16 +219,27 @@ class Cluster:
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in (self.folder / "log").iterdir())
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}"
+            for path in (self.folder / "log").iterdir()
+        )
 
     def cancel_all(self) -> None:
         """Ends all jobs, and makes sure that both nodes are there, for the next test."""
-        self.command("scancel", "--full", *self.command("squeue", "-h", "-o", "%i").split(), check=False)
+        self.command(
+            "scancel", "--full", *self.command("squeue", "-h", "-o", "%i").split(), check=False
+        )
         for node in NODES:
-            if not processes(lambda argv, _, node=node: argv[0].endswith("slurmd") and argv[-1:] == [node]):
+            if not processes(
+                lambda argv, _, node=node: argv[0].endswith("slurmd") and argv[-1:] == [node]
+            ):
                 self.start_node(node)
                 self.command("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
-        until(lambda: not self.command("squeue", "-h"), 240, lambda: self.command("squeue") + self.logs())
+        until(
+            lambda: not self.command("squeue", "-h"),
+            240,
+            lambda: self.command("squeue") + self.logs(),
+        )
         until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 240, self.logs)
 
 
@@ -210,7 +250,8 @@ def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:
         if entry.name.isdigit():
             try:
                 argv, environ = (
-                    (entry / name).read_bytes().decode().split("\0")[:-1] for name in ("cmdline", "environ")
+                    (entry / name).read_bytes().decode().split("\0")[:-1]
+                    for name in ("cmdline", "environ")
                 )
             except (OSError, ValueError):
                 continue
@@ -230,7 +271,9 @@ class Watched:
         return not select.select([self._handle], [], [], 0)[0]
 
     def wait(self, seconds: float) -> None:
-        assert select.select([self._handle], [], [], seconds)[0], f"process {self.pid} is still there after {seconds} s"
+        assert select.select([self._handle], [], [], seconds)[0], (
+            f"process {self.pid} is still there after {seconds} s"
+        )
         os.close(self._handle)
 
     def send(self, number: signal.Signals) -> None:

@@ -34,7 +34,10 @@ class Job:
         write_tasks(folder, tasks, DOCUMENTS)
 
     def submit(self, pulls: bool = False, **changes: Any) -> None:
-        """Through datatrove, as a user does. ``pulls``: through our executor, an element for each task."""
+        """Through datatrove, as a user does.
+
+        ``pulls``: through our executor, an element for each task.
+        """
         steps = pipeline(self.folder, self.server.url, **changes.pop("runner", {}))
         settings: dict[str, Any] = {"time": "00:10:00", "partition": "low", "qos": "", **changes}
         settings["sbatch_args"] = {"open-mode": "append", **settings.get("sbatch_args", {})}
@@ -86,23 +89,54 @@ class Job:
         return (self.folder / f"logs/completions/{rank:05d}").exists()
 
     def describe(self) -> str:
-        logs = [path for path in (self.folder / "logs").rglob("*") if path.suffix in (".out", ".log")]
-        texts = [f"--- {path.relative_to(self.folder)}\n{path.read_text()[-5000:]}" for path in sorted(logs)]
+        logs = [
+            path for path in (self.folder / "logs").rglob("*") if path.suffix in (".out", ".log")
+        ]
+        texts = [
+            f"--- {path.relative_to(self.folder)}\n{path.read_text()[-5000:]}"
+            for path in sorted(logs)
+        ]
         queue = self.cluster.command("squeue", "-o", "%i %T %r %R")
-        return "\n".join([f"{self.asked()} requests", queue, str(self.cluster.show("job", f"{self.id}_0")), *texts])
+        return "\n".join(
+            [
+                f"{self.asked()} requests",
+                queue,
+                str(self.cluster.show("job", f"{self.id}_0")),
+                *texts,
+            ]
+        )
 
-    def check(self, event: str, lives: int, seconds: float | None = None, complete: str = "", at_most: int = 0) -> None:
+    def check(
+        self,
+        event: str,
+        lives: int,
+        seconds: float | None = None,
+        complete: str = "",
+        at_most: int = 0,
+    ) -> None:
         """The output is that of an undisturbed run; ``say`` has the rest."""
         assert outputs(self.folder / "output") == undisturbed(self.folder, self.tasks)
         self.say(event, lives, seconds, complete, at_most)
 
-    def say(self, event: str, lives: int, seconds: float | None = None, complete: str = "", at_most: int = 0) -> None:
-        """All ranks are complete, and no more than so many requests were sent again; says so in a line of a table."""
+    def say(
+        self,
+        event: str,
+        lives: int,
+        seconds: float | None = None,
+        complete: str = "",
+        at_most: int = 0,
+    ) -> None:
+        """All ranks are complete, and no more than so many requests were sent again; says so in a
+        line of a table.
+        """
         assert all(map(self.is_complete, range(self.tasks))), self.describe()
         documents = self.tasks * DOCUMENTS
         again = self.asked() - documents
         took = "" if seconds is None else f"{seconds:.1f} s"
-        print(f"\n| {event} | {lives} | {documents} | {again} | {took} | {complete or 'yes'} |", end="")
+        print(
+            f"\n| {event} | {lives} | {documents} | {again} | {took} | {complete or 'yes'} |",
+            end="",
+        )
         assert len(self.server.asked) == documents
         assert 0 <= again <= at_most, self.describe()
 

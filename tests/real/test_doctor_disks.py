@@ -1,4 +1,7 @@
-"""The doctor on disks that are really full, read-only, out of inodes, or not what they seem. Needs root and Linux."""
+"""The doctor on disks that are really full, read-only, out of inodes, or not what they seem.
+
+Needs root and Linux.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
     image.write_bytes(bytes(16 * 2**20))
     command("mkfs.ext4", "-q", str(image))
     with mounted(tmp_path / "with space", "-o", "loop", str(image)) as disk:
-        assert checkpoints(disk / "c")["file system"] == Finding("ok", "file system", "ext4 (local).")
+        assert checkpoints(disk / "c")["file system"] == Finding(
+            "ok", "file system", "ext4 (local)."
+        )
     with tmpfs(tmp_path / "memory", 4096) as disk:
         assert checkpoints(disk / "c")["file system"].state == "warning"
     for name in ("lower", "upper", "work"):
@@ -61,7 +66,9 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
     layers = ",".join(f"{name}dir={tmp_path / name}" for name in ("lower", "upper", "work"))
     with mounted(tmp_path / "layer", "-t", "overlay", "-o", layers, "overlay") as disk:
         message = checkpoints(disk / "c")["file system"].message
-    assert message.startswith("overlay (a container's own layer). It is lost when the container is removed")
+    assert message.startswith(
+        "overlay (a container's own layer). It is lost when the container is removed"
+    )
 
 
 @contextmanager
@@ -84,7 +91,9 @@ def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
         with somebody_else():
             (found,) = checks._check_ranks(folder)
         assert (found.state, found.what) == ("problem", "earlier run")
-        assert found.message.startswith(f"{rank}/commits.jsonl: from an earlier run, and this user cannot write there.")
+        assert found.message.startswith(
+            f"{rank}/commits.jsonl: from an earlier run, and this user cannot write there."
+        )
         rank.chmod(0o700)
         with somebody_else():
             (found,) = checks._check_ranks(folder)

@@ -1,4 +1,7 @@
-"""The benchmark of the engines, small: every row does its work, with a real llama.cpp. Its figures say nothing here."""
+"""The benchmark of the engines, small: every row does its work, with a real llama.cpp.
+
+Its figures say nothing here.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,20 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp")
-    rows = [row for row in ROWS if row != "datatrove" or all(map(find_spec, ("aiofiles", "aiosqlite", "httpx")))]
+    rows = [
+        row
+        for row in ROWS
+        if row != "datatrove" or all(map(find_spec, ("aiofiles", "aiosqlite", "httpx")))
+    ]
     sizes = {"documents": 6, "words": 5, "tokens": 4, "batch": 2, "rounds": 2}
     arguments = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     output, kept = tmp_path / "table.md", tmp_path / "results.jsonl"
     arguments += ["--engine-kwargs", '{"threads": 1}', "--output", str(output), "--json", str(kept)]
     # The exit code is 1 if a row has another number of answers or tokens than the offline tool.
     assert main(["--engine", "llamacpp", *arguments, "--rows", *rows]) == 0
-    assert len([line for line in output.read_text().splitlines() if line.startswith("| ")]) == 1 + len(rows)
+    assert len(
+        [line for line in output.read_text().splitlines() if line.startswith("| ")]
+    ) == 1 + len(rows)
     results = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [result["row"] for result in results] == [*rows, *reversed(rows)]
     assert {result["answers"] for result in results} == {6}

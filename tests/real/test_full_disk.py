@@ -1,10 +1,13 @@
-"""Disks that are really full, or really read-only: the rank stops, says where and what to do, and loses nothing.
+"""Disks that are really full, or really read-only: the rank stops, says where and what to do, and
+loses nothing.
 
-A small tmpfs holds the checkpoints, the output, or both, and is filled so far that it is full at another moment each
-time. Nothing but a file system of its own can turn read-only under a run: an ext4 in a file does, when its kernel
-finds an error, and a tmpfs can be remounted while no file on it is open for writing.
+A small tmpfs holds the checkpoints, the output, or both, and is filled so far that it is full at
+another moment each time. Nothing but a file system of its own can turn read-only under a run: an
+ext4 in a file does, when its kernel finds an error, and a tmpfs can be remounted while no file on
+it is open for writing.
 
-Needs root, Linux and loop devices. Where they are missing these tests fail; they are left out of the default run.
+Needs root, Linux and loop devices. Where they are missing these tests fail; they are left out of
+the default run.
 """
 
 from __future__ import annotations
@@ -49,13 +52,18 @@ UNSAVED = 24  # the server gives no more answers than this that are not saved ye
 PADDING = "x" * 4000
 
 FREE = "Free some space and run the same command again"
-MAKE_WRITABLE = "Make it writable for this user (or choose another folder) and run the same command again"
-CHECK = "Check the disk and run the same command again"  # all that SQLite, and ext4 on a sync, let us say
+MAKE_WRITABLE = (
+    "Make it writable for this user (or choose another folder) and run the same command again"
+)
+# All that SQLite, and ext4 on a sync, let us say.
+CHECK = "Check the disk and run the same command again"
 
 
 def command(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr.strip()} (this test needs root on Linux)"
+    assert done.returncode == 0, (
+        f"{' '.join(words)}: {done.stderr.strip()} (this test needs root on Linux)"
+    )
 
 
 @contextmanager
@@ -68,9 +76,13 @@ def mounted(folder: Path, *how: str) -> Iterator[Path]:
         gc.collect()  # a traceback may hold a journal that was being read
         if subprocess.run(["umount", str(folder)], capture_output=True).returncode:
             links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-            mine = [str(target) for link in links if (target := link.readlink()).is_relative_to(folder)]
+            mine = [
+                str(target) for link in links if (target := link.readlink()).is_relative_to(folder)
+            ]
             command("umount", "--lazy", str(folder))
-            raise AssertionError(f"something has a file on {folder} open still; this process: {mine}")
+            raise AssertionError(
+                f"something has a file on {folder} open still; this process: {mine}"
+            )
 
 
 @contextmanager
@@ -83,14 +95,15 @@ def resize(folder: Path, kilobytes: int) -> None:
     command("mount", "-o", f"remount,size={kilobytes}k", str(folder))
 
 
-# The job ------------------------------------------------------------------------------------------------------------
+# The job -----------------------------------------------------------------------------------------
 
 
 class Gate:
     """Holds the server back while ``UNSAVED`` answers are on their way to the disk.
 
-    How many answers arrive while a group of others is written depends on the disk, and on who else uses the machine.
-    With the gate it does not, so what a failure may cost has a bound that needs no clock.
+    How many answers arrive while a group of others is written depends on the disk, and on who else
+    uses the machine. With the gate it does not, so what a failure may cost has a bound that needs
+    no clock.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +118,8 @@ class Gate:
             self._written += len(rows)
 
         def work_and_tell(storage: StorageThread) -> bool:
-            goes_on = work(storage)  # a group is written, and synced where sync_seconds is 0; or this raised
+            # A group is written, and synced where sync_seconds is 0; or this raised.
+            goes_on = work(storage)
             with self._change:
                 self._saved = self._written
                 self._change.notify_all()
@@ -135,19 +149,30 @@ class Gate:
 
 
 class Job:
-    """90 documents of 4 kB, answered with 4 kB each: about 800 kB of output, and journals and answers on the way."""
+    """90 documents of 4 kB, answered with 4 kB each: about 800 kB of output, and journals and
+    answers on the way.
+    """
 
     def __init__(
-        self, folder: Path, server: FakeServer, gate: Gate, small: Path | None = None, on_it: str = ""
+        self,
+        folder: Path,
+        server: FakeServer,
+        gate: Gate,
+        small: Path | None = None,
+        on_it: str = "",
     ) -> None:
         self.folder = folder
         self.server = server
         self.gate = gate
         self.small = small
-        self.checkpoints = small / "checkpoints" if small and "checkpoints" in on_it else folder / "checkpoints"
+        self.checkpoints = (
+            small / "checkpoints" if small and "checkpoints" in on_it else folder / "checkpoints"
+        )
         self.output = small / "output" if small and "output" in on_it else folder / "output"
         (folder / "input").mkdir(parents=True)
-        rows = [{"id": f"id {number}", "text": f"{number} {PADDING}"} for number in range(DOCUMENTS)]
+        rows = [
+            {"id": f"id {number}", "text": f"{number} {PADDING}"} for number in range(DOCUMENTS)
+        ]
         (folder / "input" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(self, sync_seconds: float = 1.0) -> None:
@@ -180,14 +205,19 @@ class Job:
         return None
 
     def _where(self, error: CkptError) -> str:
-        """The file's name without its numbers. The root is synced when the output folder is made in it."""
+        """The file's name without its numbers.
+
+        The root is synced when the output folder is made in it.
+        """
         found = re.search(rf"{self.small}(/[^\s:,]+|(?=[\s:,]))", str(error))
         assert found, error
         name = Path(found[1]).name or "root"
         return "staging" if re.fullmatch("[0-9a-f]{8}", name) else re.sub(r"\d+", "#", name)
 
     def answered(self) -> set[str]:
-        """The documents that have an answer on disk, by number: in commits, journals or the request cache."""
+        """The documents that have an answer on disk, by number: in commits, journals or the request
+        cache.
+        """
         with tempfile.TemporaryDirectory() as copy:  # SQLite cannot open its file on a full disk
             rank = Path(copy) / "00000"
             if not (self.checkpoints / "00000").exists():
@@ -200,8 +230,13 @@ class Job:
                 found.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
             if (rank / "replay.sqlite3").exists():
                 with closing(sqlite3.connect(rank / "replay.sqlite3")) as connection:
-                    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'request_cache'").fetchall():
-                        found.update(row[0] for row in connection.execute("SELECT ordinal FROM request_cache"))
+                    if connection.execute(
+                        "SELECT 1 FROM sqlite_master WHERE name = 'request_cache'"
+                    ).fetchall():
+                        found.update(
+                            row[0]
+                            for row in connection.execute("SELECT ordinal FROM request_cache")
+                        )
         return {f"{number} {PADDING}" for number in found}
 
     def finishes(self, expected: dict[str, bytes], failures: int) -> int:
@@ -232,7 +267,9 @@ def server(gate: Gate) -> Iterator[FakeServer]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, server: FakeServer, gate: Gate) -> dict[str, bytes]:
+def expected(
+    tmp_path_factory: pytest.TempPathFactory, server: FakeServer, gate: Gate
+) -> dict[str, bytes]:
     """The output of a run that nothing disturbs."""
     job = Job(tmp_path_factory.mktemp("undisturbed"), server, gate)
     job.run()
@@ -241,15 +278,33 @@ def expected(tmp_path_factory: pytest.TempPathFactory, server: FakeServer, gate:
     return found
 
 
-# Full disks ---------------------------------------------------------------------------------------------------------
+# Full disks --------------------------------------------------------------------------------------
 
 SIZES = {
     "checkpoints": (8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384),
     "output": (4, 8, 64, 160, 168, 176, 200, 400, 500, 700),
-    "checkpoints and output": (12, 20, 40, 80, 120, 200, 280, 300, 340, 420, 500, 580, 660, 740, 820),
+    "checkpoints and output": (
+        12,
+        20,
+        40,
+        80,
+        120,
+        200,
+        280,
+        300,
+        340,
+        420,
+        500,
+        580,
+        660,
+        740,
+        820,
+    ),
 }
 """Sizes of the disk in kB, at most of which something does not fit."""
-PLACES = [pytest.param(place, marks=pytest.mark.full if " and " not in place else ()) for place in SIZES]
+PLACES = [
+    pytest.param(place, marks=pytest.mark.full if " and " not in place else ()) for place in SIZES
+]
 
 
 @pytest.mark.timeout(900)
@@ -272,7 +327,9 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
                 resize(small, 4096)
             again += job.finishes(expected, 2)
     failed = sum(places.values())
-    print(f"{on_it}: {len(SIZES[on_it])} sizes, {failed} failures, {again} requests sent again: {dict(places)}")
+    print(
+        f"{on_it}: {len(SIZES[on_it])} sizes, {failed} failures, {again} requests sent again: {dict(places)}"
+    )
     assert failed >= len(SIZES[on_it])
 
 
@@ -308,7 +365,7 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
     assert not failures, failures
 
 
-# Read-only disks ----------------------------------------------------------------------------------------------------
+# Read-only disks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(900)
@@ -330,12 +387,17 @@ def test_a_file_system_that_turns_read_only_stops_the_rank(
             with after(server, moment, lambda small=small: damage(small)):
                 place = job.fails(MAKE_WRITABLE, CHECK, sync_seconds=0)
         # 1 is "errors were corrected"
-        assert subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True).returncode in (0, 1)
+        assert subprocess.run(["e2fsck", "-fy", str(image)], capture_output=True).returncode in (
+            0,
+            1,
+        )
         if place is not None:
             places[place] += 1
         with mounted(small, "-o", "loop", str(image)):
             again += job.finishes(expected, 1)
-    print(f"{on_it}: {len(moments)} moments, {places.total()} failures, {again} sent again: {dict(places)}")
+    print(
+        f"{on_it}: {len(moments)} moments, {places.total()} failures, {again} sent again: {dict(places)}"
+    )
     assert places.total() > len(moments) // 2
 
 

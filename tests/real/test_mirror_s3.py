@@ -52,12 +52,19 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
 ) -> None:
     killed = Killed(tmp_path, f"s3://{bucket}/mirror", delay=0.03, kills=6)
     with FakeServer(delay=killed.delay) as server:
-        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(documents(killed.documents))
+        runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(
+            documents(killed.documents)
+        )
         killed.run_to_the_end(server, random.Random(0))
     assert outputs(tmp_path / "output") == outputs(tmp_path / "undisturbed" / "output")
     left = fs.find(f"{bucket}/mirror")
     assert len([name for name in left if "generation-" in name]) == 3
-    needed = {name for one in left if "generation-" in one for name in re.findall(r"[0-9a-f]{16}-\d{6}", text(fs, one))}
+    needed = {
+        name
+        for one in left
+        if "generation-" in one
+        for name in re.findall(r"[0-9a-f]{16}-\d{6}", text(fs, one))
+    }
     assert {name.rpartition("/")[2] for name in left if "/objects/" in name} == needed
     assert {name.rpartition("/")[2] for name in left if "/copies/" in name} == needed
     log = killed.log.read_text()

@@ -1,8 +1,10 @@
-"""A run goes on after an upgrade of Python: started by this one, continued by others, and finished by this one again.
+"""A run goes on after an upgrade of Python: started by this one, continued by others, and finished
+by this one again.
 
     pytest tests/real/test_other_python.py
 
-Installs the other interpreters with the package's dependencies once (see ``environment.py``), and fails without them.
+Installs the other interpreters with the package's dependencies once (see ``environment.py``), and
+fails without them.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests.unit.test_identity import python
 ROOT = Path(__file__).parents[2]
 OTHERS = [minor for minor in (12, 13) if minor != sys.version_info[1]]
 DOCUMENTS = 9
-# What differs between the trees and the bytecode of the versions: f-strings, comprehensions, annotations, docstrings.
+# What differs between the trees and the bytecode of the versions: f-strings, comprehensions,
+# annotations, docstrings.
 SCRIPT = '''
 import functools
 import json
@@ -83,7 +86,9 @@ def test_a_run_continues_on_other_pythons(tmp_path: Path) -> None:
     others = [environment.other_python(f"3.{minor}", python(minor)) for minor in OTHERS]
     pythons = [sys.executable, *others, sys.executable]
     (tmp_path / "input").mkdir()
-    rows = [json.dumps({"id": f"id {number}", "text": f"text {number}"}) for number in range(DOCUMENTS)]
+    rows = [
+        json.dumps({"id": f"id {number}", "text": f"text {number}"}) for number in range(DOCUMENTS)
+    ]
     (tmp_path / "input" / "a.jsonl").write_text("\n".join(rows))
     (tmp_path / "script.py").write_text(SCRIPT)
     budget = Budget()
@@ -92,11 +97,21 @@ def test_a_run_continues_on_other_pythons(tmp_path: Path) -> None:
             last = number == len(pythons)
             budget.left = DOCUMENTS if last else 2
             there = {**os.environ, "PYTHONPATH": str(ROOT)}
-            done = processes.run([path, "script.py", server.url], cwd=tmp_path, env=there, timeout=400)
+            done = processes.run(
+                [path, "script.py", server.url], cwd=tmp_path, env=there, timeout=400
+            )
             assert done.returncode == (0 if last else 1), f"{path}: {done.stderr[-3000:]}"
             assert last or "ServerRefused" in done.stderr, f"{path}: {done.stderr[-3000:]}"
             answered = sum(server.asked.values()) - number + last  # one refusal each
             assert answered == (DOCUMENTS if last else 2 * number)
-    lines = [line for path in sorted((tmp_path / "output").iterdir()) for line in path.read_text().splitlines()]
-    assert [json.loads(line)["id"] for line in lines] == [f"id {number}" for number in range(DOCUMENTS)]
-    assert "accepted_changes" not in json.loads((tmp_path / "checkpoints/00000/run.json").read_bytes())
+    lines = [
+        line
+        for path in sorted((tmp_path / "output").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert [json.loads(line)["id"] for line in lines] == [
+        f"id {number}" for number in range(DOCUMENTS)
+    ]
+    assert "accepted_changes" not in json.loads(
+        (tmp_path / "checkpoints/00000/run.json").read_bytes()
+    )

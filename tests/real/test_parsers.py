@@ -1,7 +1,9 @@
-"""The real argument parsers of vLLM and SGLang accept every command line that we can produce. See environment.py.
+"""The real argument parsers of vLLM and SGLang accept every command line that we can produce. See
+environment.py.
 
-For SGLang this is nearly all that can be tested here, because PyPI has no CPU kernels of it. Its launch is tested up to
-the place where it would load the model, and its guard of the HTTP server by itself.
+For SGLang this is nearly all that can be tested here, because PyPI has no CPU kernels of it. Its
+launch is tested up to the place where it would load the model, and its guard of the HTTP server by
+itself.
 """
 
 from __future__ import annotations
@@ -58,12 +60,18 @@ for arguments in json.load(sys.stdin):
 def parsed(python: str, parser: str, argvs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
     command = [python, "-c", parser + _PARSE]
     done = subprocess.run(command, input=json.dumps(argvs), capture_output=True, text=True)
-    lines = [line.removeprefix("PARSED ") for line in done.stdout.splitlines() if line.startswith("PARSED ")]
+    lines = [
+        line.removeprefix("PARSED ")
+        for line in done.stdout.splitlines()
+        if line.startswith("PARSED ")
+    ]
     assert len(lines) == len(argvs), done.stderr
     return [json.loads(line) for line in lines]
 
 
-def command_of(config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+def command_of(
+    config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE
+) -> EngineCommand:
     return config.engine.command(Launch(config, found, 4321, Key("hush-hush-hush"), nodes))
 
 
@@ -85,23 +93,38 @@ def test_vllm_accepts_every_command() -> None:
     kwargs = [
         None,
         {"enforce-eager": True, "gpu_memory_utilization": 0.9, "seed": -1},
-        {"enable-prefix-caching": False, "dtype": "bfloat16", "speculative-config": {"method": "ngram"}},
+        {
+            "enable-prefix-caching": False,
+            "dtype": "bfloat16",
+            "speculative-config": {"method": "ngram"},
+        },
         {"shutdown-timeout": None, "max-num-seqs": 7},
     ]
     commands = [command_of(config, "vllm") for config in configs("vllm", kwargs)]
     commands += [command_of(config) for config in configs("vllm", kwargs)]
     plain = InferenceConfig(
-        "vllm", "org/model", model_max_context=4096, model_kwargs={"distributed-executor-backend": "ray"}
+        "vllm",
+        "org/model",
+        model_max_context=4096,
+        model_kwargs={"distributed-executor-backend": "ray"},
     )
     commands += [command_of(plain, start, nodes) for start in ("vllm", None) for nodes in NODES]
-    argvs = [command.argv[command.argv.index("serve") + 1 :] for command in commands if "serve" in command.argv]
+    argvs = [
+        command.argv[command.argv.index("serve") + 1 :]
+        for command in commands
+        if "serve" in command.argv
+    ]
     argvs += [command.argv[3:] for command in commands if "serve" not in command.argv]
     for values in parsed(environment.vllm_python(), _VLLM, argvs):
         assert "error" not in values, values
         assert values["host"] == "127.0.0.1"
         assert values["port"] == 4321
         assert values["max_model_len"] == 4096
-        assert values["tensor_parallel_size"] == values["pipeline_parallel_size"] == values["data_parallel_size"]
+        assert (
+            values["tensor_parallel_size"]
+            == values["pipeline_parallel_size"]
+            == values["data_parallel_size"]
+        )
         assert "org/model" in (values["model"], values["model_tag"])
         assert values["served_model_name"] in ("org/model", ["org/model"])
         assert values["disable_uvicorn_access_log"]
@@ -142,10 +165,19 @@ for payload in json.load(sys.stdin):
 
 
 def test_sglang_understands_the_fields_of_rollouts() -> None:
-    schema = {"type": "object", "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
+    }
     config = InferenceConfig("sglang", "org/model")
-    forms: list[dict[str, Any]] = [{"json_schema": schema}, {"regex": "a|b"}, {"choice": ["a", "b (c)"]}]
-    rollouts: list[Any] = [for_config(PromptRollout(**form, answer_attempts=1), config) for form in forms]
+    forms: list[dict[str, Any]] = [
+        {"json_schema": schema},
+        {"regex": "a|b"},
+        {"choice": ["a", "b (c)"]},
+    ]
+    rollouts: list[Any] = [
+        for_config(PromptRollout(**form, answer_attempts=1), config) for form in forms
+    ]
     rollouts.append(ChunkedRollout(max_chars_per_part=4, carry="continue"))
     payloads: list[dict[str, Any]] = []
 
@@ -157,7 +189,9 @@ def test_sglang_understands_the_fields_of_rollouts() -> None:
         with contextlib.suppress(InvalidAnswer):
             asyncio.run(rollout(Document(text="some text", id="1"), generate))
     command = [environment.sglang_python(), "-c", _SGLANG_REQUESTS]
-    done = subprocess.run(command, input=json.dumps(payloads), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(payloads), capture_output=True, text=True, check=False
+    )
     values = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(values) == len(payloads) == 5, done.stderr
     assert list(json.loads(values[0]["json_schema"])["properties"]) == ["why", "answer"]
@@ -169,7 +203,9 @@ def test_what_no_parser_knows_is_refused() -> None:
     argv = ("--model", "m", "--no-such-flag")
     assert "unrecognized arguments" in parsed(environment.vllm_python(), _VLLM, [argv])[0]["error"]
     argv = ("--model-path", "m", "--no-such-flag")
-    assert "unrecognized arguments" in parsed(environment.sglang_python(), _SGLANG, [argv])[0]["error"]
+    assert (
+        "unrecognized arguments" in parsed(environment.sglang_python(), _SGLANG, [argv])[0]["error"]
+    )
 
 
 # Runs our launcher, with what needs a GPU in SGLang left out, and tells what reached its place.
@@ -212,7 +248,10 @@ def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path: Path) -> None
     done = subprocess.run(argv, env={**os.environ, **command.env}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reached = next(line for line in done.stdout.splitlines() if line.startswith("REACHED "))
-    assert json.loads(reached.removeprefix("REACHED ")) == {"model": "org/model", "codes": [401, 200]}
+    assert json.loads(reached.removeprefix("REACHED ")) == {
+        "model": "org/model",
+        "codes": [401, 200],
+    }
     for what in ("SETTINGS ", "CHILD ", "ENVIRONMENT\n"):
         assert f"\n{what}" in done.stdout
     assert "api_key='***'" in done.stdout

@@ -1,4 +1,6 @@
-"""README's first line, as a newcomer runs it: a fresh environment, a real model, and kill -9 on the way."""
+"""README's first line, as a newcomer runs it: a fresh environment, a real model, and kill -9 on the
+way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from tests.pages import commands
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [json.loads(line)["id"] for line in (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()]
+DOCUMENTS = [
+    json.loads(line)["id"]
+    for line in (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
+]
 
 # llama.cpp's log says when it has answered a request.
 COUNTED = "--pipeline.1.config.model_kwargs='{verbosity: 3}'"
@@ -28,7 +33,9 @@ COUNTED = "--pipeline.1.config.model_kwargs='{verbosity: 3}'"
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a newcomer has: the files git knows, and nothing installed."""
     folder = tmp_path_factory.mktemp("newcomer") / "checkout"
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, tracked.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
@@ -37,16 +44,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(checkout: Path) -> subprocess.Popen[bytes]:
     line = f"{commands()[0]} {COUNTED}"
-    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+    }
     with (checkout / "terminal.log").open("ab") as log:
         return subprocess.Popen(
-            ["bash", "-c", line], cwd=checkout, env=environment, stdout=log, stderr=log, start_new_session=True
+            ["bash", "-c", line],
+            cwd=checkout,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
 def answered(checkout: Path) -> int:
     log = checkout / "quickstart/logs/server/server_rank_00000.log"
-    return len(re.findall("stop processing", log.read_text(errors="replace"))) if log.exists() else 0
+    return (
+        len(re.findall("stop processing", log.read_text(errors="replace"))) if log.exists() else 0
+    )
 
 
 def kill_after(checkout: Path, answers: int) -> None:
@@ -74,7 +92,9 @@ def kept(checkout: Path) -> set[str]:
         assert len(lines) == len(journal.recovered)
         texts.update(line["document"]["metadata"]["rollout_results"][0]["text"] for line in lines)
     connection = sqlite3.connect(copy / "replay.sqlite3")
-    texts.update(json.loads(row[0])["text"] for row in connection.execute("SELECT result FROM request_cache"))
+    texts.update(
+        json.loads(row[0])["text"] for row in connection.execute("SELECT result FROM request_cache")
+    )
     connection.close()
     return texts
 
@@ -101,7 +121,9 @@ def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout: Path
     assert second <= texts, "every answer received before a kill is kept word for word"
     assert all(len(text.split()) > 5 for text in texts), "real, if small, text"
     again = answered(checkout) - len(DOCUMENTS)
-    print(f"kept over the kills: {len(first)} and {len(second)} answers; answered more than once: {again}")
+    print(
+        f"kept over the kills: {len(first)} and {len(second)} answers; answered more than once: {again}"
+    )
     assert 0 <= again <= 2 * 8, "at most what was in flight at each kill"
     closing = (checkout / "terminal.log").read_text().splitlines()[-1]
     assert "24 of 24 documents are in 3 files" in closing

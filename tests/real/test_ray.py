@@ -1,9 +1,10 @@
-"""A real local Ray, through datatrove's executor: a plain run, and actors and their workers killed in the middle.
+"""A real local Ray, through datatrove's executor: a plain run, and actors and their workers killed
+in the middle.
 
     pytest tests/real/test_ray.py -s
 
-prints a line per case: event, runs, documents, requests sent again, seconds from the event to the end of the process,
-and the ranks that were marked complete at that moment. In the end all are.
+prints a line per case: event, runs, documents, requests sent again, seconds from the event to the
+end of the process, and the ranks that were marked complete at that moment. In the end all are.
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("ray")
     command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [environment.ray_python(), "-m", "tests.real.ray_job", str(folder)]
-    settings = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    settings["RAY_worker_niceness"] = "0"  # 15 otherwise: every other process of the machine goes first
+    settings = {
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "disabled",
+    }
+    # 15 otherwise: every other process of the machine goes first.
+    settings["RAY_worker_niceness"] = "0"
     done = processes.run(command, cwd=ROOT, env={**os.environ, **settings}, timeout=500)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-10000:]
-    return {row.pop("case"): row for row in map(json.loads, (folder / "results").read_text().splitlines())}
+    return {
+        row.pop("case"): row
+        for row in map(json.loads, (folder / "results").read_text().splitlines())
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,14 +51,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         ("kill -9 of the actor", 1, IN_FLIGHT),  # Ray starts the rank again by itself
         ("SIGTERM to the actor", 1, IN_FLIGHT),
         ("SIGTERM to the rank's process", 2, IN_FLIGHT),
-        ("kill -9 of the rank's process", 2, IN_FLIGHT),  # both actors wait without end, so the time limit ends them
+        # Both actors wait without end, so the time limit ends them.
+        ("kill -9 of the rank's process", 2, IN_FLIGHT),
     ],
 )
 def test_every_document_once(results: dict[str, dict], case: str, runs: int, at_most: int) -> None:
     result = results[case]
     seconds = f"{result['seconds']:.1f} s" if "seconds" in result else ""
     marked = f"{len(result['complete'])} of 2" if "complete" in result else "yes"
-    print(f"\n| Ray: {case} | {result['runs']} | 48 | {result['again']} | {seconds} | {marked} |", end="")
+    print(
+        f"\n| Ray: {case} | {result['runs']} | 48 | {result['again']} | {seconds} | {marked} |",
+        end="",
+    )
     assert result["same output"]
     assert result["documents"] == 2 * DOCUMENTS
     assert result["complete in the end"] == [0, 1]

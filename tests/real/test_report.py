@@ -36,7 +36,8 @@ progress.MINUTE_SECONDS = 0.5
 async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 """
-# A page around the report, which looks at it in a narrow and a wide window. The report itself runs no script.
+# A page around the report, which looks at it in a narrow and a wide window. The report itself runs
+# no script.
 AROUND = """<iframe id=report src=report.html height=900></iframe><script>
 report.onload = () => {
   const page = report.contentDocument, all = (which, what) => [...page.querySelectorAll(which)].map(what)
@@ -79,17 +80,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     (folder / "half_seconds.py").write_text(ROLLOUT)
     with FakeServer(delay=seconds, status=refusal) as server:
-        job = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4", TASKS)
+        job = job_yaml(
+            f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4", TASKS
+        )
         job = re.sub("rollout_fn: .*", "rollout_fn: half_seconds.rollout", job).replace(
             "workers: 1", f"workers: {TASKS}"
         )
         job = job.replace("workers: 1", f"workers: {TASKS}")
         job += "          records_per_chunk: 10\n          skip_bad_requests: true\n"
-        write_job(folder, job, *([text(task, number) for number in range(DOCUMENTS)] for task in range(TASKS)))
+        write_job(
+            folder,
+            job,
+            *([text(task, number) for number in range(DOCUMENTS)] for task in range(TASKS)),
+        )
         for _ in range(KILLS):
             line = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
             asked = len(server.payloads) + TASKS * DOCUMENTS // (KILLS + 3)
-            with subprocess.Popen(line, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True) as process:
+            with subprocess.Popen(
+                line, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True
+            ) as process:
                 while len(server.payloads) < asked:
                     assert process.poll() is None, "the job has ended before its time"
                     time.sleep(0.01)
@@ -103,9 +112,24 @@ def chromium(folder: Path, *options: str) -> str:
     """What it prints. It has no network, and says nothing on its console."""
     if not shutil.which("chromium"):
         install_debian(DEBIAN["chromium"])
-    line = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    line += ["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr"]
-    line += ["--allow-file-access-from-files", "--virtual-time-budget=10000", f"--user-data-dir={folder}/profile"]
+    line = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ]
+    line += [
+        "--disable-background-networking",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--enable-logging=stderr",
+    ]
+    line += [
+        "--allow-file-access-from-files",
+        "--virtual-time-budget=10000",
+        f"--user-data-dir={folder}/profile",
+    ]
     done = subprocess.run([*line, *options], cwd=folder, capture_output=True, text=True, check=True)
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout
@@ -114,7 +138,9 @@ def chromium(folder: Path, *options: str) -> str:
 def looked_at(folder: Path, dark: bool = False) -> dict[str, Any]:
     (folder / "around.html").write_text(AROUND)
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    (found,) = re.findall('data-found="([^"]*)"', chromium(folder, scheme, "--dump-dom", "around.html"))
+    (found,) = re.findall(
+        'data-found="([^"]*)"', chromium(folder, scheme, "--dump-dom", "around.html")
+    )
     content: dict[str, Any] = json.loads(html.unescape(found))
     return content
 

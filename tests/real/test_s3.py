@@ -31,9 +31,22 @@ from datatrove_ckpt.errors import DocumentFailed, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.real import s3, s3_job
-from tests.real.s3 import KEY, READER, READER_SECRET, SECRET, Bucket, Relay, Request, Weed, end, environment, python
+from tests.real.s3 import (
+    KEY,
+    READER,
+    READER_SECRET,
+    SECRET,
+    Bucket,
+    Relay,
+    Request,
+    Weed,
+    end,
+    environment,
+    python,
+)
 
-# s3fs closes its sessions in the background, and a test that breaks connections leaves some to the collector.
+# s3fs closes its sessions in the background, and a test that breaks connections leaves some to the
+# collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(900)]
 
 PART = 5 << 20  # the least that S3 allows
@@ -78,7 +91,11 @@ def job(tmp_path: Path, bucket: Bucket, server: FakeServer) -> dict[str, Any]:
 
 def expected(job: dict[str, Any], folder: Path) -> dict[str, bytes]:
     """What the job writes on a local disk."""
-    local = {**job, "output": str(folder / "local"), "checkpoints": str(folder / "local-checkpoints")}
+    local = {
+        **job,
+        "output": str(folder / "local"),
+        "checkpoints": str(folder / "local-checkpoints"),
+    }
     local.pop("logs", None)
     s3_job.run(local)
     return outputs(folder / "local")
@@ -93,7 +110,7 @@ def finished(job: dict[str, Any], rank: int = 0) -> bool:
     return (folder / "run.json").exists() and not (folder / "lock").exists()
 
 
-# What arrives ---------------------------------------------------------------------------------------------------------
+# What arrives ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gzip", "parquet"])
@@ -109,7 +126,7 @@ def test_files_of_many_parts_arrive_byte_for_byte(
     assert finished(job)
 
 
-# kill -9 --------------------------------------------------------------------------------------------------------------
+# kill -9 -----------------------------------------------------------------------------------------
 
 
 class JobProcesses:
@@ -135,13 +152,17 @@ class JobProcesses:
         return int(process.exitcode)
 
     def run_until(self, due: Callable[[Request], bool]) -> bool:
-        """Kills the job at the first stage of a request that is due. Returns whether there was one."""
+        """Kills the job at the first stage of a request that is due.
+
+        Returns whether there was one.
+        """
         lock, killed = threading.Lock(), threading.Event()
 
         def rule(request: Request) -> str | None:
             with lock:
                 if not killed.is_set() and due(request):
-                    killed.set()  # first: the end of the process may be seen before this thread goes on
+                    # First: the end of the process may be seen before this thread goes on.
+                    killed.set()
                     os.kill(process.pid, signal.SIGKILL)
             return "reset" if killed.is_set() else None
 
@@ -191,17 +212,22 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     assert bucket.open_uploads() == sorted(foreign)
     assert finished(job)
     assert asked(server) == 3, "no answer is asked for again"
-    print(f"{len(died_at)} kills: {left_open} left the upload open, {shown} a whole file without a commit")
+    print(
+        f"{len(died_at)} kills: {left_open} left the upload open, {shown} a whole file without a commit"
+    )
     assert len(died_at) > 20
     assert left_open > 10
     assert shown == 3
 
 
-# What breaks ----------------------------------------------------------------------------------------------------------
+# What breaks -------------------------------------------------------------------------------------
 
 
 def once(*cases: tuple[str, str, str | int]) -> Callable[[Request], str | int | None]:
-    """Does something to the first request of a kind (and part of its path) at a stage: (kind path, stage, verdict)."""
+    """Does something to the first request of a kind (and part of its path) at a stage:
+
+    (kind path, stage, verdict).
+    """
     left, lock = list(cases), threading.Lock()
 
     def rule(request: Request) -> str | int | None:
@@ -221,11 +247,13 @@ def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
 ) -> None:
     job |= {"documents": 4, "size": 3_600_000, "chunk": 3}
     relay.rule = once(
-        ("CreateMultipartUpload 00000_chunk", "answered", "reset"),  # one stays open, of which the client knows nothing
+        # One stays open, of which the client knows nothing.
+        ("CreateMultipartUpload 00000_chunk", "answered", "reset"),
         ("UploadPart partNumber=1", "half", "reset"),
         ("UploadPart partNumber=2", "answered", "reset"),
         ("UploadPart partNumber=3", "asked", 503),
-        ("CompleteMultipartUpload", "answered", "reset"),  # done, and the retry finds no such upload
+        # Done, and the retry finds no such upload.
+        ("CompleteMultipartUpload", "answered", "reset"),
         ("PutObject", "half", "reset"),
         ("PutObject", "asked", 500),
         ("HeadObject", "asked", "reset"),
@@ -240,10 +268,22 @@ def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
 @pytest.mark.parametrize(
     ("changes", "output", "message"),
     [
-        ({"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READER_SECRET}, "", "PermissionError: Access Denied"),
+        (
+            {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READER_SECRET},
+            "",
+            "PermissionError: Access Denied",
+        ),
         ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "", "PermissionError: .*Check the credentials"),
-        ({}, "s3://no-such-bucket/output", "bucket does not exist. Make the bucket, or correct output_folder"),
-        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "", "NoCredentialsError: .*Set AWS_ACCESS_KEY_ID"),
+        (
+            {},
+            "s3://no-such-bucket/output",
+            "bucket does not exist. Make the bucket, or correct output_folder",
+        ),
+        (
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            "",
+            "NoCredentialsError: .*Set AWS_ACCESS_KEY_ID",
+        ),
     ],
     ids=["may only read", "wrong secret", "no bucket", "no credentials"],
 )
@@ -260,7 +300,10 @@ def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     retry_seconds = 60
     began = time.monotonic()
-    with pytest.raises(OutputFailed, match=f"output cannot be (written to|listed|claimed for this run): .*{message}"):
+    with pytest.raises(
+        OutputFailed,
+        match=f"output cannot be (written to|listed|claimed for this run): .*{message}",
+    ):
         s3_job.run(job | {"retry_seconds": retry_seconds} | ({"output": output} if output else {}))
     assert time.monotonic() - began < retry_seconds
     assert len(relay.of("PutObject")) <= 1, "a permanent error is not retried"
@@ -280,12 +323,19 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
 
     def overwrite(request: Request) -> None:
         sent = any(one.kind == "PutObject" and name in one.path for one in relay.requests)
-        if request.kind == "HeadObject" and request.stage == "asked" and name in request.path and sent:
+        if (
+            request.kind == "HeadObject"
+            and request.stage == "asked"
+            and name in request.path
+            and sent
+        ):
             bucket.fs.pipe_file(f"{bucket.name}/output/{name}", b"of another run")
             listing.ls(f"{bucket.name}/output")
 
     relay.rule = overwrite
-    with pytest.raises(OutputFailed, match=f"{name} has 14 bytes after its upload instead of {len(whole[name])}"):
+    with pytest.raises(
+        OutputFailed, match=f"{name} has 14 bytes after its upload instead of {len(whole[name])}"
+    ):
         s3_job.run(job)
     assert not (Path(job["checkpoints"]) / "00000/commits.jsonl").exists()
     relay.rule = lambda request: None
@@ -304,22 +354,33 @@ def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.02)
 
 
-# The end of the process -----------------------------------------------------------------------------------------------
+# The end of the process --------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("event", "logs"), [("upload error", "s3"), ("SIGINT", "local"), ("SIGINT", "s3"), ("SIGTERM", "s3")]
+    ("event", "logs"),
+    [("upload error", "s3"), ("SIGINT", "local"), ("SIGINT", "s3"), ("SIGTERM", "s3")],
 )
 def test_the_process_ends_whatever_becomes_of_an_upload(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path, event: str, logs: str
+    job: dict[str, Any],
+    bucket: Bucket,
+    relay: Relay,
+    server: FakeServer,
+    tmp_path: Path,
+    event: str,
+    logs: str,
 ) -> None:
     job |= {"logs": f"s3://{bucket.name}/logs" if logs == "s3" else str(tmp_path / "logs")}
     (tmp_path / "job.json").write_text(json.dumps(job))
     due, release = threading.Event(), threading.Event()
 
     def rule(request: Request) -> int | str | None:
-        if request.kind != "PutObject" or "/output/" not in request.path or request.stage != "asked":
+        if (
+            request.kind != "PutObject"
+            or "/output/" not in request.path
+            or request.stage != "asked"
+        ):
             return None
         due.set()
         if event == "upload error":
@@ -328,7 +389,9 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
         return "reset"
 
     relay.rule = rule
-    process = python("-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment(relay.url))
+    process = python(
+        "-m", "tests.real.s3_job", "job.json", cwd=tmp_path, env=environment(relay.url)
+    )
     assert due.wait(300)
     if event != "upload error":
         os.killpg(process.pid, signal.Signals[event])
@@ -349,7 +412,7 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
     assert bucket.open_uploads() == []
 
 
-# Input, logs, settings ------------------------------------------------------------------------------------------------
+# Input, logs, settings ---------------------------------------------------------------------------
 
 
 def test_input_from_s3_is_read_on_where_it_was_left(
@@ -408,7 +471,10 @@ def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
     assert main(command) == 0, capsys.readouterr()
     said = capsys.readouterr()
     assert "10 of 10 documents are in 2 files in s3://my-bucket/summaries/data" in said.out
-    assert sorted(mine.files("summaries/data")) == ["00000_chunk_00000.jsonl.gz", "00001_chunk_00000.jsonl.gz"]
+    assert sorted(mine.files("summaries/data")) == [
+        "00000_chunk_00000.jsonl.gz",
+        "00001_chunk_00000.jsonl.gz",
+    ]
     assert {"executor.json", "stats.json", "logs/task_00000.log", "completions/00001"} <= set(
         mine.files("summaries/logs")
     )
@@ -419,7 +485,9 @@ def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
     mine.fs.rm_file("my-bucket/summaries/data/00001_chunk_00000.jsonl.gz")
     assert main(["verify", checkpoints]) == 1
     assert "00001_chunk_00000.jsonl.gz is missing" in capsys.readouterr().out
-    assert main(["repair", checkpoints, "--logging-dir", "s3://my-bucket/summaries/logs"]) == 0, capsys.readouterr()
+    assert main(["repair", checkpoints, "--logging-dir", "s3://my-bucket/summaries/logs"]) == 0, (
+        capsys.readouterr()
+    )
     assert main(command) == 0, capsys.readouterr()
     assert main(["verify", checkpoints, "--full"]) == 0, capsys.readouterr()
     said_later = capsys.readouterr()
@@ -428,7 +496,11 @@ def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
     left |= mine.files("summaries")
     left["terminal"] = (said.out + said.err + said_later.out + said_later.err).encode()
     assert len(left) > 12
-    assert [name for name, content in left.items() if SECRET.encode() in content or KEY.encode() in content] == []
+    assert [
+        name
+        for name, content in left.items()
+        if SECRET.encode() in content or KEY.encode() in content
+    ] == []
 
 
 def test_without_a_checkpoint_nothing_half_is_left_either(

@@ -2,8 +2,8 @@
 
     pytest tests/real/test_slurm.py -s
 
-prints a line per case: event, attempts, documents, requests sent again, seconds from the event to the process end,
-and whether the rank was marked complete at that moment. In the end it always is.
+prints a line per case: event, attempts, documents, requests sent again, seconds from the event to
+the process end, and whether the rank was marked complete at that moment. In the end it always is.
 """
 
 from __future__ import annotations
@@ -65,7 +65,14 @@ def job(cluster: Cluster, tmp_path: Path, server: FakeServer) -> Job:
 
 def preempt(cluster: Cluster) -> None:
     """A job above all others takes both nodes, and ends at once."""
-    cluster.command("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    cluster.command(
+        "sbatch",
+        "--partition=high",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=true",
+    )
 
 
 @pytest.mark.parametrize("pulls", [True, False])
@@ -98,12 +105,18 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
             job.until_ended()
             return job, seconds
 
-    # Slurm looks every 30 s whose time is up: the two wait together. The signal comes 110 to 140 s after the start: it
-    # is death to a process that is not yet up, which on a busy machine takes a minute.
+    # Slurm looks every 30 s whose time is up: the two wait together. The signal comes 110 to 140 s
+    # after the start: it is death to a process that is not yet up, which on a busy machine takes a
+    # minute.
     with ThreadPoolExecutor() as threads:
-        signalled = threads.submit(play, "signalled", "SIGUSR1", time="00:04:00", sbatch_args={"signal": "USR1@130"})
+        signalled = threads.submit(
+            play, "signalled", "SIGUSR1", time="00:04:00", sbatch_args={"signal": "USR1@130"}
+        )
         silent = threads.submit(play, "silent", "the end of the job's time limit", time="00:02:00")
-    for event, done in (("time limit, --signal=USR1", signalled), ("time limit, no --signal", silent)):
+    for event, done in (
+        ("time limit, --signal=USR1", signalled),
+        ("time limit, no --signal", silent),
+    ):
         job, seconds = done.result()
         job.check(event, 2, seconds, "no")
 
@@ -116,19 +129,25 @@ def test_one_task_of_an_array_requeues_itself_and_not_the_others(
     job.submit()
     job.until_held()
     numbers = {cluster.show("job", f"{job.id}_{index}")["JobId"]: index for index in range(2)}
-    last = numbers[job.id]  # whose own number is the array's, so that Slurm's commands take it for all tasks
+    # Whose own number is the array's, so that Slurm's commands take it for all tasks.
+    last = numbers[job.id]
     worker, watch = job.worker(last), Stopwatch()
     cluster.command("scancel", "--signal=USR1", f"{job.id}_{last}")
     job.until_logged("SIGUSR1")
     job.server.release()
     seconds = watch.until_gone(worker)
     job.until_ended()
-    assert [cluster.show("job", f"{job.id}_{index}")["Restarts"] for index in (last, 1 - last)] == ["1", "0"]
+    assert [cluster.show("job", f"{job.id}_{index}")["Restarts"] for index in (last, 1 - last)] == [
+        "1",
+        "0",
+    ]
     job.check("USR1 to the last of 2 tasks", 3, seconds, "no")
 
 
 def lose_node(job: Job, cluster: Cluster) -> None:
-    """Its slurmd dies, and somebody takes the node out of service: what runs there runs on, unseen."""
+    """Its slurmd dies, and somebody takes the node out of service: what runs there runs on,
+    unseen.
+    """
     node = cluster.show("job", f"{job.id}_0")["NodeList"]
     cluster.kill_node(node)
     cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
@@ -142,7 +161,8 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
     job.until_held()
     first = job.worker()
     lose_node(job, cluster)
-    until(lambda: job.asked() == HELD + 2 * IN_FLIGHT, 240, job.describe)  # the second has taken over, and asks
+    # The second has taken over, and asks.
+    until(lambda: job.asked() == HELD + 2 * IN_FLIGHT, 240, job.describe)
     assert first.is_alive()
     assert not job.is_complete()
     watch = Stopwatch()
@@ -153,12 +173,19 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
 
 
 @pytest.mark.full
-def test_several_nodes_per_task(job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_nodes_per_task(
+    job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     two_part_vllm.install(job.folder / "bin")
     monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("COUNTING_SERVER", job.server.url)
     config = InferenceConfig(
-        "vllm", "fake", tp=2, max_concurrent_generations=IN_FLIGHT, master_port=free_port(), server_stop_timeout_sec=1.0
+        "vllm",
+        "fake",
+        tp=2,
+        max_concurrent_generations=IN_FLIGHT,
+        master_port=free_port(),
+        server_stop_timeout_sec=1.0,
     )
     job.submit(nodes_per_task=2, runner={"config": config})
     job.until_held()
@@ -173,7 +200,8 @@ def test_several_nodes_per_task(job: Job, cluster: Cluster, monkeypatch: pytest.
     job.check("nodes_per_task=2, requeue", 4, seconds, "no", at_most=IN_FLIGHT)
 
 
-# The file that a user copies, the script that submits it, a rollout in the same folder, a key in the environment.
+# The file that a user copies, the script that submits it, a rollout in the same folder, a key in
+# the environment.
 KEY = "hunter2-is-a-secret"
 MY_MODULE = """
 async def rollout(document, generate):
@@ -214,7 +242,9 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     until(lambda: cluster.show("job", early)["JobState"] == "FAILED", 240, job.describe)
     said = (tmp_path / f"slurm_run/logs/slurm/{early}.out").read_text()
     assert "2 tasks are not complete: 0-1. Workers of another submission go on: pid " in said
-    assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {"COMPLETED"}
+    assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {
+        "COMPLETED"
+    }
     assert job.asked() == HELD + 2 * IN_FLIGHT, "they took no task that others had"
 
     worker, watch = job.worker(), Stopwatch()
@@ -230,7 +260,11 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     assert "Nothing was submitted: 2 tasks are complete." in capsys.readouterr().out
 
     files = sorted((tmp_path / "slurm_run/output").iterdir())
-    written = [json.loads(line)["id"] for path in files for line in gzip.decompress(path.read_bytes()).splitlines()]
+    written = [
+        json.loads(line)["id"]
+        for path in files
+        for line in gzip.decompress(path.read_bytes()).splitlines()
+    ]
     assert written == [f"{task} {number}" for task in range(2) for number in range(DOCUMENTS)]
     with capsys.disabled():
         job.say("configs/slurm.yaml, kill -9 of a worker", 3, seconds, "no", at_most=IN_FLIGHT)

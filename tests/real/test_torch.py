@@ -1,4 +1,5 @@
-"""A torch training loop stops and resumes in the middle of an epoch: no sample twice, none left out.
+"""A torch training loop stops and resumes in the middle of an epoch: no sample twice, none left
+out.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -36,7 +37,9 @@ DOCUMENTS = 97
 
 @pytest.fixture(params=["2 JSONL files", "20 JSONL files", "2 Parquet files"])
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
-    """More shards than files, fewer shards than files (but with 4 workers on 3 ranks), and rows in groups."""
+    """More shards than files, fewer shards than files (but with 4 workers on 3 ranks), and rows in
+    groups.
+    """
     count, kind, _ = request.param.split()
     texts = [f"text {i}" for i in range(DOCUMENTS)]
     tmp_path = tmp_path / "input"
@@ -44,13 +47,24 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
     for number in range(int(count)):
         mine = texts[number :: int(count)]
         if kind == "JSONL":
-            (tmp_path / f"{number:02}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in mine))
+            (tmp_path / f"{number:02}.jsonl").write_text(
+                "".join(f'{{"text": "{text}"}}\n' for text in mine)
+            )
         else:
-            pq.write_table(pa.table({"text": mine}), tmp_path / f"{number:02}.parquet", row_group_size=7)
+            pq.write_table(
+                pa.table({"text": mine}), tmp_path / f"{number:02}.parquet", row_group_size=7
+            )
     return (JsonlReader if kind == "JSONL" else ParquetReader)(tmp_path.as_posix())
 
 
-def loader(reader: SeekingReader, workers: int, rank: int, ranks: int, epoch: int | None = 0, **options: Any) -> Any:
+def loader(
+    reader: SeekingReader,
+    workers: int,
+    rank: int,
+    ranks: int,
+    epoch: int | None = 0,
+    **options: Any,
+) -> Any:
     dataset = ReaderDataset(reader, rank, ranks, shuffle_seed=1)
     if epoch is not None:
         dataset.set_epoch(epoch)
@@ -62,7 +76,9 @@ def texts(batches: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(reader: SeekingReader, workers: int) -> None:
+def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(
+    reader: SeekingReader, workers: int
+) -> None:
     persistent = {"persistent_workers": True} if workers else {}
     current = loader(reader, workers, 0, 1, **persistent)
     epochs = []
@@ -79,7 +95,9 @@ def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
     state = current.state_dict()
     other = loader(reader, 0, 0, 1)
     other.load_state_dict(state)
-    with pytest.raises(CheckpointMismatch, match=r"rank 0 of world_size=2.*rank 0 of world_size=1.*restore"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"rank 0 of world_size=2.*rank 0 of world_size=1.*restore"
+    ):
         list(other)
     with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
         ReaderDataset(reader, shuffle_seed=2).load_state_dict(state["dataset_state"])
@@ -90,7 +108,9 @@ def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
 
 
 @pytest.mark.parametrize(("workers", "stops"), [(0, [7, 12, 49, 50]), (2, [9, 60])])
-def test_the_loop_in_the_docs_stops_and_resumes(tmp_path: Path, workers: int, stops: list[int]) -> None:
+def test_the_loop_in_the_docs_stops_and_resumes(
+    tmp_path: Path, workers: int, stops: list[int]
+) -> None:
     """49 batches each epoch; a state is saved after every second one."""
     block = torch_example()
     namespace: dict[str, Any] = {}
@@ -110,15 +130,24 @@ def test_the_loop_in_the_docs_stops_and_resumes(tmp_path: Path, workers: int, st
     run = (tmp_path / "stopped").as_posix()
     done = 0
     for stop in stops:
-        taken = list(itertools.islice(batches(run=run), stop - done + 1))  # the last one is not trained on
+        # The last one is not trained on.
+        taken = list(itertools.islice(batches(run=run), stop - done + 1))
         assert taken[: stop - done] == whole[done:stop]
         done = stop // 2 * 2
     assert list(batches(run=run)) == whole[done:]
 
 
 def test_a_tensor_of_a_document_counts_by_type_shape_and_content() -> None:
-    ones = [torch.ones(2), torch.ones(2, dtype=torch.bfloat16), torch.ones(()), torch.ones(2, 1), torch.zeros(2)]
-    assert len({as_read(Document(text="", id="a", metadata={"tensor": tensor})) for tensor in ones}) == len(ones)
+    ones = [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(()),
+        torch.ones(2, 1),
+        torch.zeros(2),
+    ]
+    assert len(
+        {as_read(Document(text="", id="a", metadata={"tensor": tensor})) for tensor in ones}
+    ) == len(ones)
     assert as_read(Document(text="", id="a", metadata={"tensor": torch.ones(2)})) == as_read(
         Document(text="", id="a", metadata={"tensor": torch.ones(2)})
     )

@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 ROWS = [
-    {"input_ids": [i, i + 1, i + 2], "weight": i / 2, "name": f"row {i}", "other": [i] * (i % 3)} for i in range(97)
+    {"input_ids": [i, i + 1, i + 2], "weight": i / 2, "name": f"row {i}", "other": [i] * (i % 3)}
+    for i in range(97)
 ]
 COLUMNS = ["input_ids", "name"]
 
@@ -34,9 +35,9 @@ COLUMNS = ["input_ids", "name"]
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
     folder = tmp_path / "input"
     folder.mkdir()
-    schema = pa.schema({"input_ids": pa.list_(pa.int32()), "weight": pa.float64(), "name": pa.string()}).append(
-        pa.field("other", pa.list_(pa.int32()))
-    )
+    schema = pa.schema(
+        {"input_ids": pa.list_(pa.int32()), "weight": pa.float64(), "name": pa.string()}
+    ).append(pa.field("other", pa.list_(pa.int32())))
     for number in range(3):
         rows = ROWS[number::3]
         table = pa.Table.from_pylist(rows, schema=schema)
@@ -48,7 +49,9 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
         else:
             from datatrove.io import DataFolder
 
-            with DataFolder(folder.as_posix()).open(f"{number}.{request.param}", "wt", compression="infer") as file:
+            with DataFolder(folder.as_posix()).open(
+                f"{number}.{request.param}", "wt", compression="infer"
+            ) as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     kind = {"parquet": ParquetReader, "arrow": IpcReader}.get(request.param, JsonlReader)
     made: SeekingReader = kind(folder.as_posix())
@@ -71,7 +74,9 @@ def plain(batches: Any) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_several_stops_give_the_rows_of_a_run_without_stops(reader: SeekingReader, workers: int) -> None:
+def test_several_stops_give_the_rows_of_a_run_without_stops(
+    reader: SeekingReader, workers: int
+) -> None:
     current = loader(reader, workers)
     assert len(current) == 25
     whole = plain(current)

@@ -1,4 +1,5 @@
-"""A damaged state gives one error that says so, or the same samples. Each bit or byte of a saved one is flipped.
+"""A damaged state gives one error that says so, or the same samples. Each bit or byte of a saved
+one is flipped.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -34,12 +35,16 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "input"
     path.mkdir()
     for number in range(2):
-        (path / f"{number}.jsonl").write_text("".join(f'{{"text": "{one}"}}\n' for one in TEXTS[number::2]))
+        (path / f"{number}.jsonl").write_text(
+            "".join(f'{{"text": "{one}"}}\n' for one in TEXTS[number::2])
+        )
     return path
 
 
 def rows(folder: Path, **options: Any) -> ReaderDataset:
-    return ReaderDataset(JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": as_text} | options))
+    return ReaderDataset(
+        JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": as_text} | options)
+    )
 
 
 def as_text(document: Any) -> str:
@@ -126,9 +131,17 @@ def test_a_file_that_is_cut_off_or_no_file_of_torch_is_named(folder: Path, tmp_p
     path = tmp_path / "loader.pt"
     torch.save(state, path)
     whole = path.read_bytes()
-    for content in (b"", whole[:100], whole[: len(whole) // 2], whole[:-1], json.dumps(state).encode()):
+    for content in (
+        b"",
+        whole[:100],
+        whole[: len(whole) // 2],
+        whole[:-1],
+        json.dumps(state).encode(),
+    ):
         path.write_bytes(content)
-        with pytest.raises(CheckpointCorrupt, match=r"loader\.pt' cannot be read.*of the step before"):
+        with pytest.raises(
+            CheckpointCorrupt, match=r"loader\.pt' cannot be read.*of the step before"
+        ):
             merge([path])
     with pytest.raises(FileNotFoundError):
         merge([tmp_path / "none.pt"])
@@ -154,7 +167,9 @@ def test_a_state_of_before_the_checksums_is_continued(folder: Path, kind: str) -
 
 def test_the_checksum_goes_through_the_loader_its_workers_and_a_merge(folder: Path) -> None:
     def make() -> Any:
-        return StatefulDataLoader(rows(folder, batch_size=2), batch_size=2, num_workers=2, collate_fn=list)
+        return StatefulDataLoader(
+            rows(folder, batch_size=2), batch_size=2, num_workers=2, collate_fn=list
+        )
 
     saving = make()
     next(iter(saving))

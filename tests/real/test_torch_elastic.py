@@ -1,4 +1,5 @@
-"""``Pack`` and ``Mix`` go on with another number of ranks and workers: each token and each row comes once.
+"""``Pack`` and ``Mix`` go on with another number of ranks and workers: each token and each row
+comes once.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -64,7 +65,9 @@ def letters(document: Any) -> list[int]:
     return [ord(document.text[0]) * 1000 + int(document.text[1:])] * 3
 
 
-def rows(folder: Path, name: str, place: Place, transform: Any = text_of, **options: Any) -> ReaderDataset:
+def rows(
+    folder: Path, name: str, place: Place, transform: Any = text_of, **options: Any
+) -> ReaderDataset:
     reader = JsonlReader((folder / name).as_posix())
     return ReaderDataset(reader, *place, shuffle_seed=1, transform=transform, **options)
 
@@ -73,7 +76,9 @@ def packed(folder: Path, place: Place = (0, 1), **options: Any) -> Pack:
     return Pack(rows(folder, "rows", place, tokens_of), 16, **options)
 
 
-def mixed(folder: Path, place: Place = (0, 1), at_end: Any = "drop", transform: Any = text_of) -> Mix:
+def mixed(
+    folder: Path, place: Place = (0, 1), at_end: Any = "drop", transform: Any = text_of
+) -> Mix:
     sources = [rows(folder, name, place, transform) for name in COUNTS]
     return Mix(sources, [2, 1, 1], at_end=at_end)
 
@@ -86,7 +91,9 @@ def take(batches: Any, count: int | None = None) -> list[Any]:
     return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
-def stopped(make: Callable[[Place], Any], before: Place, steps: int, states: Any = ()) -> tuple[list[Any], list[Any]]:
+def stopped(
+    make: Callable[[Place], Any], before: Place, steps: int, states: Any = ()
+) -> tuple[list[Any], list[Any]]:
     """What all ranks of (world size, workers) read up to a step, and their states, through JSON."""
     read, saved = [], []
     for rank in range(before[0]):
@@ -100,7 +107,9 @@ def stopped(make: Callable[[Place], Any], before: Place, steps: int, states: Any
     return read, saved
 
 
-def rest(make: Callable[[Place], Any], after: Place, states: list[Any]) -> tuple[list[Any], list[Any]]:
+def rest(
+    make: Callable[[Place], Any], after: Place, states: list[Any]
+) -> tuple[list[Any], list[Any]]:
     """What all ranks read after these states, and in the next epoch."""
     read, following = [], []
     for rank in range(after[0]):
@@ -127,10 +136,15 @@ LETTERS = Counter({ord(name) * 1000 + number: 3 for name, number in SAMPLES})
 KINDS: dict[str, tuple[Callable[[Path, Place], Any], Counter[Any]]] = {
     "packed": (partial(packed, pad=0), Counter(range(1, sum(LONG) + 1))),
     "mixed": (mixed, Counter(f"{name}{number}" for name, number in SAMPLES)),
-    "pack of mix": (lambda folder, place: Pack(mixed(folder, place, transform=letters), 7, pad=0), LETTERS),
+    "pack of mix": (
+        lambda folder, place: Pack(mixed(folder, place, transform=letters), 7, pad=0),
+        LETTERS,
+    ),
     "mix of packs": (
         lambda folder, place: Mix(
-            [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS], [2, 1, 1], at_end="drop"
+            [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS],
+            [2, 1, 1],
+            at_end="drop",
         ),
         LETTERS,
     ),
@@ -190,8 +204,12 @@ def test_a_mix_that_stops_gives_no_sample_twice(folder: Path, before: Place, aft
 
 @pytest.mark.parametrize("steps", [1, 6, 10])
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_mix_that_repeats_leaves_no_sample_out(folder: Path, before: Place, after: Place, steps: int) -> None:
-    """Workers may be in different passes of a short source: it goes on in the first that is not over for all."""
+def test_a_mix_that_repeats_leaves_no_sample_out(
+    folder: Path, before: Place, after: Place, steps: int
+) -> None:
+    """Workers may be in different passes of a short source: it goes on in the first that is not
+    over for all.
+    """
 
     def make(place: Place) -> Mix:
         return mixed(folder, place, "repeat")
@@ -199,8 +217,12 @@ def test_a_mix_that_repeats_leaves_no_sample_out(folder: Path, before: Place, af
     read, states = stopped(make, before, steps)
     more, _ = rest(make, after, states)
     found = Counter(read + more)
-    assert {*found} == {f"{name}{number}" for name, count in COUNTS.items() for number in range(count)}
-    assert max(found[f"a{number}"] for number in range(COUNTS["a"])) <= 2, "a new pass may begin before the last ends"
+    assert {*found} == {
+        f"{name}{number}" for name, count in COUNTS.items() for number in range(count)
+    }
+    assert max(found[f"a{number}"] for number in range(COUNTS["a"])) <= 2, (
+        "a new pass may begin before the last ends"
+    )
 
 
 def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_path: Path) -> None:
@@ -221,7 +243,9 @@ def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [packed, mixed])
-def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(folder: Path, make: Any, workers: int) -> None:
+def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(
+    folder: Path, make: Any, workers: int
+) -> None:
     saving = loader(make(folder), workers)
     batches = iter(saving)
     take(batches, 3)
@@ -240,7 +264,9 @@ def test_the_draws_after_a_merge_are_the_same_at_each_start(folder: Path) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [packed, mixed])
-def test_after_the_end_of_an_epoch_the_next_one_follows(folder: Path, make: Any, workers: int) -> None:
+def test_after_the_end_of_an_epoch_the_next_one_follows(
+    folder: Path, make: Any, workers: int
+) -> None:
     _, states = stopped(lambda place: make(folder, place), (2, workers), 1000)
     other = loader(make(folder), 3)
     assert restore(other, states) == 3
@@ -256,7 +282,9 @@ def test_states_that_cannot_be_merged_are_refused(folder: Path) -> None:
         restore(one, [states[0], states[0], states[1]])
     with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
         restore(loader(Pack(rows(folder, "rows", (0, 1), tokens_of), 17)), states)
-    other = ReaderDataset(JsonlReader((folder / "rows").as_posix()), shuffle_seed=2, transform=tokens_of)
+    other = ReaderDataset(
+        JsonlReader((folder / "rows").as_posix()), shuffle_seed=2, transform=tokens_of
+    )
     with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
         restore(loader(Pack(other, 16)), states)
     with pytest.raises(CheckpointMismatch, match="no state of Pack"):
@@ -275,12 +303,18 @@ def test_states_of_different_steps_are_a_warning(folder: Path, log: list[str]) -
     for make in (packed, mixed):
         states = [stopped(lambda place: make(folder, place), (2, 0), steps)[1] for steps in (2, 3)]  # noqa: B023
         merge([states[0][0], states[1][1]])
-    said = [line for line in log if "not saved at the same step: rank 0 had 4 samples, rank 1 had 6" in line]
+    said = [
+        line
+        for line in log
+        if "not saved at the same step: rank 0 had 4 samples, rank 1 had 6" in line
+    ]
     assert len(said) == 2
 
 
 def test_a_merged_state_is_for_all_workers_and_for_one_epoch(folder: Path) -> None:
-    """Loaded by hand into the dataset: workers have copies of it, and begin the next epoch from its beginning."""
+    """Loaded by hand into the dataset: workers have copies of it, and begin the next epoch from its
+    beginning.
+    """
     read, states = stopped(lambda place: packed(folder, place, pad=0), (2, 0), 3)
     dataset = packed(folder, pad=0)
     dataset.load_state_dict(merge(states))

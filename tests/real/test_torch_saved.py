@@ -1,4 +1,5 @@
-"""The files of a dataset that ``save_to_disk`` has written, in a training loop: columns, shuffling, other topologies.
+"""The files of a dataset that ``save_to_disk`` has written, in a training loop: columns, shuffling,
+other topologies.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -29,7 +30,11 @@ TEXTS = [f"text {number}" for number in range(COUNT)]
 
 
 def made(**columns: Any) -> Any:
-    rows = {"text": TEXTS, "number": list(range(COUNT)), "input_ids": [[n, n + 1] for n in range(COUNT)]}
+    rows = {
+        "text": TEXTS,
+        "number": list(range(COUNT)),
+        "input_ids": [[n, n + 1] for n in range(COUNT)],
+    }
     return datasets.Dataset.from_dict(rows | columns)
 
 
@@ -108,13 +113,17 @@ def test_rows_that_cannot_be_counted_are_refused(saved: str) -> None:
         HuggingFaceDatasetReader("arrow", files, streaming=True),
         HuggingFaceDatasetReader("arrow", files),
     ):
-        with pytest.raises(ConfigError, match=r"cannot be counted.*data-\*.arrow.*give the dataset itself"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be counted.*data-\*.arrow.*give the dataset itself"
+        ):
             ReaderDataset(given)
 
 
 def test_a_stream_of_datasets_resumes_in_the_loader_without_a_reader(saved: str) -> None:
     def make() -> Any:
-        stream = datasets.load_dataset("arrow", data_files=f"{saved}/data-*.arrow", split="train", streaming=True)
+        stream = datasets.load_dataset(
+            "arrow", data_files=f"{saved}/data-*.arrow", split="train", streaming=True
+        )
         return StatefulDataLoader(stream, batch_size=4)
 
     whole, one = texts(make()), make()

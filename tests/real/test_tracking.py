@@ -30,7 +30,11 @@ def test_all_attempts_of_a_job_are_one_run_of_mlflow(
     client = None
     for rollout, temperature, status in ((fails_at(["id 3"]), 0, "FAILED"), (ask, 0.5, "FINISHED")):
         parameters = {"temperature": temperature}
-        config = {"api_key_env": "KEY_OF_TEST", "default_generation_params": parameters, "max_concurrent_documents": 1}
+        config = {
+            "api_key_env": "KEY_OF_TEST",
+            "default_generation_params": parameters,
+            "max_concurrent_documents": 1,
+        }
         for rank in (0, 1):
             job = runner(tmp_path, server, rollout, config=config, accept_changes=True)
             if rollout is ask:
@@ -38,14 +42,29 @@ def test_all_attempts_of_a_job_are_one_run_of_mlflow(
             else:
                 with pytest.raises(CkptError):
                     job.run(documents(5), rank, 2)
-        command("track", tmp_path / "checkpoints", "--mlflow", uri, "--experiment", "texts", "--name", "books")
+        command(
+            "track",
+            tmp_path / "checkpoints",
+            "--mlflow",
+            uri,
+            "--experiment",
+            "texts",
+            "--name",
+            "books",
+        )
         client = mlflow_tracking.MlflowClient(uri)
         (run,) = client.search_runs([client.get_experiment_by_name("texts").experiment_id])
         assert (run.info.run_name, run.info.status) == ("books", status)
     assert run.data.params["tasks"] == "2"
-    assert {value for name, value in run.data.params.items() if name.endswith("temperature")} <= {"0"}, "as at first"
+    assert {value for name, value in run.data.params.items() if name.endswith("temperature")} <= {
+        "0"
+    }, "as at first"
     metrics = run.data.metrics
-    assert (metrics["counts.read"], metrics["counts.written"], metrics["states.finished"]) == (10, 10, 2)
+    assert (metrics["counts.read"], metrics["counts.written"], metrics["states.finished"]) == (
+        10,
+        10,
+        2,
+    )
     points = client.get_metric_history(run.info.run_id, "counts.read")
     assert len(points) == 4, "three while it was failed, as another task might have begun"
     for path in (tmp_path / "runs").rglob("*"):
@@ -53,7 +72,10 @@ def test_all_attempts_of_a_job_are_one_run_of_mlflow(
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:
-    """Of a file in the format of LevelDB's log, after W&B's head of 7 bytes. Long records are divided at 32 kB."""
+    """Of a file in the format of LevelDB's log, after W&B's head of 7 bytes.
+
+    Long records are divided at 32 kB.
+    """
     at, found = 7, b""
     while at < len(content):
         if 32768 - at % 32768 < 7:
@@ -77,7 +99,9 @@ def test_wandb_takes_what_it_is_given(
     runner(tmp_path, server).run(documents(4))
     command("track", "checkpoints", "--wandb", "team/texts", "--name", "books")
     (file,) = (tmp_path / "wandb").rglob("*.wandb")
-    records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())]
+    records = [
+        wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())
+    ]
     (run,) = (record.run for record in records if record.HasField("run"))
     assert (run.display_name, run.project, run.entity) == ("books", "texts", "team")
     assert "records_per_chunk" in {item.key for item in run.config.update}

@@ -1,6 +1,8 @@
-"""Hugging Face Trainer and Accelerate stop in epochs 0, 1 and 2, and go on with the rows that would have followed.
+"""Hugging Face Trainer and Accelerate stop in epochs 0, 1 and 2, and go on with the rows that would
+have followed.
 
-Needs torch, torchdata, transformers and accelerate: ``uv pip install -e .[torch] transformers accelerate``.
+Needs torch, torchdata, transformers and accelerate: ``uv pip install -e .[torch] transformers
+accelerate``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.torch import TrainingCheckpoints
-from tests.real.trainers import BATCH, ROWS, STEPS, Recording, dataset, rows_as_parquet, two_processes
+from tests.real.trainers import (
+    BATCH,
+    ROWS,
+    STEPS,
+    Recording,
+    dataset,
+    rows_as_parquet,
+    two_processes,
+)
 from tests.resume import assert_resume_is_exact
 
 pytestmark = [
@@ -61,19 +71,28 @@ def test_trainer_resumes_in_every_epoch(folder: str, ram: Path) -> None:
             use_cpu=True,
             disable_tqdm=True,
         )
-        trainer = Trainer(Recording(), arguments, train_dataset=dataset(folder), callbacks=[SavesAtStops()])
-        trainer.train(resume_from_checkpoint=resume_from and str(ram / f"run/checkpoint-{resume_from}"))
+        trainer = Trainer(
+            Recording(), arguments, train_dataset=dataset(folder), callbacks=[SavesAtStops()]
+        )
+        trainer.train(
+            resume_from_checkpoint=resume_from and str(ram / f"run/checkpoint-{resume_from}")
+        )
         return trainer.model.batches
 
     whole = trained(None)
     assert [len(whole), {len(batch) for batch in whole}] == [EPOCHS * STEPS, {BATCH}]
-    epochs = [list(itertools.chain(*whole[first : first + STEPS])) for first in range(0, len(whole), STEPS)]
+    epochs = [
+        list(itertools.chain(*whole[first : first + STEPS]))
+        for first in range(0, len(whole), STEPS)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * EPOCHS
     assert len({tuple(epoch) for epoch in epochs}) == EPOCHS, "each epoch has an order of its own"
     for stop in STOPS:
         rest = trained(stop)
         twice = Counter(itertools.chain(*whole[:stop], *rest)) - Counter(itertools.chain(*whole))
-        print(f"Trainer, stopped after step {stop} in epoch {stop // STEPS}: {sum(twice.values())} rows twice")
+        print(
+            f"Trainer, stopped after step {stop} in epoch {stop // STEPS}: {sum(twice.values())} rows twice"
+        )
         assert rest == whole[stop:]
 
 
@@ -81,18 +100,31 @@ def test_trainer_resumes_in_every_epoch(folder: str, ram: Path) -> None:
 def accelerator() -> Iterator[Accelerator]:
     """Its loaders keep the position, and each process reads for itself."""
     yield Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(
+            use_stateful_dataloader=True, dispatch_batches=False
+        ),
     )
     AcceleratorState._reset_state()
     PartialState._reset_state()
 
 
-@pytest.mark.parametrize(("workers", "samples"), [(0, "tokens"), (0, "default"), (0, "columns"), (2, "default")])
-def test_accelerate_resumes_in_every_epoch(folder: str, accelerator: Accelerator, workers: int, samples: str) -> None:
-    options = {"tokens": {}, "default": {"transform": None}, "columns": {"transform": None, "columns": ["text"]}}
+@pytest.mark.parametrize(
+    ("workers", "samples"), [(0, "tokens"), (0, "default"), (0, "columns"), (2, "default")]
+)
+def test_accelerate_resumes_in_every_epoch(
+    folder: str, accelerator: Accelerator, workers: int, samples: str
+) -> None:
+    options = {
+        "tokens": {},
+        "default": {"transform": None},
+        "columns": {"transform": None, "columns": ["text"]},
+    }
 
     def make() -> Any:
-        loader = DataLoader(dataset(folder, **options[samples]), batch_size=BATCH, num_workers=workers)
+        loader = DataLoader(
+            dataset(folder, **options[samples]), batch_size=BATCH, num_workers=workers
+        )
         return accelerator.prepare(loader)
 
     # At the last batch of an epoch Accelerate has seen the end: see the next test.
@@ -107,7 +139,9 @@ def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
     folder: str, accelerator: Accelerator, workers: int
 ) -> None:
     def make() -> Any:
-        return accelerator.prepare(DataLoader(dataset(folder), batch_size=BATCH, num_workers=workers))
+        return accelerator.prepare(
+            DataLoader(dataset(folder), batch_size=BATCH, num_workers=workers)
+        )
 
     def epoch(loader: Any, number: int) -> list[int]:
         loader.set_epoch(number)
@@ -126,11 +160,14 @@ def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
 
 
 @pytest.mark.full
-def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder: str, tmp_path: Path) -> None:
+def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(
+    folder: str, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
-        context.Process(target=two_processes, args=(rank, folder, str(tmp_path / "meet"), results)) for rank in range(2)
+        context.Process(target=two_processes, args=(rank, folder, str(tmp_path / "meet"), results))
+        for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -143,18 +180,27 @@ def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder: str
 
 
 def test_batches_are_moved_to_the_device(folder: str) -> None:
-    """Accelerate's dispatcher, its default, takes the size of a batch from a tensor; all else is moved as it is."""
+    """Accelerate's dispatcher, its default, takes the size of a batch from a tensor; all else is
+    moved as it is.
+    """
     accelerator = Accelerator(cpu=True)
     batch = next(iter(accelerator.prepare(DataLoader(dataset(folder), batch_size=BATCH))))
-    assert {(len(column), column.device) for column in batch.values()} == {(BATCH, accelerator.device)}
+    assert {(len(column), column.device) for column in batch.values()} == {
+        (BATCH, accelerator.device)
+    }
     for options in ({"transform": None}, {"transform": None, "columns": ["text"]}):
         loader = DataLoader(dataset(folder, **options), batch_size=BATCH)
-        assert all(len(column) == BATCH for column in send_to_device(next(iter(loader)), accelerator.device).values())
+        assert all(
+            len(column) == BATCH
+            for column in send_to_device(next(iter(loader)), accelerator.device).values()
+        )
     AcceleratorState._reset_state()
     PartialState._reset_state()
 
 
-def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(folder: str, ram: Path) -> None:
+def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(
+    folder: str, ram: Path
+) -> None:
     arguments = TrainingArguments(
         output_dir=str(ram / "run"),
         max_steps=STEPS + 4,
@@ -176,7 +222,9 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
                 def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
                     made = Path(args.output_dir, f"checkpoint-{state.global_step}")
                     step = state.global_step
-                    checkpoints.save(step, writer=lambda to: shutil.copytree(made, to, dirs_exist_ok=True))
+                    checkpoints.save(
+                        step, writer=lambda to: shutil.copytree(made, to, dirs_exist_ok=True)
+                    )
 
             trainer = Trainer(model, arguments, train_dataset=dataset(folder), callbacks=[Keeps()])
             checkpoints.restore_latest(reader=found.append)
@@ -192,7 +240,9 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
 def test_accelerate_saves_and_loads_through_the_writer(folder: str, ram: Path) -> None:
     def trained(steps: int) -> list[list[int]]:
         AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        )
         rows = dataset(folder)
         model = Recording()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -220,5 +270,8 @@ def whole_rows(folder: str) -> list[list[int]]:
     rows, found = dataset(folder), []
     for epoch in range(EPOCHS):
         rows.set_epoch(epoch)
-        found += [batch["input_ids"][:, 0].tolist() for batch in StatefulDataLoader(rows, batch_size=BATCH)]
+        found += [
+            batch["input_ids"][:, 0].tolist()
+            for batch in StatefulDataLoader(rows, batch_size=BATCH)
+        ]
     return found

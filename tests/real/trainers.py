@@ -1,4 +1,6 @@
-"""What the tests of Trainer and Accelerate share: an input, a model of a few weights, and the rows it was given."""
+"""What the tests of Trainer and Accelerate share: an input, a model of a few weights, and the rows
+it was given.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,18 @@ def tokens(document: Document) -> dict[str, torch.Tensor]:
 
 
 def dataset(folder: str, **options: Any) -> ReaderDataset:
-    return ReaderDataset(ParquetReader(folder), shuffle_seed=1, **{"transform": tokens, "batch_size": BATCH} | options)
+    return ReaderDataset(
+        ParquetReader(folder),
+        shuffle_seed=1,
+        **{"transform": tokens, "batch_size": BATCH} | options,
+    )
 
 
 class Recording(GPT2LMHeadModel):
-    """A language model of a few hundred weights, made here and not downloaded. Keeps the rows of each batch."""
+    """A language model of a few hundred weights, made here and not downloaded.
+
+    Keeps the rows of each batch.
+    """
 
     def __init__(self) -> None:
         torch.set_num_threads(1)  # more would only wait for each other
@@ -58,11 +67,17 @@ class Recording(GPT2LMHeadModel):
 
 
 def two_processes(rank: int, folder: str, meeting: str, results: Any) -> None:
-    """The main function of one of two processes of Accelerate: twice an epoch, without a stop and with one.
+    """The main function of one of two processes of Accelerate: twice an epoch, without a stop and
+    with one.
 
     First Accelerate deals out the rows, then the dataset does.
     """
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     keeps = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=keeps)

@@ -1,5 +1,6 @@
-"""Replaces vLLM on two nodes, as a program named vllm. The head node's part answers only while the other part is
-connected, and hangs when that connection is lost. Answers come from the counting server that COUNTING_SERVER names.
+"""Replaces vLLM on two nodes, as a program named vllm. The head node's part answers only while the
+other part is connected, and hangs when that connection is lost. Answers come from the counting
+server that COUNTING_SERVER names.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ def serve(master: tuple[str, int], port: int) -> None:
         except BlockingIOError:
             pass
         url = f"{os.environ['COUNTING_SERVER']}{request.path}"
-        async with aiohttp.ClientSession() as session, session.post(url, data=await request.read()) as answer:
-            return web.Response(body=await answer.read(), status=answer.status, content_type="application/json")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, data=await request.read()) as answer,
+        ):
+            return web.Response(
+                body=await answer.read(), status=answer.status, content_type="application/json"
+            )
 
     async def well(request: web.Request) -> Any:
         return web.json_response({})

@@ -1,6 +1,8 @@
-"""One attempt of a job whose answers are no plain texts: `python -m tests.real.ways_job FOLDER`, with FOLDER/job.json.
+"""One attempt of a job whose answers are no plain texts: `python -m tests.real.ways_job FOLDER`,
+with FOLDER/job.json.
 
-It may be killed. Each request and each answer that was saved is a line of FOLDER/events, in their order.
+It may be killed. Each request and each answer that was saved is a line of FOLDER/events, in their
+order.
 """
 
 from __future__ import annotations
@@ -44,12 +46,15 @@ KINDS: dict[str, Callable[..., Awaitable[object]]] = {
     "embed": embed,
     "classify": classify,
     "judge": judge,
-    "picture": PromptRollout("What is it?", images="media", generation_params={"max_tokens": 6, "temperature": 0}),
+    "picture": PromptRollout(
+        "What is it?", images="media", generation_params={"max_tokens": 6, "temperature": 0}
+    ),
 }
 
 
 def log_event(kind: str, name: str) -> None:
-    with Path("events").open("ab", buffering=0) as events:  # one write, so that a kill tears no line
+    # One write, so that a kill tears no line.
+    with Path("events").open("ab", buffering=0) as events:
         events.write(f"{kind} {name}\n".encode())
 
 

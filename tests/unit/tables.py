@@ -17,7 +17,9 @@ from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, Seekin
 _COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
 
 
-def write_table(path: Path, table: pa.Table, rows: int | None = None, stream: bool = False, **options: Any) -> None:
+def write_table(
+    path: Path, table: pa.Table, rows: int | None = None, stream: bool = False, **options: Any
+) -> None:
     """In the format that the name's end says, in groups of so many rows.
 
     Args:
@@ -26,7 +28,9 @@ def write_table(path: Path, table: pa.Table, rows: int | None = None, stream: bo
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=rows, **options)
     elif path.suffix == ".arrow":
-        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(path, table.schema, **options) as writer:
+        with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
+            path, table.schema, **options
+        ) as writer:
             writer.write_table(table, max_chunksize=rows)
     else:
         lines = "".join(f"{json.dumps(row)}\n" for row in table.to_pylist()).encode()
@@ -35,5 +39,8 @@ def write_table(path: Path, table: pa.Table, rows: int | None = None, stream: bo
 
 def reader_of(folder: Path, kind: str, **options: Any) -> SeekingReader:
     """The reader of files whose names end in ``kind``."""
-    readers: dict[str, Callable[..., SeekingReader]] = {"parquet": ParquetReader, "arrow": IpcReader}
+    readers: dict[str, Callable[..., SeekingReader]] = {
+        "parquet": ParquetReader,
+        "arrow": IpcReader,
+    }
     return readers.get(kind, JsonlReader)(folder.as_posix(), **options)

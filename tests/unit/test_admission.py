@@ -1,4 +1,6 @@
-"""``max_concurrent_generations: auto``: the engine is kept busy with a short queue, and documents are enough for it."""
+"""``max_concurrent_generations: auto``: the engine is kept busy with a short queue, and documents
+are enough for it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ ENGINES: dict[str, Callable[[], Engine]] = {
 }
 LENGTHS: dict[str, Lengths] = {
     "short": lambda chance, now: (chance.randint(20, 100), chance.randint(20, 60)),
-    "spread": lambda chance, now: (chance.randint(50, 200), int(chance.lognormvariate(4.5, 0.7)) + 1),
+    "spread": lambda chance, now: (
+        chance.randint(50, 200),
+        int(chance.lognormvariate(4.5, 0.7)) + 1,
+    ),
     "long prompts": lambda chance, now: (chance.randint(300, 900), chance.randint(10, 100)),
     "few tokens": lambda chance, now: (chance.randint(50, 200), chance.randint(1, 5)),
 }
@@ -37,9 +42,14 @@ LENGTHS: dict[str, Lengths] = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_the_engine_is_kept_busy_with_a_short_queue(engine: Callable[[], Engine], lengths: Lengths, seed: int) -> None:
+def test_the_engine_is_kept_busy_with_a_short_queue(
+    engine: Callable[[], Engine], lengths: Lengths, seed: int
+) -> None:
     auto = Simulation(engine(), lengths, Admission(), seed=seed).run(40)
-    most = max(Simulation(engine(), lengths, number, seed=seed).run(40).mean_running(15) for number in (32, 128, 512))
+    most = max(
+        Simulation(engine(), lengths, number, seed=seed).run(40).mean_running(15)
+        for number in (32, 128, 512)
+    )
     assert auto.mean_running(15) >= 0.95 * most
     assert all(step.waiting <= 2 * step.target for step in auto.steps)
 
@@ -64,7 +74,9 @@ def test_the_engine_is_kept_busy_with_a_short_queue(engine: Callable[[], Engine]
 def test_the_queue_of_any_engine_is_short(
     engine: Engine, prompt: int, answer: int, spread: float, times: dict[str, float]
 ) -> None:
-    """In 3100 random cases, two queues were longer: by one request for a step, and with answers of two tokens."""
+    """In 3100 random cases, two queues were longer: by one request for a step, and with answers of
+    two tokens.
+    """
 
     def around(mean: int, chance: random.Random) -> int:
         return chance.randint(int(mean * (1 - spread)) + 1, int(mean * (1 + spread)) + 1)
@@ -94,17 +106,24 @@ def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_queue_is_short_after_a_burst_of_short_answers(seed: int) -> None:
     def lengths(chance: random.Random, now: float) -> tuple[int, int]:
-        return chance.randint(50, 200), chance.randint(1, 4) if int(now / 5) % 2 else chance.randint(100, 300)
+        return chance.randint(50, 200), chance.randint(1, 4) if int(
+            now / 5
+        ) % 2 else chance.randint(100, 300)
 
     auto = Simulation(ENGINES["gpu, 256 places"](), lengths, Admission(), seed=seed).run(30)
     # Those that wait when answers become long were sent for short ones.
-    targets = [max(step.target for step in auto.steps[max(0, n - 20) : n + 1]) for n in range(len(auto.steps))]
+    targets = [
+        max(step.target for step in auto.steps[max(0, n - 20) : n + 1])
+        for n in range(len(auto.steps))
+    ]
     assert all(step.waiting <= 2 * target for step, target in zip(auto.steps, targets, strict=True))
 
 
 @pytest.mark.parametrize("requests", [1, 5, 60])
 def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(requests: int) -> None:
-    auto = Simulation(ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests).run(30)
+    auto = Simulation(
+        ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests
+    ).run(30)
     assert auto.admission.limit <= max(16, requests + 8)
 
 
@@ -112,11 +131,15 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
     ("seen", "limit"),
     [
         ([(Metrics(16, 0, 100), 16)] * 50, 24),  # no work since the last sample changes nothing
-        ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),  # what has not arrived is not sent twice
-        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),  # an empty queue never lowers the limit
+        # What has not arrived is not sent twice.
+        ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),
+        # An empty queue never lowers the limit.
+        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),
     ],
 )
-def test_a_sample_that_shows_nothing_new_changes_no_limit(seen: list[tuple[Metrics, int]], limit: int) -> None:
+def test_a_sample_that_shows_nothing_new_changes_no_limit(
+    seen: list[tuple[Metrics, int]], limit: int
+) -> None:
     made = Admission()
     for metrics, in_flight in seen:
         made.update(metrics, in_flight)
@@ -126,7 +149,9 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen: list[tuple[Metri
 async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool]) -> Target:
     """The target whose limit ``adapt_admission`` adapts."""
     target = Target()
-    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read, Admission()))
+    following = asyncio.create_task(
+        adapt_admission("Server 0", target, Router(1000), read, Admission())
+    )
     async with asyncio.timeout(300):
         while not until(target):
             await asyncio.sleep(0)
@@ -146,10 +171,15 @@ async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
 
     await adapted(read, lambda target: target.limit == 500)
     (said,) = log
-    assert "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 " in said
+    assert (
+        "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 "
+        in said
+    )
 
 
-async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+async def test_metrics_that_stop_for_a_while_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
     reads: list[float] = []
@@ -163,7 +193,7 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch: pytest.
     assert (target.limit, log) == (8, [])
 
 
-# Documents in work: enough for the requests in flight, and few more ---------------------------------------------------
+# Documents in work: enough for the requests in flight, and few more ------------------------------
 
 
 Ask = Callable[[], Awaitable[None]]
@@ -242,7 +272,9 @@ async def with_other_work(ask: Ask) -> None:
     await _turns(10)
 
 
-@pytest.mark.parametrize(("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)])
+@pytest.mark.parametrize(
+    ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]
+)
 async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
     rollout: Rollout, fewest: int, most: int
 ) -> None:

@@ -1,4 +1,7 @@
-"""Documents as read may hold anything. Their fingerprints are stable, and those of JSON are what they always were."""
+"""Documents as read may hold anything.
+
+Their fingerprints are stable, and those of JSON are what they always were.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class Decoder:
 
 
 def document(value: Any) -> Document:
-    return Document("text", "id", metadata={"before": 1, "value": value, "after": [None, {"x": 0.5}]})
+    return Document(
+        "text", "id", metadata={"before": 1, "value": value, "after": [None, {"x": 0.5}]}
+    )
 
 
 def shown(value: Any) -> Any:
@@ -69,7 +74,7 @@ def opened(picture: Any, kind: str) -> Any:
     return pytest.importorskip("PIL.Image").open(data)
 
 
-# identity ------------------------------------------------------------------------------------------------------------
+# identity ----------------------------------------------------------------------------------------
 
 NOW = datetime.datetime(2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.UTC)
 # As version 0.1.0 wrote them into journals and commits.
@@ -96,7 +101,9 @@ FINGERPRINTS = {
 
 
 @pytest.mark.parametrize(("value", "expected"), FINGERPRINTS.values(), ids=FINGERPRINTS.keys())
-def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(value: Any, expected: str) -> None:
+def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(
+    value: Any, expected: str
+) -> None:
     assert digest(value) == expected
     assert as_read(document(value)).data == encode(document(value))
 
@@ -108,10 +115,28 @@ def differing() -> dict[str, tuple[Any, ...]]:
         "images": (image(), image(8), image(mode="RGB"), image(size=(2, 3))),
         "arrays of objects": (fortran, fortran[:1], np.array([object], dtype=object)),
         "records": (np.zeros(2, dtype=[("a", "i4")]), np.ones(2, dtype=[("a", "i4")])),
-        "buffers": (bytearray(b"x"), bytearray(b"y"), memoryview(b"x"), array.array("i", [1]), array.array("q", [1])),
+        "buffers": (
+            bytearray(b"x"),
+            bytearray(b"y"),
+            memoryview(b"x"),
+            array.array("i", [1]),
+            array.array("q", [1]),
+        ),
         "deques": (deque([1, b"x"]), deque([1, b"y"]), deque([Box(1)])),
-        "decoders": (Decoder("a.mp4", None), Decoder("b.mp4", None), Decoder("a.mp4", b"x"), Decoder(None, b"y")),
-        "inside": ({1: object()}, Box(1, object()), [object()], {"a": image()}, Box(2, image()), (Color.RED, image())),
+        "decoders": (
+            Decoder("a.mp4", None),
+            Decoder("b.mp4", None),
+            Decoder("a.mp4", b"x"),
+            Decoder(None, b"y"),
+        ),
+        "inside": (
+            {1: object()},
+            Box(1, object()),
+            [object()],
+            {"a": image()},
+            Box(2, image()),
+            (Color.RED, image()),
+        ),
     }
 
 
@@ -164,7 +189,7 @@ def test_the_fingerprint_is_the_same_in_another_process() -> None:
     assert json.loads(there.stdout) == here
 
 
-# containers that hold themselves --------------------------------------------------------------------------------------
+# containers that hold themselves -----------------------------------------------------------------
 
 
 def of_itself() -> dict[str, Any]:
@@ -187,7 +212,7 @@ def test_memory_of_images_counts_in_what_is_read_ahead() -> None:
     assert as_read(media).data == encode(media)
 
 
-# in a run -------------------------------------------------------------------------------------------------------------
+# in a run ----------------------------------------------------------------------------------------
 
 
 def with_images(number: int, color: int = 1) -> list[Document]:
@@ -221,7 +246,9 @@ def test_another_image_after_a_restart_is_another_input(tmp_path: Path, server: 
     runner(tmp_path, server, takes, accept_changes=True).run(with_images(3))
 
 
-def test_a_dead_letter_of_what_is_no_json_is_written_and_can_be_retried(tmp_path: Path, server: FakeServer) -> None:
+def test_a_dead_letter_of_what_is_no_json_is_written_and_can_be_retried(
+    tmp_path: Path, server: FakeServer
+) -> None:
     async def fails(document: Document, generate: Any) -> Any:
         raise ValueError("no")
 

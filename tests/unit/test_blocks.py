@@ -24,7 +24,12 @@ from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 ROWS = [
-    {"text": f"text {i}", "id": f"id {i}", "input_ids": list(range(i % 5)), "nested": {"a": i, "b": [{"c": str(i)}]}}
+    {
+        "text": f"text {i}",
+        "id": f"id {i}",
+        "input_ids": list(range(i % 5)),
+        "nested": {"a": i, "b": [{"c": str(i)}]},
+    }
     for i in range(100)
 ]
 SIZES = [40, 0, 25, 35]
@@ -47,7 +52,9 @@ def _tables() -> list[pa.Table]:
 
 
 def write(folder: Path, kind: str) -> SeekingReader:
-    """Four files, one of them without rows, in row groups or record batches of 20 rows: several blocks each."""
+    """Four files, one of them without rows, in row groups or record batches of 20 rows: several
+    blocks each.
+    """
     folder.mkdir()
     ending, options = FORMATS[kind]
     for number, table in enumerate(_tables()):
@@ -70,8 +77,12 @@ def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
 
 
 def test_a_stream_with_dictionaries_is_refused(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.arrow", pa.table({"x": pa.array(["a", "b"]).dictionary_encode()}), stream=True)
-    with pytest.raises(ConfigError, match=r"'a.arrow' is an Arrow stream with dictionaries.*Write it as"):
+    write_table(
+        tmp_path / "a.arrow", pa.table({"x": pa.array(["a", "b"]).dictionary_encode()}), stream=True
+    )
+    with pytest.raises(
+        ConfigError, match=r"'a.arrow' is an Arrow stream with dictionaries.*Write it as"
+    ):
         BlockInput(reader_of(tmp_path, "arrow"))
 
 
@@ -80,7 +91,9 @@ def rows_of(read: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_row_is_in_one_block_in_the_order_of_the_files(reader: SeekingReader, request: Any) -> None:
+def test_each_row_is_in_one_block_in_the_order_of_the_files(
+    reader: SeekingReader, request: Any
+) -> None:
     is_sequential = request.node.callspec.params["reader"] == "jsonl.gz"
     found = BlockInput(reader)
     assert found.sequential - {1} == ({0, 2, 3} if is_sequential else set())  # 1 has no rows
@@ -109,7 +122,9 @@ def test_blocks_are_read_in_any_order_and_again(reader: SeekingReader) -> None:
 
 
 @pytest.mark.matrix
-def test_large_rows_make_small_blocks(reader: SeekingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_rows_make_small_blocks(
+    reader: SeekingReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = list(BlockInput(reader))
     monkeypatch.setattr(blocks, "MAX_BYTES", max(block.bytes for block in usual) // 2)
     assert len(list(BlockInput(reader))) > len(usual)
@@ -130,7 +145,10 @@ def test_a_copy_for_a_worker_opens_files_of_its_own(reader: SeekingReader) -> No
 @pytest.mark.matrix
 def test_a_column_that_a_file_does_not_have_is_refused_by_name(reader: SeekingReader) -> None:
     found = BlockInput(reader)
-    with pytest.raises(ConfigError, match=r"0\.\w+(\.\w+)?' has no column 'tokens'. It has 'text', 'id', 'input_ids'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"0\.\w+(\.\w+)?' has no column 'tokens'. It has 'text', 'id', 'input_ids'",
+    ):
         found.read(found[0], ["id", "tokens"])
 
 
@@ -151,7 +169,9 @@ def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader: Seek
     [old], [new] = folder.glob("0.*"), folder.glob("3.*")
     old.unlink()
     old.write_bytes(new.read_bytes())
-    with pytest.raises(CheckpointMismatch, match=f"{old.name}' has changed since its rows were counted. Restore it"):
+    with pytest.raises(
+        CheckpointMismatch, match=f"{old.name}' has changed since its rows were counted. Restore it"
+    ):
         [found.read(block) for block in found if block.file == 0]
 
 
@@ -180,7 +200,9 @@ def test_a_row_is_a_line_that_is_not_blank(
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     found = BlockInput(JsonlReader(tmp_path.as_posix()))
-    rows = [row and row.get("text", "no text") for block in found for row in rows_of(found.read(block))]
+    rows = [
+        row and row.get("text", "no text") for block in found for row in rows_of(found.read(block))
+    ]
     assert len(rows) == sum(block.rows for block in found)
     assert rows == [text_of(line) for line in b"".join(lines).splitlines() if line.strip()]
 
@@ -205,7 +227,9 @@ def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> 
 
 
 def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "b", "tag": 1}\n' + b'{"text": "c"}\n' * 20)
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "a"}\n{"text": "b", "tag": 1}\n' + b'{"text": "c"}\n' * 20
+    )
     found = BlockInput(JsonlReader(tmp_path.as_posix()))
     tags = [row["tag"] for block in found for row in rows_of(found.read(block, ["tag"]))]
     assert tags == [None, 1, *[None] * 20]
@@ -231,7 +255,9 @@ def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
 ) -> None:
     """A batch of millions of rows as Python objects would take gigabytes."""
     table = pa.table({"text": [f"text {i}" for i in range(5000)]})
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(tmp_path / "a.arrow", table.schema) as writer:
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
+        tmp_path / "a.arrow", table.schema
+    ) as writer:
         writer.write_table(table)
     sizes = converted(IpcReader, monkeypatch)
     reader = IpcReader(tmp_path.as_posix(), stream=stream)
@@ -240,5 +266,7 @@ def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
     assert sizes == [1000] * 5
     resumed = IpcReader(tmp_path.as_posix(), stream=stream)
     resumed.load_state_dict(position_state(documents[4320]))
-    assert [document.id for document in resumed.run()] == [document.id for document in documents[4321:]]
+    assert [document.id for document in resumed.run()] == [
+        document.id for document in documents[4321:]
+    ]
     assert sizes[5:] == [679]

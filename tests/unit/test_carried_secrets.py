@@ -90,7 +90,18 @@ def make(api_key):
         return api_key
     return rollout
 """
-LEFT = ["KEYS", "Settings", "bound", "client", "closure", "default", "keyword_only", "nested", "row", "written"]
+LEFT = [
+    "KEYS",
+    "Settings",
+    "bound",
+    "client",
+    "closure",
+    "default",
+    "keyword_only",
+    "nested",
+    "row",
+    "written",
+]
 
 
 @pytest.fixture
@@ -118,10 +129,16 @@ def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not
 
 ROLLOUTS: dict[str, tuple[Any, str]] = {
     "object": (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
-    "class": (lambda script: functools.partial(script.plain, settings=script.Settings), "Settings.password"),
+    "class": (
+        lambda script: functools.partial(script.plain, settings=script.Settings),
+        "Settings.password",
+    ),
     "default": (lambda script: script.asks, "asks(api_key=)"),
     "closure": (lambda script: script.make("objapikey123456"), "make.<locals>.rollout(api_key=)"),
-    "partial": (lambda script: functools.partial(script.plain, api_key="objapikey123456"), "functools.partial.api_key"),
+    "partial": (
+        lambda script: functools.partial(script.plain, api_key="objapikey123456"),
+        "functools.partial.api_key",
+    ),
 }
 
 
@@ -141,7 +158,9 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
 
 
 def test_a_secret_in_shared_context_is_refused(tmp_path: Path, script: types.ModuleType) -> None:
-    step = step_of(tmp_path, script.plain, shared_context={"clients": [{"api_key": "objapikey123456"}]})
+    step = step_of(
+        tmp_path, script.plain, shared_context={"clients": [{"api_key": "objapikey123456"}]}
+    )
     with pytest.raises(ConfigError, match=r": shared_context.clients.api_key. "):
         dill.dumps(step)
     dill.dumps(step_of(tmp_path, script.plain, shared_context={"eos_token": "</s>", "key": "text"}))
@@ -170,7 +189,11 @@ def test_what_stays_behind_is_said_where_the_job_is_submitted(
     tmp_path: Path, script: types.ModuleType, log: list[str]
 ) -> None:
     copy.deepcopy(slurm_job(tmp_path, step_of(tmp_path, script.rollout)))
-    said = [line.removeprefix("WARNING The script's ").split()[0] for line in log if "is not pickled with" in line]
+    said = [
+        line.removeprefix("WARNING The script's ").split()[0]
+        for line in log
+        if "is not pickled with" in line
+    ]
     assert sorted(said) == LEFT
 
 
@@ -183,7 +206,8 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(folder))
         exec(
-            "import helper_beside\nasync def helped(document, generate): return helper_beside, functools", vars(script)
+            "import helper_beside\nasync def helped(document, generate): return helper_beside, functools",
+            vars(script),
         )
         executor = slurm_job(tmp_path, step_of(tmp_path, script.helped))
         copy.deepcopy(executor)
@@ -200,19 +224,30 @@ def test_a_module_that_does_not_go_along_with_jobs_is_said(
 ) -> None:
     for name in ("beside", "work", "elsewhere"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / f"own_{name}.py").write_text("async def rollout(document, generate): ...\n")
+        (tmp_path / name / f"own_{name}.py").write_text(
+            "async def rollout(document, generate): ...\n"
+        )
     monkeypatch.chdir(tmp_path / "work")
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "path", [*(str(tmp_path / name) for name in ("beside", "work", "elsewhere")), *sys.path])
+        patch.setattr(
+            sys,
+            "path",
+            [*(str(tmp_path / name) for name in ("beside", "work", "elsewhere")), *sys.path],
+        )
         for name in ("beside", "work", "elsewhere"):
             patch.delitem(sys.modules, f"own_{name}", raising=False)
             step = step_of(tmp_path, importlib.import_module(f"own_{name}").rollout)
             copy.deepcopy(JobsPipelineExecutor([[], step], tasks=1, logging_dir="memory://logs"))
             patch.delitem(sys.modules, f"own_{name}")
     (said,) = [line for line in log if "uses the module" in line]
-    assert f"uses the module own_elsewhere of {tmp_path / 'elsewhere'}, and jobs lack it unless `dependencies`" in said
+    assert (
+        f"uses the module own_elsewhere of {tmp_path / 'elsewhere'}, and jobs lack it unless `dependencies`"
+        in said
+    )
 
 
-@pytest.mark.parametrize("url", ["https://TOKEN@host/x", "git+https://t0ken@host/x", "https://user:pw@host"])
+@pytest.mark.parametrize(
+    "url", ["https://TOKEN@host/x", "git+https://t0ken@host/x", "https://user:pw@host"]
+)
 def test_a_url_with_a_token_is_not_pickled(url: str) -> None:
     assert secrets_in("x", {"text": url}) == ["x.text"]

@@ -1,4 +1,6 @@
-"""The modules of checkpoint/, one by one: lines, journals, commits, request cache, storage thread, lock."""
+"""The modules of checkpoint/, one by one: lines, journals, commits, request cache, storage thread,
+lock.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.commits import (
+    Commit,
+    CommitLog,
+    CommitsDamaged,
+    DocumentCounts,
+    OutputFile,
+)
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -33,15 +41,25 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache, payload_hash
+from datatrove_ckpt.checkpoint.request_cache import (
+    Answer,
+    AnswerKey,
+    CachedRequest,
+    RequestCache,
+    payload_hash,
+)
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
 
-# lines -------------------------------------------------------------------------------------------------------------
+# lines -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"])
-def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path: Path, tail: bytes) -> None:
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"]
+)
+def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(
+    tmp_path: Path, tail: bytes
+) -> None:
     good = seal(b'{"n":0}')
     (tmp_path / "file").write_bytes(good + tail)
     assert [line.body for line in read_lines(tmp_path / "file")] == [b'{"n":0}']
@@ -50,7 +68,7 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path: Pa
         list(read_lines(tmp_path / "file"))
 
 
-# journal -----------------------------------------------------------------------------------------------------------
+# journal -----------------------------------------------------------------------------------------
 
 
 def finished(ordinal: int, outcome: str = "written") -> Finished:
@@ -58,14 +76,17 @@ def finished(ordinal: int, outcome: str = "written") -> Finished:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("size", "spread"), [(1000, 40), (10, 1), (300_000, 10_000), (2_000_000, 1)])
+@pytest.mark.parametrize(
+    ("size", "spread"), [(1000, 40), (10, 1), (300_000, 10_000), (2_000_000, 1)]
+)
 def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, spread: int
 ) -> None:
     number = min(2000, 20_000_000 // size)
     random = Random(size + spread)
     expected = [
-        Finished(n, "written", "f" * 16, b'"%s"' % (b"x" * random.randint(size // 2, size))) for n in range(number)
+        Finished(n, "written", "f" * 16, b'"%s"' % (b"x" * random.randint(size // 2, size)))
+        for n in range(number)
     ]
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append(sorted(expected, key=lambda each: each.ordinal + random.uniform(0, spread)))
@@ -80,7 +101,8 @@ def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between
     assert list(journal.read_in_order()) == expected
     longest = size + 200
     assert max(read) <= max(longest, 2**20 + 2**13 * 2**20 // (size // 2 + 100))
-    if spread == 1:  # a thread that releases the GIL for each document keeps others from it: see journal.py
+    # A thread that releases the GIL for each document keeps others from it: see journal.py.
+    if spread == 1:
         assert len(read) <= 2 + 2 * journal.size / max(2**20 - longest, longest)
 
 
@@ -107,7 +129,9 @@ def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path: Pa
         list(journal.read_in_order())
 
 
-def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(tmp_path: Path) -> None:
+def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
+    tmp_path: Path,
+) -> None:
     ours = ChunkJournal(tmp_path / "journal", 0)
     theirs = ChunkJournal(tmp_path / "journal", 0)
     ours.append([finished(0)])
@@ -126,7 +150,9 @@ def test_another_document_in_the_place_of_one_is_corrupt(tmp_path: Path) -> None
         ChunkJournal(tmp_path / "journal", 0)
 
 
-def test_more_journals_than_open_files_are_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_journals_than_open_files_are_all_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
     journals = [ChunkJournal(tmp_path / f"journal {index}", index) for index in range(5)]
     for turn in range(3):
@@ -137,12 +163,19 @@ def test_more_journals_than_open_files_are_all_written(tmp_path: Path, monkeypat
         assert [line.ordinal for line in journal.read_in_order()] == [index, index + 1, index + 2]
 
 
-# commits -----------------------------------------------------------------------------------------------------------
+# commits -----------------------------------------------------------------------------------------
 
 
 def commit(chunk_index: int, read: int = 2) -> Commit:
     output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
-    return Commit(chunk_index, chunk_index * 2, DocumentCounts(read=read, written=read), output, {"offset": 7}, "abc")
+    return Commit(
+        chunk_index,
+        chunk_index * 2,
+        DocumentCounts(read=read, written=read),
+        output,
+        {"offset": 7},
+        "abc",
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +189,9 @@ def commit(chunk_index: int, read: int = 2) -> Commit:
         (b"a\nb", False),
     ],
 )
-def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path: Path, tail: bytes, is_torn: bool) -> None:
+def test_a_crash_tears_one_line_of_the_commit_log_at_most(
+    tmp_path: Path, tail: bytes, is_torn: bool
+) -> None:
     path = tmp_path / "commits.jsonl"
     CommitLog(path).append(Commit(0, 0, DocumentCounts(read=1)))
     whole = path.read_bytes()
@@ -165,7 +200,9 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path: Path, tail: 
         assert set(CommitLog(path).commits) == {0}
         assert path.read_bytes() == whole
         return
-    with pytest.raises(CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the rank's output files"):
+    with pytest.raises(
+        CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the rank's output files"
+    ):
         CommitLog(path)
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
 
@@ -178,10 +215,12 @@ def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:
         CommitLog(tmp_path / "commits.jsonl")
 
 
-# request cache -----------------------------------------------------------------------------------------------------
+# request cache -----------------------------------------------------------------------------------
 
 
-def request(ordinal: int, occurrence: int = 0, chunk_index: int = 0, error: str | None = None) -> CachedRequest:
+def request(
+    ordinal: int, occurrence: int = 0, chunk_index: int = 0, error: str | None = None
+) -> CachedRequest:
     key = AnswerKey(0, payload_hash(b"{}"), occurrence)
     answer = Answer(None, error) if error else Answer(b'"%d"' % occurrence, None)
     return CachedRequest(chunk_index, ordinal, "same id", key, answer)
@@ -212,7 +251,7 @@ def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
     cache.close()
 
 
-# storage thread ----------------------------------------------------------------------------------------------------
+# storage thread ----------------------------------------------------------------------------------
 
 
 CHUNK = Chunk(0, 0)
@@ -234,7 +273,9 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
     storage, rank_files = make_storage(tmp_path)
     transactions: list[int] = []
     put = RequestCache.put
-    monkeypatch.setattr(RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group)))
+    monkeypatch.setattr(
+        RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group))
+    )
     storage.start()
     hold, held = threading.Event(), threading.Event()
     storage.call(lambda: (held.set(), hold.wait()))
@@ -283,7 +324,9 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
     storage.stop()
 
 
-def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(tmp_path: Path) -> None:
+def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(
+    tmp_path: Path,
+) -> None:
     storage, rank_files = make_storage(tmp_path)
     storage.start()
     storage.put_answer(request(7))
@@ -297,17 +340,25 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
     rank_files.close(completed=False)
 
 
-# files -------------------------------------------------------------------------------------------------------------
+# files -------------------------------------------------------------------------------------------
 
 
-def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(tmp_path: Path) -> None:
+def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
+    tmp_path: Path,
+) -> None:
     numbers = [0, 7, 123_456]
     for number in numbers:
         rank_folder(tmp_path, number).mkdir()
         journal_path(tmp_path, number).touch()
         assert retry_number(retry_folder(tmp_path, number).name) == number
     last_chunk_file(tmp_path, 0).parent.mkdir()
-    for name in ("retry-00001", "7", "00007.restoring", "\u0660\u0660\u0660\u0660\u0667", "chunk_00007.jsonl.new"):
+    for name in (
+        "retry-00001",
+        "7",
+        "00007.restoring",
+        "\u0660\u0660\u0660\u0660\u0667",
+        "chunk_00007.jsonl.new",
+    ):
         (tmp_path / name).touch()
     assert rank_numbers(tmp_path) == numbers
     assert journal_indices(tmp_path) == numbers
@@ -315,10 +366,14 @@ def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(tmp
 
 
 def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
-    with pytest.raises(StorageFailed, match=r"Could not rename .*/missing to .*/target: No such file"):
+    with pytest.raises(
+        StorageFailed, match=r"Could not rename .*/missing to .*/target: No such file"
+    ):
         files.disk.rename(tmp_path / "missing", tmp_path / "target")
     full = Path("/dev/full")
-    with pytest.raises(StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"):
+    with pytest.raises(
+        StorageFailed, match=r"Could not write to /dev/full: No space left.*Free some space"
+    ):
         files.disk.append(full, b"x")
 
 
@@ -343,7 +398,9 @@ def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
 def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:
     lock = files.Lock(tmp_path / "lock")
     code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
-    refused = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    refused = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
     assert "CheckpointLocked" in refused.stderr
     assert f"pid {os.getpid()} on " in refused.stderr
     lock.release()
@@ -354,10 +411,12 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
     second.release()
 
 
-# folders that ranks share ----------------------------------------------------------------------------------------
+# folders that ranks share ------------------------------------------------------------------------
 
 
-def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_share(tmp_path: Path) -> None:
+def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_share(
+    tmp_path: Path,
+) -> None:
     failures: list[StorageFailed] = []
 
     def rank(number: int) -> None:

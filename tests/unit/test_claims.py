@@ -78,7 +78,14 @@ class Process:
         self.is_stopped = False
         reached = lambda rank: job.progress.get(rank, (0, 0, 0))  # noqa: E731
         self.claims = Claims(
-            self.store, self.owner, job.incomplete, reached, ATTEMPTS, alone, job.has_time, is_worker=False
+            self.store,
+            self.owner,
+            job.incomplete,
+            reached,
+            ATTEMPTS,
+            alone,
+            job.has_time,
+            is_worker=False,
         )
         made.append(self)
 
@@ -94,7 +101,9 @@ class Process:
 
     def take_rank(self, rank: int) -> bool:
         held = self.claims._held.values()
-        return not any(record.alone for _, record in held) and self.claims._take(rank, self.store.look())
+        return not any(record.alone for _, record in held) and self.claims._take(
+            rank, self.store.look()
+        )
 
     def finish(self, rank: int) -> None:
         self.ranks.remove(rank)
@@ -129,7 +138,7 @@ def grow_old(folder: Path, seconds: float) -> None:
             os.utime(path, (at, at))
 
 
-# crash points ---------------------------------------------------------------------------------------------------------
+# crash points ------------------------------------------------------------------------------------
 
 
 def on_disk(folder: Path) -> Callable[[str], ClaimStore]:
@@ -142,7 +151,9 @@ def in_bucket(folder: Path) -> Callable[[str], ClaimStore]:
 
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("where", [on_disk, in_bucket])
-def test_after_a_crash_at_any_effect_another_process_does_what_is_left(tmp_path: Path, where: Any, torn: bool) -> None:
+def test_after_a_crash_at_any_effect_another_process_does_what_is_left(
+    tmp_path: Path, where: Any, torn: bool
+) -> None:
     points: list[str] = []
     number = 0
     while len(points) == number:
@@ -184,7 +195,7 @@ def attempt(process: Process) -> None:
     process.take()
 
 
-# a rank that cannot finish --------------------------------------------------------------------------------------------
+# a rank that cannot finish -----------------------------------------------------------------------
 
 
 @pytest.fixture(params=[on_disk, in_bucket])
@@ -192,7 +203,9 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
     return Job(request.param(tmp_path))
 
 
-def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job: Job, tmp_path: Path) -> None:
+def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(
+    job: Job, tmp_path: Path
+) -> None:
     first, second = Process(job, alone=True), Process(job, alone=True)
     for process in (first, second):
         assert process.take_rank(0)
@@ -229,14 +242,17 @@ def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
     assert not Process(job).take_rank(0)
 
 
-def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone(job: Job, tmp_path: Path) -> None:
+def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone(
+    job: Job, tmp_path: Path
+) -> None:
     first = Process(job)
     assert [first.take(), first.take()] == [0, 1]
     first.die()
     grow_old(tmp_path, 1000.0)
     for _ in range(KILLS):
         process = Process(job)
-        assert [process.take(), process.take()] == [2, 3]  # first those of which nothing bad is known
+        # First those of which nothing bad is known.
+        assert [process.take(), process.take()] == [2, 3]
         for rank in (2, 3):
             process.claims.release(rank)
         assert process.take_rank(0)
@@ -257,7 +273,8 @@ def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -
     assert process.claims.free().ranks == [1, 2, 3]
 
 
-@pytest.mark.parametrize("error", [OSError, RuntimeError])  # botocore and httpx have errors that are no OSError
+# Botocore and httpx have errors that are no OSError.
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(
     job: Job, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -273,7 +290,9 @@ def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(
     assert process.take() == 1
 
 
-def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = Process(job)
     put = process.store.put
 
@@ -308,7 +327,9 @@ def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path)
     assert process.claims.free() == ([0, 1], True)
 
 
-def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(job: Job, tmp_path: Path) -> None:
+def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(
+    job: Job, tmp_path: Path
+) -> None:
     first, second, gone = Process(job), Process(job), Process(job)
     assert [first.take(), first.take(), gone.take(), second.take()] == [0, 1, 2, 3]
     second.claims.failed(3, "no memory", for_good=True)
@@ -322,13 +343,17 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
         reader = open_reader(str(tmp_path / "claims"))
     at_work = [claimant for claimant in claimants(reader) if claimant.is_alive]
     assert sorted(claimant.ranks for claimant in at_work) == [[], [0, 1]]
-    assert {claimant.process for claimant in at_work} == {f"pid {os.getpid()} on {socket.gethostname()}"}
+    assert {claimant.process for claimant in at_work} == {
+        f"pid {os.getpid()} on {socket.gethostname()}"
+    }
     assert [claimant.ranks for claimant in claimants(reader) if not claimant.is_alive] == [[2]]
     assert given_up(reader) == {3: "no memory"}
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_after_a_beat_what_others_have_completed_is_seen(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_beat_what_others_have_completed_is_seen(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(job, "incomplete", lambda: looks.put(1) or [])
     for store in (DiskClaims, ObjectClaims):
@@ -365,17 +390,21 @@ def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
     assert not (tmp_path / "claims" / "workers" / process.owner).exists()
 
 
-def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(tmp_path: Path) -> None:
+def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
+    tmp_path: Path,
+) -> None:
     job = Job(in_bucket(tmp_path))
     code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
-    owner = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    owner = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     store = job.make_store(owner)
     assert store.put(Mark(0, 1, owner), b"{}")
     assert Process(job).take_rank(0) is True
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
 
-# any order ------------------------------------------------------------------------------------------------------------
+# any order ---------------------------------------------------------------------------------------
 
 
 class Objects:
@@ -448,7 +477,9 @@ class Workers(RuleBasedStateMachine):
         if self.kind == "disk":
             assert not others
         elif self.kind != "objects that lag":
-            assert all(other.is_stopped or self.job.fences.get(rank or 0) is not other for other in others)
+            assert all(
+                other.is_stopped or self.job.fences.get(rank or 0) is not other for other in others
+            )
 
     @rule(number=st.integers(0, 3), how=st.sampled_from(["finish", "fail", "release"]))
     def end_rank(self, number: int, how: str) -> None:
@@ -517,7 +548,9 @@ def test_each_rank_is_completed_once_whatever_happens_to_workers(
     if kind == "disk without locks":
         monkeypatch.setattr(files.fcntl, "flock", no_locks)
     machine = type("Machine", (Workers,), {"kind": kind})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None)
+    )
 
 
 def no_locks(fd: int, how: int) -> None:

@@ -56,7 +56,9 @@ Run = Callable[..., int]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """``datatrove-ckpt run job.yaml ...`` in this process, in a folder with JOB, its step and one document."""
+    """``datatrove-ckpt run job.yaml ...`` in this process, in a folder with JOB, its step and one
+    document.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
@@ -107,10 +109,15 @@ PROMPT = "--pipeline.2.rollout_fn.prompt="
         ("--pipeline.2.config.endpoint_url=[http://a:1, http://b:2]", ["http://a:1", "http://b:2"]),
         ("--pipeline.2.config.max_concurrent_generations=auto", "auto"),
         ("--pipeline.2.config.default_generation_params=temperature: 0.5", {"temperature": 0.5}),
-        ("--pipeline.2.output_writer.output_folder=[s3://b, {anon: true}]", ["s3://b", {"anon": True}]),
+        (
+            "--pipeline.2.output_writer.output_folder=[s3://b, {anon: true}]",
+            ["s3://b", {"anon": True}],
+        ),
     ],
 )
-def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run: Run, override: str, value: object) -> None:
+def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(
+    run: Run, override: str, value: object
+) -> None:
     node = read_config("job.yaml", [override])["executor"]
     for key in override.partition("=")[0].removeprefix("--").removeprefix("executor.").split("."):
         node = node.get("init_args", node) if isinstance(node, dict) else node
@@ -176,10 +183,21 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    (tmp_path / "job.yaml").write_text("executor: {class_path: LocalPipelineExecutor, init_args: {pipeline: []}}\n")
-    command = [str(Path(sys.executable).with_name("datatrove-ckpt")), "run", str(tmp_path / "job.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+    }
+    (tmp_path / "job.yaml").write_text(
+        "executor: {class_path: LocalPipelineExecutor, init_args: {pipeline: []}}\n"
+    )
+    command = [
+        str(Path(sys.executable).with_name("datatrove-ckpt")),
+        "run",
+        str(tmp_path / "job.yaml"),
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=400, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
@@ -195,14 +213,22 @@ def test_help_and_status_start_without_datatrove(tmp_path: Path) -> None:
         "        pass\n"
         "sys.exit(', '.join({'datatrove', 'numpy', 'aiohttp', 'yaml'} & set(sys.modules)) or 0)"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow", "wandb"),
-    *(f"datatrove_ckpt.{name}" for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")),
-    *(f"datatrove_ckpt.{name}" for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")),
+    *(
+        f"datatrove_ckpt.{name}"
+        for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")
+    ),
+    *(
+        f"datatrove_ckpt.{name}"
+        for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")
+    ),
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
 _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
@@ -212,7 +238,10 @@ _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
 @pytest.mark.parametrize(
     ("code", "later"),
     [
-        ("from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor", _OF_A_RUN | _OF_A_FILE),
+        (
+            "from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor",
+            _OF_A_RUN | _OF_A_FILE,
+        ),
         (_COMMAND.format(["run", "none.yaml"]), _OF_A_RUN),
         (_COMMAND.format(["doctor", "none.yaml"]), _OF_A_RUN),
         ("import datatrove_ckpt.readers", {"datasets"}),
@@ -223,9 +252,13 @@ _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
         ("import datatrove_ckpt.inference.servers.dummy", {"datatrove"}),
     ],
 )
-def test_what_a_run_needs_is_not_imported_before_it(tmp_path: Path, code: str, later: set[str]) -> None:
+def test_what_a_run_needs_is_not_imported_before_it(
+    tmp_path: Path, code: str, later: set[str]
+) -> None:
     code += f"; import sys; sys.exit(', '.join({later!r} & set(sys.modules)) or 0)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -242,7 +275,9 @@ executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))
 executor._run_for_rank(0)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *filter(None, sys.path)])}
-    ended = subprocess.run([sys.executable, "-c", task], capture_output=True, text=True, env=environment, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", task], capture_output=True, text=True, env=environment, check=False
+    )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert ended.stderr.count("The prompt is another one.") == 1
@@ -254,13 +289,17 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(
 ) -> None:
     """Also where all tasks have markers of the run before, as in a retry of dead letters."""
     tasks = "    tasks: 3\n    skip_completed: false" if ran_before else "    tasks: 3"
-    Path("job.yaml").write_text(JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", tasks))
+    Path("job.yaml").write_text(
+        JOB.replace("Local", "Ray").replace("    tasks: 1\n    workers: 1", tasks)
+    )
     for rank in range(3 * ran_before):
         marker = Path(f"logs/completions/{rank:05d}")
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
         os.utime(marker, (1e9, 1e9))
-    monkeypatch.setattr(RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(0))
+    monkeypatch.setattr(
+        RayPipelineExecutor, "run", lambda executor: executor.mark_rank_as_completed(0)
+    )
     assert run() == 1
     logs = Path("logs/logs").absolute()
     assert capsys.readouterr().err.endswith(
@@ -286,7 +325,11 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
         (["run", "--help"], 0, "--pipeline.1.config.max_concurrent_generations=8"),
         (["--help"], 0, "show how far a run is, and which ranks need attention"),
         (["verify"], 2, "WHAT"),
-        (["verify", "checkpoints", "--executor.tasks=4"], 2, "unrecognized arguments: --executor.tasks=4"),
+        (
+            ["verify", "checkpoints", "--executor.tasks=4"],
+            2,
+            "unrecognized arguments: --executor.tasks=4",
+        ),
         ([], 2, "usage: datatrove-ckpt"),
         (["run"], 2, "CONFIG"),
         (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),

@@ -1,4 +1,6 @@
-"""Each row of the client's retry table, against a real socket that sends what the test says, byte by byte."""
+"""Each row of the client's retry table, against a real socket that sends what the test says, byte
+by byte.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,17 @@ def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
 
 
-UNFINISHED_REASONS = ["", "abort", "Cancelled", "ERROR", "timeout", "incomplete", "unknown", "failed", "null"]
+UNFINISHED_REASONS = [
+    "",
+    "abort",
+    "Cancelled",
+    "ERROR",
+    "timeout",
+    "incomplete",
+    "unknown",
+    "failed",
+    "null",
+]
 Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,7 +73,12 @@ def chat(content: Any = "hi", finish_reason: Any = "stop", **message: Any) -> by
 
 
 def http(status: int, body: bytes, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
+    lines = [
+        f"HTTP/1.1 {status} X",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        *headers,
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
@@ -160,7 +177,11 @@ class Sleeps(list[float]):
 
 
 def config(**settings: Any) -> InferenceConfig:
-    defaults: dict[str, Any] = {"server_type": "dummy", "model_name_or_path": "org/model", "request_max_attempts": 3}
+    defaults: dict[str, Any] = {
+        "server_type": "dummy",
+        "model_name_or_path": "org/model",
+        "request_max_attempts": 3,
+    }
     return InferenceConfig(**{**defaults, **settings})
 
 
@@ -172,7 +193,9 @@ async def talking(
     sleeps = Sleeps()
     async with (
         serving(*replies) as (server, url),
-        client_of(config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock) as client,
+        client_of(
+            config(**settings), [url], "key", sleep=sleep or sleeps, clock=sleeps.clock
+        ) as client,
     ):
         yield server, client, sleeps
 
@@ -205,8 +228,16 @@ TEXTS: list[tuple[Any, Any]] = [
     ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "so"}], "so"),
     ([{"type": "refusal", "refusal": "no"}], [{"type": "refusal", "refusal": "no"}]),
 ]
-INDEXED = [{"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"} for index in (2, 0, 1)]
-EMPTY: dict[str, Any] = {"finish_reason": "stop", "reasoning": "", "tool_calls": [], "logprobs": None}
+INDEXED = [
+    {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"}
+    for index in (2, 0, 1)
+]
+EMPTY: dict[str, Any] = {
+    "finish_reason": "stop",
+    "reasoning": "",
+    "tool_calls": [],
+    "logprobs": None,
+}
 CHOICES = [{"text": f"choice {index}", **EMPTY} for index in range(3)]
 HI = Completion("hi", "stop", {"total_tokens": 3})
 
@@ -229,7 +260,9 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
         (choices({"message": {"content": "hi"}}), NULL_ACCEPTED, Completion("hi", None, {})),
     ],
 )  # fmt: skip
-def test_an_answer_is_parsed(body: bytes | None, settings: dict[str, Any], result: Completion) -> None:
+def test_an_answer_is_parsed(
+    body: bytes | None, settings: dict[str, Any], result: Completion
+) -> None:
     outcome = Outcome(chunked if body is None else answer(http(200, body)), **settings)
     assert outcome.result == result
     path = "chat/completions" if settings.get("use_chat", True) else "completions"
@@ -255,9 +288,15 @@ BEYOND = "1" + "0" * 30
 @pytest.mark.parametrize(
     ("usage", "kept"),
     [
-        ('{"prompt_tokens": 3, "completion_tokens": 4.0}', {"prompt_tokens": 3, "completion_tokens": 4}),
+        (
+            '{"prompt_tokens": 3, "completion_tokens": 4.0}',
+            {"prompt_tokens": 3, "completion_tokens": 4},
+        ),
         ('{"prompt_tokens": -1, "completion_tokens": 18446744073709551616}', {}),
-        (f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}', {"cost": 1e30}),
+        (
+            f'{{"prompt_tokens": {BEYOND}, "cost": {BEYOND}, "completion_tokens": true}}',
+            {"cost": 1e30},
+        ),
         (
             '{"prompt_tokens_details": {"cached_tokens": "x", "cost": 0.5, "kind": "a"}}',
             {"prompt_tokens_details": {"cost": 0.5, "kind": "a"}},
@@ -281,7 +320,9 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     assert outcome.result.status == status
     assert len(outcome.result.body) == 2000
     assert len(outcome.server.requests) == 1
-    assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), "although it is torn"
+    assert isinstance(Outcome(then_close(http(status, b"bad")[:-1])).result, RequestRejected), (
+        "although it is torn"
+    )
 
 
 def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault() -> None:
@@ -292,25 +333,40 @@ def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault() -> N
     outcome = Outcome(answer(http(500, said)))
     assert isinstance(outcome.result, RequestRejected)
     assert (outcome.result.status, outcome.result.body) == (413, said.decode())
-    quoted = http(500, b'{"error":{"code":500,"message":"crashed at: %s"}}' % said.replace(b'"', b"'"))
-    assert isinstance(Outcome(answer(quoted), answer(http(200, chat()))).result, Completion), "a document may quote it"
+    quoted = http(
+        500, b'{"error":{"code":500,"message":"crashed at: %s"}}' % said.replace(b'"', b"'")
+    )
+    assert isinstance(Outcome(answer(quoted), answer(http(200, chat()))).result, Completion), (
+        "a document may quote it"
+    )
 
 
 @pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
 def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)
-    for word in (str(status), "org/model", "no way", "/v1/chat/completions", "endpoint_url" if status < 401 else ""):
+    for word in (
+        str(status),
+        "org/model",
+        "no way",
+        "/v1/chat/completions",
+        "endpoint_url" if status < 401 else "",
+    ):
         assert word in str(outcome.result)
     assert outcome.stats.errors == {f"HTTP {status}": 1}
     assert len(outcome.server.requests) == 1
 
 
 UNFINISHED = {
-    **{f"status {status}": answer(http(status, b"later")) for status in (408, 409, 425, 429, 500, 502, 503, 504, 529)},
+    **{
+        f"status {status}": answer(http(status, b"later"))
+        for status in (408, 409, 425, 429, 500, 502, 503, 504, 529)
+    },
     "closed before the headers": then_close(),
     "truncated body": then_close(http(200, chat())[:-10]),
-    "truncated body without a length": then_close(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + chat()[:-10]),
+    "truncated body without a length": then_close(
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + chat()[:-10]
+    ),
     "truncated chunks": then_close(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab"),
     "reset": reset,
     "no http": then_close(b"SSH-2.0-OpenSSH\r\n"),
@@ -320,10 +376,17 @@ UNFINISHED = {
     "content a number": answer(http(200, chat(7))),
     "brackets without end": answer(http(200, b"[" * 100_000)),
     "finish_reason null": answer(http(200, chat(finish_reason=None))),
-    **{f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason))) for reason in UNFINISHED_REASONS},
+    **{
+        f"finish_reason {reason!r}": answer(http(200, chat(finish_reason=reason)))
+        for reason in UNFINISHED_REASONS
+    },
     "an error beside choices": answer(http(200, b'{"error": {"message": "died"}, ' + chat()[1:])),
-    "an error in the choice": answer(http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))),
-    "object error": answer(http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])),
+    "an error in the choice": answer(
+        http(200, chat().replace(b'"finish', b'"error": {"code": 502}, "finish'))
+    ),
+    "object error": answer(
+        http(200, b'{"object": "error", "message": "overloaded", ' + chat()[1:])
+    ),
     "not UTF-8": answer(http(200, chat().replace(b"hi", b"h\xe9"))),
     "status 202": answer(http(202, chat())),
     "finish_reason a list": answer(http(200, chat(finish_reason=["stop"]))),
@@ -345,7 +408,9 @@ NOTHING = answer(http(200, chat("", None)))
         ([answer(http(503, b"BadRequestError: 400 404 Unauthorized"))], {}),
     ],
 )
-def test_a_server_that_comes_back_costs_nothing(replies: list[Reply], settings: dict[str, Any]) -> None:
+def test_a_server_that_comes_back_costs_nothing(
+    replies: list[Reply], settings: dict[str, Any]
+) -> None:
     assert Outcome(*replies, GOOD, **settings).result == HI
 
 
@@ -353,7 +418,12 @@ def test_what_may_pass_is_tried_again() -> None:
     for name, reply in UNFINISHED.items():
         outcome = Outcome(reply, GOOD)
         assert outcome.result == HI, name
-        counts = outcome.stats.requests, outcome.stats.retries, outcome.stats.answers, outcome.stats.in_flight
+        counts = (
+            outcome.stats.requests,
+            outcome.stats.retries,
+            outcome.stats.answers,
+            outcome.stats.in_flight,
+        )
         assert counts == (2, 1, 1, 0), name
         assert 0 <= outcome.sleeps[0] <= 0.5
 
@@ -379,24 +449,37 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(accepted: bool) -> None:
+async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(
+    accepted: bool,
+) -> None:
     """Whatever the setting is."""
 
     settings = {"accept_null_finish_reason": accepted, **KINDS["endpoint"]}
-    async with talking(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD, **settings) as (server, client, _):
+    async with talking(GOOD, NO_REASON, NO_REASON, NO_REASON, GOOD, **settings) as (
+        server,
+        client,
+        _,
+    ):
         assert [(await client.complete(BODY)).finish_reason for _ in range(2)] == ["stop", "stop"]
         assert len(server.requests) == 5
 
 
 async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> None:
-    """As vLLM does at a SIGTERM: 200 with half a text. The next attempt meets the server's successor."""
+    """As vLLM does at a SIGTERM:
+
+    200 with half a text. The next attempt meets the server's successor.
+    """
 
     async def until_all_are_cut_off(seconds: float) -> None:
         while len(server.requests) < 20:
             await asyncio.sleep(0)
 
     replies = [*[NO_REASON] * 20, reset, GOOD]
-    async with talking(*replies, sleep=until_all_are_cut_off, **KINDS["endpoint"]) as (server, client, _):
+    async with talking(*replies, sleep=until_all_are_cut_off, **KINDS["endpoint"]) as (
+        server,
+        client,
+        _,
+    ):
         answers = await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
         assert {one.finish_reason for one in answers} == {"stop"}
 
@@ -409,7 +492,8 @@ async def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -
     said = [line for line in log if line.startswith("WARNING")]
     assert 1 <= len(said) <= 2 + waited[0] / 60
     assert re.match(
-        r"WARNING The server gives no answers \(HTTP 503 .*; waiting, \d+ s of 600 s \(server_patience", said[0]
+        r"WARNING The server gives no answers \(HTTP 503 .*; waiting, \d+ s of 600 s \(server_patience",
+        said[0],
     )
     assert re.match(r"INFO The server answers, after \d+ s\.", log[-1])
 
@@ -418,25 +502,37 @@ def only_others(status: int) -> Reply:
     """Answers each request but those whose body is BODY."""
 
     async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
-        await (answer(http(status, b"")) if server.requests[-1][1] == BODY else GOOD)(server, writer)
+        await (answer(http(status, b"")) if server.requests[-1][1] == BODY else GOOD)(
+            server, writer
+        )
 
     return reply
 
 
 @pytest.mark.parametrize(("status", "patience"), [(500, 100), (504, 100), (429, 1000), (503, 1000)])
-async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status: int, patience: int) -> None:
+async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
+    status: int, patience: int
+) -> None:
     async def sleep(seconds: float) -> None:
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
-    async with talking(only_others(status), sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
-        with pytest.raises(RequestFailed, match=rf"this request failed while others.*HTTP {status}"):
+    async with talking(only_others(status), sleep=sleep, server_patience_seconds=100.0) as (
+        _,
+        client,
+        sleeps,
+    ):
+        with pytest.raises(
+            RequestFailed, match=rf"this request failed while others.*HTTP {status}"
+        ):
             await client.complete(BODY)
         assert patience <= sum(sleeps) <= patience + 60
 
 
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
-    """The server is away for almost all of the patience, and then fails this request a few times more."""
+    """The server is away for almost all of the patience, and then fails this request a few times
+    more.
+    """
 
     async def sleep(seconds: float) -> None:
         await sleeps(seconds)
@@ -452,7 +548,9 @@ async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
 
 
 class PatientlyConnecting(PlainTransport):
-    """Does not limit the time of the connect by ``timeout``, because a busy machine may need longer than that."""
+    """Does not limit the time of the connect by ``timeout``, because a busy machine may need longer
+    than that.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -460,7 +558,9 @@ class PatientlyConnecting(PlainTransport):
 
 
 @pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
-def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_never_comes_is_given_up(
+    reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "PlainTransport", PatientlyConnecting)
     outcome = Outcome(reply, request_timeout=0.1, server_patience_seconds=0.4)
     assert isinstance(outcome.result, ServerUnavailable)
@@ -481,7 +581,9 @@ def test_an_answer_that_never_comes_is_given_up(reply: Reply, monkeypatch: pytes
         ('RateLimit: "api";r=0;t=7', 7, 7),
     ],
 )
-def test_a_wait_that_the_server_asks_for_is_respected(header: str | int, low: float, high: float) -> None:
+def test_a_wait_that_the_server_asks_for_is_respected(
+    header: str | int, low: float, high: float
+) -> None:
     if isinstance(header, int):
         header = f"Retry-After: {formatdate(time.time() + header, usegmt=True)}"
     outcome = Outcome(answer(http(429, b"", header)), GOOD)
@@ -501,13 +603,19 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
 
 @pytest.mark.parametrize("status", [429, 504])
 def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) -> None:
-    """As a gateway sends it that has given up a request: first its own answer, and then that of the server behind."""
+    """As a gateway sends it that has given up a request: first its own answer, and then that of the
+    server behind.
+    """
     first: list[asyncio.StreamWriter] = []
 
     async def gateway(server: RawServer, writer: asyncio.StreamWriter) -> None:
         first.append(writer)
         late = len(first) > 1 and writer is first[0]
-        writer.write(http(200, chat("late" if late else "right")) if len(first) > 1 else http(status, b"given up"))
+        writer.write(
+            http(200, chat("late" if late else "right"))
+            if len(first) > 1
+            else http(status, b"given up")
+        )
 
     outcome = Outcome(gateway)
     assert outcome.result.text == "right"
@@ -524,7 +632,9 @@ def right(writers: list[asyncio.StreamWriter]) -> Reply:
     return reply
 
 
-async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> None:
+async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> (
+    None
+):
     writers: list[asyncio.StreamWriter] = []
     async with talking(right(writers)) as (server, client, _):
         for number in range(4):
@@ -577,7 +687,9 @@ def numbered(content: str) -> bytes:
     return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
 
 
-@pytest.mark.parametrize("body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])])
+@pytest.mark.parametrize(
+    "body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])]
+)
 async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
     body: Callable[[int], Any], log: list[str]
 ) -> None:
@@ -588,7 +700,12 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
         writer.write(http(200, numbered(str(2 if number == 3 else number))))
 
     async with talking(reply) as (server, client, _):
-        assert [(await client.complete(body(number))).text for number in range(4)] == ["1", "2", "4", "5"]
+        assert [(await client.complete(body(number))).text for number in range(4)] == [
+            "1",
+            "2",
+            "4",
+            "5",
+        ]
         assert len(server.requests) == 5
     assert "".join(log).count("has sent an answer without a request") == 1
 
@@ -614,7 +731,9 @@ async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_
 
 
 @pytest.mark.parametrize("limit", [1 << 28, 300_000])
-def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_compressed_or_too_long_is_refused(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", limit)
@@ -622,7 +741,9 @@ def test_an_answer_that_is_compressed_or_too_long_is_refused(limit: int, monkeyp
     encoding = ["Content-Encoding: gzip"] if limit > 300_000 else []
     outcome = Outcome(answer(http(200, body, *encoding)), server_patience_seconds=1.0)
     assert isinstance(outcome.result, ServerUnavailable)
-    assert ("compressed, which was not requested" if encoding else "the body is longer than") in str(outcome.result)
+    assert (
+        "compressed, which was not requested" if encoding else "the body is longer than"
+    ) in str(outcome.result)
     assert b"\r\nAccept-Encoding: identity\r\n" in outcome.server.requests[0][0]
 
 
@@ -655,11 +776,14 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
         assert [len(str(one.text)) for one in answers] == [20_000] * 8
         assert client.stats.errors == {"connection": client.stats.retries}
         assert client.stats.retries >= 1
-    assert 20_000 < most <= 50_000 + len(body)  # the oldest may be whole beside what the limit holds
+    # The oldest may be whole beside what the limit holds.
+    assert 20_000 < most <= 50_000 + len(body)
     assert LargeAnswer._sizes == {}
 
 
-def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 60_000)
     monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
@@ -677,7 +801,9 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
         asleep.set()
         await wake.wait()
 
-    async with talking(UNFINISHED["status 503"], GOOD, sleep=sleep, max_concurrent_generations=1) as (_, client, _):
+    async with talking(
+        UNFINISHED["status 503"], GOOD, sleep=sleep, max_concurrent_generations=1
+    ) as (_, client, _):
         first = asyncio.create_task(client.complete(BODY))
         await asleep.wait()
         assert (await client.complete(BODY)).text == "hi"
@@ -723,14 +849,22 @@ async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
         (answer(http(403, b"no")), ServerRefused, "answered HTTP 403"),
         (answer(b"HTTP/1.1 OK nonsense\r\n\r\n"), ServerUnavailable, "HTTP/1.1 OK nonsense"),
         (then_close(), ServerUnavailable, "before the response|disconnected"),
-        (then_close(http(200, chat())[:-10]), ServerUnavailable, "inside the response|not completed"),
+        (
+            then_close(http(200, chat())[:-10]),
+            ServerUnavailable,
+            "inside the response|not completed",
+        ),
     ],
 )
-async def test_errors_show_no_credentials_and_no_query(reply: Reply, error: type[CkptError], shown: str) -> None:
+async def test_errors_show_no_credentials_and_no_query(
+    reply: Reply, error: type[CkptError], shown: str
+) -> None:
     async with serving(reply) as (server, url):
         secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
         sleeps = Sleeps()
-        async with client_of(config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock) as client:
+        async with client_of(
+            config(), [secret_url], None, sleep=sleeps, clock=sleeps.clock
+        ) as client:
             with pytest.raises(error, match=shown) as caught:
                 await client.complete(BODY)
         assert "hush" not in str(caught.value)
@@ -743,7 +877,9 @@ def test_two_kinds_of_credentials_are_refused_at_once() -> None:
         ModelServers(config()).add_endpoints([HiddenUrl("http://user:hush@localhost")], Key("key"))
 
 
-async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment_are_for_endpoints_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
         monkeypatch.setenv("http_proxy", proxy_url)
         monkeypatch.delenv("no_proxy", raising=False)
@@ -792,7 +928,8 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         async def posted_too_late(*request: Any) -> Any:
             raw = await transport.post(*request)
             if not given_up.is_set():
-                client.servers.router.mark_dead(target, "stopped")  # its cancellation comes with the next turn
+                # Its cancellation comes with the next turn.
+                client.servers.router.mark_dead(target, "stopped")
                 given_up.set()
             return raw
 

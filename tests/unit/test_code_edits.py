@@ -1,4 +1,7 @@
-"""The identity of the user's code, tried with edits of small projects: ``tests/data/code_edits_*.txt`` hold them."""
+"""The identity of the user's code, tried with edits of small projects:
+
+``tests/data/code_edits_*.txt`` hold them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ def rows(kind: str) -> Iterator[Row]:
     for part in re.split(r"^## ", (DATA / f"code_edits_{kind}.txt").read_text(), flags=re.M)[1:]:
         name, _, text = re.sub(r"^# .*\n", "", part, flags=re.M).partition("\n")
         flags = set(_FLAGS.findall(name))
-        if any(re.fullmatch(r"3\.\d+", flag) and tuple(map(int, flag.split("."))) > sys.version_info for flag in flags):
+        if any(
+            re.fullmatch(r"3\.\d+", flag) and tuple(map(int, flag.split("."))) > sys.version_info
+            for flag in flags
+        ):
             continue
         name = _FLAGS.sub("", name)
         before, edits = files(text, None), [(found[1], found[2]) for found in _EDIT.finditer(text)]
@@ -60,7 +66,9 @@ def rows(kind: str) -> Iterator[Row]:
 def files(text: str, edited: set[int] | None) -> dict[str, str]:
     """The files with some of the edits."""
     numbers = iter(range(text.count("→")))
-    text = _EDIT.sub(lambda found: found[2 if edited is not None and next(numbers) in edited else 1], text)
+    text = _EDIT.sub(
+        lambda found: found[2 if edited is not None and next(numbers) in edited else 1], text
+    )
     parts = re.split(r"^--- ?(.*)\n", f"--- script.py\n{text}", flags=re.M)[1:]
     found = {name: content for name, content in zip(parts[::2], parts[1::2], strict=True) if name}
     found["script.py"] = re.sub(
@@ -77,7 +85,9 @@ def files(text: str, edited: set[int] | None) -> dict[str, str]:
 class Project:
     """A project in a folder of its own, loaded as a new process would."""
 
-    def __init__(self, folder: Path, files: dict[str, str], flags: set[str], patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, files: dict[str, str], flags: set[str], patch: pytest.MonkeyPatch
+    ) -> None:
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
@@ -91,11 +101,16 @@ class Project:
         self.script = importlib.util.module_from_spec(spec)
         patch.setitem(sys.modules, module_name, self.script)
         spec.loader.exec_module(self.script)
-        self.rollout, self.context = self.script.rollout, getattr(self.script, "shared_context", None)
+        self.rollout, self.context = (
+            self.script.rollout,
+            getattr(self.script, "shared_context", None),
+        )
         names = {"adapter", "expand_metadata"} & vars(self.script).keys()
         writer = getattr(self.script, "Writer", JsonlWriter)
         settings = {name: getattr(self.script, name) for name in names}
-        self.writer = writer(str(folder.parent / "out"), "${rank}.jsonl", compression=None, **settings)
+        self.writer = writer(
+            str(folder.parent / "out"), "${rank}.jsonl", compression=None, **settings
+        )
 
     def identity(self) -> str:
         """As a file keeps it."""
@@ -114,7 +129,9 @@ class Project:
             document = Document(text="Ab c, d", id="id 1", metadata={"kind": "a", "n": 3})
             context = self.context() if callable(self.context) else self.context or {}
             result = await self.rollout(document, generate, **context)
-            return result if isinstance(result, str | list) else "", repr(self.writer.adapter(document))
+            return result if isinstance(result, str | list) else "", repr(
+                self.writer.adapter(document)
+            )
 
         return asked, asyncio.run(run())
 
@@ -173,7 +190,9 @@ def is_seen(load: Load, row: Row) -> bool:
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["seen", "harmless"])
-def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram: Path, kind: str, first: bool) -> None:
+def test_an_edit_that_changes_the_work_is_seen_and_no_other(
+    ram: Path, kind: str, first: bool
+) -> None:
     """By default the first edit of each project; ``slow``: the others."""
     tried, wrong = 0, []
     for row in rows(kind):
@@ -190,7 +209,7 @@ def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram: Path, kind: str
     assert tried >= {"seen": 140, "harmless": 60}[kind]
 
 
-# mutations of a library that is taken as the user's code --------------------------------------------------------------
+# mutations of a library that is taken as the user's code -----------------------------------------
 
 [LIBRARY] = [row.before for row in rows("libraries")]
 _OTHERS: dict[Any, Any] = {
@@ -221,7 +240,11 @@ def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
             case ast.FunctionDef():
                 for index, statement in enumerate(node.body):
                     if isinstance(statement, ast.Assign | ast.AugAssign | ast.Expr):
-                        yield node, "body", [*node.body[:index], ast.Pass(), *node.body[index + 1 :]]
+                        yield (
+                            node,
+                            "body",
+                            [*node.body[:index], ast.Pass(), *node.body[index + 1 :]],
+                        )
 
 
 def library() -> dict[str, str]:
@@ -230,7 +253,9 @@ def library() -> dict[str, str]:
     assert spec.origin
     renamed = {}
     for path in Path(spec.origin).parent.glob("*.py"):
-        renamed[f"users_jmespath/{path.name}"] = path.read_text().replace("from jmespath", "from users_jmespath")
+        renamed[f"users_jmespath/{path.name}"] = path.read_text().replace(
+            "from jmespath", "from users_jmespath"
+        )
     return LIBRARY | renamed
 
 
@@ -256,14 +281,16 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "number", [4, pytest.param(12, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.full)]
+    "number",
+    [4, pytest.param(12, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.full)],
 )
 def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(load: Load, number: int) -> None:
     project = library()
     before = load("before", project, set())
     identity, behaviour = before.identity(), before.behaviour()
     counts = {
-        file: len([*mutations(code_text.parse(project[file]))]) for file in sorted(project.keys() - {"script.py"})
+        file: len([*mutations(code_text.parse(project[file]))])
+        for file in sorted(project.keys() - {"script.py"})
     }
     sites = [(file, index) for file, count in counts.items() for index in range(count)]
     missed, changed = [], 0

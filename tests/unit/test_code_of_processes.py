@@ -1,4 +1,6 @@
-"""The identity of code in programs as people start them: command lines, environments, and the cells of a notebook."""
+"""The identity of code in programs as people start them: command lines, environments, and the cells
+of a notebook.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def identity(folder: Path, start: str) -> str:
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     (tmp_path / "pk").mkdir()
-    (tmp_path / "pk" / "settings.py").write_text('import os\nSTYLE = os.environ.get("EDITS_STYLE", "")\n')
+    (tmp_path / "pk" / "settings.py").write_text(
+        'import os\nSTYLE = os.environ.get("EDITS_STYLE", "")\n'
+    )
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
 
@@ -88,7 +92,11 @@ def project(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "seen", "harmless"),
     [
-        ("partial", ["--prompt=Sing", "EDITS_STYLE=loud"], "--tasks=9 SLURM_JOB_ID=2 EDITS_OTHER=1"),
+        (
+            "partial",
+            ["--prompt=Sing", "EDITS_STYLE=loud"],
+            "--tasks=9 SLURM_JOB_ID=2 EDITS_OTHER=1",
+        ),
         ("closure", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
         ("dict", ["--prompt=Sing"], "--tasks=9"),
         ("object", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
@@ -134,9 +142,16 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("pattern", ["<ipython-input-{0}-abc>", "/tmp/ipykernel_12/{0}.py"])
 @pytest.mark.parametrize(
     ("cell", "old", "new"),
-    [(0, "Say", "Sing"), (1, "PROMPT + text", "text + PROMPT"), (2, "(text)", "(text + '.')"), (3, ".text", ".id")],
+    [
+        (0, "Say", "Sing"),
+        (1, "PROMPT + text", "text + PROMPT"),
+        (2, "(text)", "(text + '.')"),
+        (3, ".text", ".id"),
+    ],
 )
-def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook: Any, pattern: str, cell: int, old: str, new: str) -> None:
+def test_an_edit_in_any_cell_of_a_notebook_is_seen(
+    notebook: Any, pattern: str, cell: int, old: str, new: str
+) -> None:
     first = notebook(pattern, CELLS)
     assert notebook(pattern, CELLS) == first
     edited = [*CELLS]
@@ -145,7 +160,9 @@ def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook: Any, pattern: str, 
     assert notebook(pattern, edited) != first
 
 
-def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_from_its_top(notebook: Any) -> None:
+def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_from_its_top(
+    notebook: Any,
+) -> None:
     pattern = "<ipython-input-{0}-abc>"
     again = [*CELLS, CELLS[1].replace("PROMPT + text", "text + PROMPT")]
     from_the_top = [CELLS[0], again[-1], *CELLS[2:]]

@@ -12,7 +12,14 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
-from datatrove_ckpt.output.column_types import ColumnTypes, Misfit, RankColumns, infers_schema, misfits, raw_types
+from datatrove_ckpt.output.column_types import (
+    ColumnTypes,
+    Misfit,
+    RankColumns,
+    infers_schema,
+    misfits,
+    raw_types,
+)
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -46,7 +53,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rows = [{"id": "x", "c": value}, {"id": "y", "c": value}]
         types = ColumnTypes()
         types.add(rows)
-        pq.write_table(pa.Table.from_pylist(rows, schema=types.schema()), folder / f"{name}.parquet")
+        pq.write_table(
+            pa.Table.from_pylist(rows, schema=types.schema()), folder / f"{name}.parquet"
+        )
     return {name: folder / f"{name}.parquet" for name in VALUES}
 
 

@@ -1,4 +1,6 @@
-"""One attempt, of which what each crash would leave is kept, proves what one attempt for each crash proves."""
+"""One attempt, of which what each crash would leave is kept, proves what one attempt for each crash
+proves.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.testing import assert_same_output_after_crash
 from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, copy_tree
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk, assert_same_output_after_every_crash
+from tests.crash_points import (
+    CopyingDisk,
+    CopyingPowerLossDisk,
+    assert_same_output_after_every_crash,
+)
 from tests.power_loss import PowerLossDisk
 
 

@@ -1,4 +1,6 @@
-"""A damaged request cache costs answers, says so once, and nothing else; a disk that fails is not damage."""
+"""A damaged request cache costs answers, says so once, and nothing else; a disk that fails is not
+damage.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.disk_errors import FailingDisk
 
 
 def request(ordinal: int, text: str = "{}") -> CachedRequest:
-    return CachedRequest(0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), Answer(text.encode(), None))
+    return CachedRequest(
+        0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), Answer(text.encode(), None)
+    )
 
 
 @pytest.fixture
@@ -43,11 +47,15 @@ DAMAGE = {
     "no database": lambda path: path.write_bytes(b"not a database at all" * 1000),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
     "a log alone": lambda path: path.rename(f"{path}-wal"),
-    "another schema": lambda path: execute(path, "DROP TABLE request_cache; CREATE TABLE request_cache (a)"),
+    "another schema": lambda path: execute(
+        path, "DROP TABLE request_cache; CREATE TABLE request_cache (a)"
+    ),
     "a schema that is no text": lambda path: path.write_bytes(
         path.read_bytes().replace(b"CREATE TABLE request_cache", b"CREATE \xceABLE request_cache")
     ),
-    "a generated column": lambda path: execute(path, "ALTER TABLE request_cache ADD COLUMN a AS (abs(ordinal))"),
+    "a generated column": lambda path: execute(
+        path, "ALTER TABLE request_cache ADD COLUMN a AS (abs(ordinal))"
+    ),
 }
 
 
@@ -70,9 +78,12 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path: Path, log: list[str], 
     assert len([line for line in log if "is damaged" in line]) == 1
 
 
-def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path: Path, log: list[str]) -> None:
+def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(
+    path: Path, log: list[str]
+) -> None:
     data = bytearray(path.read_bytes())
-    for page in range(3, len(data) // 4096):  # the pages of answers; those of the schema and the index stay
+    # The pages of answers; those of the schema and the index stay.
+    for page in range(3, len(data) // 4096):
         data[page * 4096 : page * 4096 + 100] = b"\xff" * 100
     path.write_bytes(data)
     cache = RequestCache(path)
@@ -99,7 +110,9 @@ def test_a_damaged_row_is_asked_again_and_said(path: Path, log: list[str], colum
 
 
 @pytest.mark.parametrize("ordinal", ["9999999999", "'x'", "x'ff'"])
-def test_a_damaged_ordinal_does_not_mean_that_the_input_has_shrunk(path: Path, ordinal: str) -> None:
+def test_a_damaged_ordinal_does_not_mean_that_the_input_has_shrunk(
+    path: Path, ordinal: str
+) -> None:
     execute(path, f"UPDATE request_cache SET ordinal = {ordinal} WHERE ordinal = 7")
     cache = RequestCache(path)
     assert cache.answer_counts().keys() == set(range(40)) - {7}

@@ -1,4 +1,6 @@
-"""configs/grafana_dashboard.json shows metrics that exist, with labels that they have, as Prometheus means them."""
+"""configs/grafana_dashboard.json shows metrics that exist, with labels that they have, as
+Prometheus means them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PARTS = re.compile("_(bucket|sum|count)$")
 
 def expressions() -> list[str]:
     shown = [target["expr"] for panel in PANELS for target in panel["targets"]]
-    variables = [one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
+    variables = [
+        one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"
+    ]
     return shown + variables + [one["expr"] for one in DASHBOARD["annotations"]["list"]]
 
 
@@ -39,7 +43,9 @@ def test_every_label_of_the_dashboard_exists() -> None:
         for name, matchers in re.findall(rf"({PREFIX}\w+)\{{([^}}]*)\}}", expression):
             used = set(re.findall(r"(\w+)=", matchers))
             assert used <= {*RANK_LABELS, *METRICS[metric(name)].labels}, expression
-        known = {label for name in _NAME.findall(expression) for label in METRICS[metric(name)].labels}
+        known = {
+            label for name in _NAME.findall(expression) for label in METRICS[metric(name)].labels
+        }
         for group in re.findall(r"\bby \(([^)]*)\)", expression):
             assert set(group.split(", ")) <= {*RANK_LABELS, *known, "le"}, expression
 

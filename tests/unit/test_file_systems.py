@@ -30,7 +30,9 @@ tmpfs /scratch/inner tmpfs rw 0 0
         ("/with space/run", "/with space", "nfs"),
     ],
 )
-def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(path: str, point: str, kind: str) -> None:
+def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(
+    path: str, point: str, kind: str
+) -> None:
     mount = find_mount(Path(path), TEXT)
     assert (str(mount.point), mount.kind) == (point, kind)
 
@@ -62,7 +64,9 @@ def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemT
         ("lustre", "rw,flock", None),
     ],
 )
-def test_what_is_wrong_with_a_file_system_is_said(kind: str, options: str, says: str | None) -> None:
+def test_what_is_wrong_with_a_file_system_is_said(
+    kind: str, options: str, says: str | None
+) -> None:
     found = of(kind, options)
     if says is not None:
         assert says in " ".join(found.concerns)
@@ -73,7 +77,10 @@ def test_what_is_wrong_with_a_file_system_is_said(kind: str, options: str, says:
 
 
 def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported() -> None:
-    assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == ["ext4", "nfs4"]
+    assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == [
+        "ext4",
+        "nfs4",
+    ]
     assert of("fuse.mountpoint-s3").unsupported
     assert of("fuse", source="mountpoint-s3").unsupported
     assert not of("fuse.sshfs").unsupported

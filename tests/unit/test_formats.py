@@ -1,4 +1,6 @@
-"""Formats of output files: what a writer has written is found by writer and by name, counted and read again."""
+"""Formats of output files: what a writer has written is found by writer and by name, counted and
+read again.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,15 @@ TEXTS = ["one", "two\nlines", "dreiß"]
 
 @pytest.mark.parametrize(
     ("known", "compression"),
-    [(known, how) for known in FORMATS for how in ((None,) if known.is_compressed else (None, "gzip", "zstd"))],
+    [
+        (known, how)
+        for known in FORMATS
+        for how in ((None,) if known.is_compressed else (None, "gzip", "zstd"))
+    ],
 )
-def test_what_a_writer_has_written_is_counted_and_read(known: Format, compression: str | None, tmp_path: Path) -> None:
+def test_what_a_writer_has_written_is_counted_and_read(
+    known: Format, compression: str | None, tmp_path: Path
+) -> None:
     writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=compression)
     with writer:
         for index, text in enumerate(TEXTS):
@@ -26,18 +34,27 @@ def test_what_a_writer_has_written_is_counted_and_read(known: Format, compressio
     assert is_known(writer_name(writer)), "verify does not count its rows"
     assert format_of_file(f"a/name{known.suffix}") is known
     assert known.writer.__name__ in SHORT_NAMES, "YAML files cannot name its writer"
-    assert stem(f"name{known.suffix}") == "name", "its files are not recognised if the template lacks the suffix"
+    assert stem(f"name{known.suffix}") == "name", (
+        "its files are not recognised if the template lacks the suffix"
+    )
     (path,) = tmp_path.iterdir()
     with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         assert known.count(file) == len(TEXTS)
     with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         rows = [row for row, _ in known.rows(file, {"id", "text"})]
-    assert [(row["id"], row["text"]) for row in rows if row] == [(str(index), text) for index, text in enumerate(TEXTS)]
+    assert [(row["id"], row["text"]) for row in rows if row] == [
+        (str(index), text) for index, text in enumerate(TEXTS)
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "suffix"),
-    [("00000.jsonl.gz", ".jsonl"), ("a.jsonl/0.parquet", ".parquet"), ("a.jsonl/0.txt", None), ("ajsonl", None)],
+    [
+        ("00000.jsonl.gz", ".jsonl"),
+        ("a.jsonl/0.parquet", ".parquet"),
+        ("a.jsonl/0.txt", None),
+        ("ajsonl", None),
+    ],
 )
 def test_a_format_is_known_by_the_name_of_a_file(name: str, suffix: str | None) -> None:
     found = format_of_file(name)

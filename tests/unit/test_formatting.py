@@ -31,7 +31,9 @@ from datatrove_ckpt.common.formatting import (
         ([error_text(ValueError("no such thing.")), error_text(KeyError())], ["ValueError: no such thing", "KeyError"]),
     ],
 )  # fmt: skip
-def test_numbers_and_errors_are_written_as_people_read_them(written: list[str], texts: list[str]) -> None:
+def test_numbers_and_errors_are_written_as_people_read_them(
+    written: list[str], texts: list[str]
+) -> None:
     assert written == texts
 
 

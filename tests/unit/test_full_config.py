@@ -18,7 +18,10 @@ from tests.yaml_jobs import job_yaml, write_job
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-JOB = job_yaml('server_type: dummy, model_name_or_path: m, request_timeout: "90"') + "          records_per_chunk: 2\n"
+JOB = (
+    job_yaml('server_type: dummy, model_name_or_path: m, request_timeout: "90"')
+    + "          records_per_chunk: 2\n"
+)
 
 MINE = """
 import re
@@ -42,7 +45,9 @@ Printed = Callable[..., str]
 
 
 @pytest.fixture
-def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Printed:
     """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -59,25 +64,36 @@ def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def runner(text: str) -> dict[str, Any]:
-    arguments: dict[str, Any] = read_value(text)["executor"]["init_args"]["pipeline"][-1]["init_args"]
+    arguments: dict[str, Any] = read_value(text)["executor"]["init_args"]["pipeline"][-1][
+        "init_args"
+    ]
     return arguments
 
 
 def kept() -> dict[str, bytes]:
-    """Output, files of the commits, and identity. Times and the running process are others each time."""
+    """Output, files of the commits, and identity.
+
+    Times and the running process are others each time.
+    """
     found = {
-        str(path): path.read_bytes() for folder in ("output", "checkpoints") for path in Path(folder).rglob("*.json*")
+        str(path): path.read_bytes()
+        for folder in ("output", "checkpoints")
+        for path in Path(folder).rglob("*.json*")
     }
     del found["checkpoints/00000/history.jsonl"]
     identity = read_sealed(found.pop("checkpoints/00000/run.json"), ())
-    found["identity"] = json.dumps({key: value for key, value in identity.items() if "pid" not in str(value)}).encode()
+    found["identity"] = json.dumps(
+        {key: value for key, value in identity.items() if "pid" not in str(value)}
+    ).encode()
     lines = found.pop("checkpoints/00000/commits.jsonl").splitlines()
     return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_is_printed_and_what_is_printed_prints_itself(printed: Printed, path: Path) -> None:
+def test_every_config_is_printed_and_what_is_printed_prints_itself(
+    printed: Printed, path: Path
+) -> None:
     Path("configs").symlink_to(CONFIGS)  # an input of one of them
     before = sorted(Path().rglob("*"))
     text = printed(path)
@@ -87,7 +103,10 @@ def test_every_config_is_printed_and_what_is_printed_prints_itself(printed: Prin
 
 
 def test_what_is_printed_runs_as_the_file_itself(printed: Printed) -> None:
-    changes = ["--pipeline.1.rollout_fn.prompt=Summarise: {text}", "--pipeline.1.records_per_chunk=3"]
+    changes = [
+        "--pipeline.1.rollout_fn.prompt=Summarise: {text}",
+        "--pipeline.1.records_per_chunk=3",
+    ]
     Path("full.yaml").write_text(printed("job.yaml", *changes))
     assert main(["run", "job.yaml", *changes]) == 0
     first = kept()
@@ -103,13 +122,17 @@ def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_gi
     reader = "{class_path: my_module.Reader, init_args: {data_folder: input, text_key: body, auth_key: s3cret}}"
     changes = [f"--pipeline.1.rollout_fn={rollout}", f"--pipeline.0={reader}"]
     changes += ["--pipeline.1.shared_context={client: {api_key: sk-abcdefghijklmn}}"]
-    changes += ["--pipeline.1.config.default_generation_params={extra_headers: {X-Team: t3am}, stop: [a]}"]
+    changes += [
+        "--pipeline.1.config.default_generation_params={extra_headers: {X-Team: t3am}, stop: [a]}"
+    ]
     text = printed("job.yaml", *changes)
     for secret in ("hunter2", "p4ss", "sk-", "t3am", "s3cret"):
         assert secret not in text
     arguments = runner(text)
     assert arguments["config"]["default_generation_params"]["stop"] == ["a"]
-    assert read_value(text)["executor"]["init_args"]["pipeline"][0]["init_args"]["text_key"] == "body"
+    assert (
+        read_value(text)["executor"]["init_args"]["pipeline"][0]["init_args"]["text_key"] == "body"
+    )
     Path("full.yaml").write_text(text)
     assert main(["run", "full.yaml"]) == 2
     assert capsys.readouterr().err == (
@@ -124,6 +147,8 @@ def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_gi
 
 
 def test_a_script_for_slurm_shows_no_secret(printed: Printed) -> None:
-    text = printed(CONFIGS / "slurm.yaml", "--executor.env_command=export HF_TOKEN=hf_abcdefghijklmnop")
+    text = printed(
+        CONFIGS / "slurm.yaml", "--executor.env_command=export HF_TOKEN=hf_abcdefghijklmnop"
+    )
     assert "hf_abc" not in text
     assert f"\n# {MASK}\n" in text

@@ -1,4 +1,6 @@
-"""``history.jsonl``: its records, what is left of them after damage, and how its size is bounded."""
+"""``history.jsonl``: its records, what is left of them after damage, and how its size is
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,22 @@ def records() -> list[Record]:
     return [
         Start(at=1.0, attempt=1, host="node7", pid=42, job="17_3", slot=0, version="0.2.0"),
         progress(at=1.0),
-        ServerEvent(at=2.0, attempt=1, what="death", name="0", url="http://127.0.0.1:8000", why="exit code 1"),
+        ServerEvent(
+            at=2.0,
+            attempt=1,
+            what="death",
+            name="0",
+            url="http://127.0.0.1:8000",
+            why="exit code 1",
+        ),
         progress(at=62.0),
-        Spread(at=62.0, attempt=1, milliseconds=Buckets({3: 1}), prompt_tokens=Buckets(), completion_tokens=Buckets()),
+        Spread(
+            at=62.0,
+            attempt=1,
+            milliseconds=Buckets({3: 1}),
+            prompt_tokens=Buckets(),
+            completion_tokens=Buckets(),
+        ),
         Start(at=100.0, attempt=2, host="node8", pid=43),
         progress(at=100.0, attempt=2),
         End(at=130.0, attempt=2, why="stopped", what="SIGTERM"),
@@ -46,15 +61,24 @@ def written(path: Path, content: list[Record]) -> Path:
 
 
 def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path: Path) -> None:
-    later = b'{"k":"weather","at":1.0,"n":1}', b'{"k":"end","at":1.0,"n":1,"why":"eaten"}', b'{"at":1.0}'
+    later = (
+        b'{"k":"weather","at":1.0,"n":1}',
+        b'{"k":"end","at":1.0,"n":1,"why":"eaten"}',
+        b'{"at":1.0}',
+    )
     known = seal(b'{"k":"end","at":130.0,"n":2,"why":"done","mood":[1]}')
     (tmp_path / "history.jsonl").write_bytes(b"".join(map(seal, later)) + known)
-    assert read_history(tmp_path / "history.jsonl") == History([End(at=130.0, attempt=2, why="done")])
+    assert read_history(tmp_path / "history.jsonl") == History(
+        [End(at=130.0, attempt=2, why="done")]
+    )
 
 
-@pytest.mark.parametrize("bad", [b'"at":-1', b'"at":null', b'"n":"1"', b'"pid":-1', b'"host":7', b'"slot":true'])
+@pytest.mark.parametrize(
+    "bad", [b'"at":-1', b'"at":null', b'"n":"1"', b'"pid":-1', b'"host":7', b'"slot":true']
+)
 def test_values_of_other_types_are_no_record(tmp_path: Path, bad: bytes) -> None:
-    body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad  # the last of two equal keys counts
+    # The last of two equal keys counts.
+    body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad
     (tmp_path / "history.jsonl").write_bytes(seal(body))
     assert read_history(tmp_path / "history.jsonl").records == []
 
@@ -65,12 +89,14 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
     assert isinstance(found, ServerEvent)
     assert found.why.isprintable()
     assert len(found.why) == 4000
-    end = read_history(written(tmp_path / "history.jsonl", [failed(1.0, "E: a\n  b\x1b[2J")])).records[0]
+    end = read_history(
+        written(tmp_path / "history.jsonl", [failed(1.0, "E: a\n  b\x1b[2J")])
+    ).records[0]
     assert isinstance(end, End)
     assert end.what == "E: a\n  b [2J", "a cause of several lines is kept as it is"
 
 
-# ``HistoryLog``: what is appended to a rank's history, and how its size is bounded -----------------------------------
+# ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------
 
 
 _MINUTES_OF_A_WEEK = 7 * 24 * 60
@@ -78,7 +104,9 @@ _MINUTES_OF_A_WEEK = 7 * 24 * 60
 
 def minute(number: int) -> Progress:
     """A line as long as that of a rank in the middle of a large run."""
-    own = WorkCounts(*(number * factor for factor in range(100, 110)), {"timeout": number, "HTTP 503": number})
+    own = WorkCounts(
+        *(number * factor for factor in range(100, 110)), {"timeout": number, "HTTP 503": number}
+    )
     return Progress(
         at=1.8e9 + 60 * number + 0.123,
         seconds=Seconds(60.123 * number, 61.456 * number),
@@ -131,7 +159,12 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
         log.append([minute(number)])
         if number % 10 == 9:
             log.append(
-                [Spread(at=1.8e9 + 60 * number, milliseconds=Buckets.from_json([[n, 10**6] for n in range(60)]))]
+                [
+                    Spread(
+                        at=1.8e9 + 60 * number,
+                        milliseconds=Buckets.from_json([[n, 10**6] for n in range(60)]),
+                    )
+                ]
             )
         largest = max(largest, log.size)
     assert largest == pytest.approx(MAX_BYTES, rel=0.01)
@@ -150,7 +183,11 @@ def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
     content: list[Record] = []
     for attempt in (1, 2, 3):
         lines = [minute(attempt * 1500 + number) for number in range(1000)]
-        content += [Start(at=lines[0].at, host="h", pid=1), *lines, End(at=lines[-1].at, why="stopped", what="SIGTERM")]
+        content += [
+            Start(at=lines[0].at, host="h", pid=1),
+            *lines,
+            End(at=lines[-1].at, why="stopped", what="SIGTERM"),
+        ]
         for record in content[-1002:]:
             record.attempt = attempt
     kept = thinned([record.to_line() for record in content], 150_000)
@@ -159,7 +196,9 @@ def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
         if not isinstance(record, Progress) or index % 1002 in (1, 1000):
             assert record.to_line() in kept
     found = set(kept)
-    assert [line for line in (record.to_line() for record in content) if line in found] == kept, "another order"
+    assert [line for line in (record.to_line() for record in content) if line in found] == kept, (
+        "another order"
+    )
 
 
 def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path: Path) -> None:

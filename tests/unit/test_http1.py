@@ -1,4 +1,6 @@
-"""ResponseParser: what is a response and what is not, in one piece, split at every byte, and split at random."""
+"""ResponseParser: what is a response and what is not, in one piece, split at every byte, and split
+at random.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,34 @@ EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 ANSWERS = {
     "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello"), True),
     "no reason": (b"HTTP/1.1 200\r\ncontent-length:5\r\n\r\nhello", Response(200, b"hello"), True),
-    "spaces": (b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello", Response(200, b"hello"), True),
+    "spaces": (
+        b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello",
+        Response(200, b"hello"),
+        True,
+    ),
     "204": (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b""), True),
     "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", Response(304, b""), True),
-    "retry": (b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx", Response(503, b"x", 7.0), True),
-    "close": (b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x"), False),
+    "retry": (
+        b"HTTP/1.1 503 X\r\nretry-after: 7\r\nContent-Length: 1\r\n\r\nx",
+        Response(503, b"x", 7.0),
+        True,
+    ),
+    "close": (
+        b"HTTP/1.1 200 OK\r\nConnection: x, Close\r\nContent-Length: 1\r\n\r\nx",
+        Response(200, b"x"),
+        False,
+    ),
     "1.0": (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", Response(200, b"x"), False),
     "continue first": (
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 X\r\nA: b\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\nx",
         Response(200, b"x"),
         True,
     ),
-    "chunks": (CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n", Response(200, b"a0123456789"), True),
+    "chunks": (
+        CHUNKED + b"1\r\na\r\n00A\r\n0123456789\r\n0\r\n\r\n",
+        Response(200, b"a0123456789"),
+        True,
+    ),
     "trailer": (CHUNKED + b"1\r\na\r\n0\r\nA: b\r\nC: d\r\n\r\n", Response(200, b"a"), True),
     "both lengths": (
         b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\nTransfer-Encoding: Chunked\r\n\r\n1\r\na\r\n0\r\n\r\n",
@@ -80,7 +98,9 @@ def test_an_answer_is_the_same_however_it_is_cut(name: str) -> None:
     raw, expected, reusable = ANSWERS[name]
     cuts = [[raw], [raw[i : i + 1] for i in range(len(raw))]]
     cuts += [[raw[:i], raw[i:]] for i in range(1, len(raw))]
-    cuts += [[raw[:i], raw[i:j], raw[j:]] for i in range(1, len(raw)) for j in range(i + 1, len(raw))]
+    cuts += [
+        [raw[:i], raw[i:j], raw[j:]] for i in range(1, len(raw)) for j in range(i + 1, len(raw))
+    ]
     for pieces in cuts:
         parser = feed(pieces)
         assert (parser.response(), parser.reusable) == (expected, reusable)
@@ -104,7 +124,9 @@ def test_an_answer_with_which_more_comes_is_none(name: str) -> None:
     assert usual_response(ANSWERS[name][0] + b"H") is None
 
 
-@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nServer: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nServer: x\r\n\r\n"]
+)
 def test_without_a_length_the_end_of_the_connection_ends_the_answer(head: bytes) -> None:
     parser = ResponseParser()
     for piece in (head, b"hel", b"lo"):

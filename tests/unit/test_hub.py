@@ -1,4 +1,7 @@
-"""The rules of the hub: URLs of folders, what its answers mean, how often ranks commit, and what a job may do."""
+"""The rules of the hub:
+
+URLs of folders, what its answers mean, how often ranks commit, and what a job may do.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ from types import SimpleNamespace
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.common.retrying import HUB, Attempts, FileSystemFailed, advised_seconds, failure_line
+from datatrove_ckpt.common.retrying import (
+    HUB,
+    Attempts,
+    FileSystemFailed,
+    advised_seconds,
+    failure_line,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
@@ -26,7 +35,10 @@ from datatrove_ckpt.preflight.doctor import check_commits
         ("hf://datasets/org/name/a/b/", HubFolder("dataset", "org/name", path="a/b")),
         ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
         ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
-        ("hf://datasets/org/name@refs%2Fpr%2F3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
+        (
+            "hf://datasets/org/name@refs%2Fpr%2F3/a",
+            HubFolder("dataset", "org/name", "refs/pr/3", "a"),
+        ),
         ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
         ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
         ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
@@ -37,7 +49,9 @@ def test_a_url_names_a_folder_and_the_folder_its_url(url: str, folder: HubFolder
     assert HubFolder.parse(folder.url) == folder
 
 
-@pytest.mark.parametrize("url", ["hf://", "hf://datasets", "hf://datasets/org", "hf://datasets/org/@v1", "hf://org"])
+@pytest.mark.parametrize(
+    "url", ["hf://", "hf://datasets", "hf://datasets/org", "hf://datasets/org/@v1", "hf://org"]
+)
 def test_a_url_without_a_repository_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="names no repository"):
         HubFolder.parse(url)
@@ -50,7 +64,7 @@ def test_a_writers_folder_is_recognised() -> None:
     assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
 
 
-# What answers of the hub mean, and how long they ask to wait ---------------------------------------------------------
+# What answers of the hub mean, and how long they ask to wait -------------------------------------
 
 
 FOLDER = HubFolder("dataset", "org/name")
@@ -61,7 +75,9 @@ def answer(status: int, text: str = "", url: str = "https://hub/api/x", **header
     error = FileSystemFailed(text)
     inner = RuntimeError(f"{status} for url: {url}. {text}")
     inner.response = SimpleNamespace(  # type: ignore[attr-defined]
-        status_code=status, url=url, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        status_code=status,
+        url=url,
+        headers={name.replace("_", "-"): value for name, value in headers.items()},
     )
     error.__cause__ = inner
     return error
@@ -109,7 +125,10 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     with pytest.raises(FileSystemFailed) as raised:
         attempts.failed("a commit", answer(503))
     said = str(given_up(f"{FOLDER.url}: a commit", raised.value, hub_failure, FOLDER.advice))
-    assert re.match(r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT", said)
+    assert re.match(
+        r"hf://datasets/org/name: a commit: RuntimeError: 503 .*Check the network, HF_ENDPOINT",
+        said,
+    )
     attempts.succeeded()
     assert attempts.failed("a commit", answer(503)) <= 1
 
@@ -120,7 +139,9 @@ def test_a_storage_that_goes_on_refusing_is_final() -> None:
         attempts.failed("an upload", refused)
     with pytest.raises(FileSystemFailed):
         attempts.failed("an upload", refused)
-    assert "The token may not write to org/name" in str(given_up(FOLDER.url, refused, hub_failure, FOLDER.advice))
+    assert "The token may not write to org/name" in str(
+        given_up(FOLDER.url, refused, hub_failure, FOLDER.advice)
+    )
 
 
 def test_ranks_that_were_refused_together_do_not_return_together() -> None:
@@ -139,11 +160,13 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log: list[str]) -> 
         "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "
         "most.\n"
     )
-    Attempts(policy, hub_failure, GENERATION_GOES_ON).failed("a commit", answer(429, Retry_After="3600"))
+    Attempts(policy, hub_failure, GENERATION_GOES_ON).failed(
+        "a commit", answer(429, Retry_After="3600")
+    )
     assert log[1].endswith("Next attempt in 1 h, as the server advises; generation goes on.\n")
 
 
-# How often the ranks of a job commit to one repository ---------------------------------------------------------------
+# How often the ranks of a job commit to one repository -------------------------------------------
 
 
 def made(ages: list[float], ranks: int = 1) -> History:
@@ -154,12 +177,19 @@ def made(ages: list[float], ranks: int = 1) -> History:
 
 def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
     for _ in range(20):
-        assert 600 <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
+        assert (
+            600
+            <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600]))
+            <= 602
+        )
 
 
 def test_ranks_wait_for_different_turns() -> None:
     ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
-    waits = {round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1) for _ in range(200)}
+    waits = {
+        round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1)
+        for _ in range(200)
+    }
     assert waits == {10, 20, 30}
 
 
@@ -181,7 +211,9 @@ def test_numbers_that_cannot_be() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [30, 1, 300])
-def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(ranks: int) -> None:
+def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(
+    ranks: int,
+) -> None:
     # Ten hours, in which each rank always has a file to commit.
     random.seed(ranks)
     pace = CommitPace(seconds=300, per_hour=112)
@@ -192,7 +224,9 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
     while events[0][0] < 10 * HOUR:
         now, rank = heapq.heappop(events)
         recent = [
-            MadeCommit("", at, commit_title("1 file", by, "0")) for at, by in reversed(history) if now - at < HOUR
+            MadeCommit("", at, commit_title("1 file", by, "0"))
+            for at, by in reversed(history)
+            if now - at < HOUR
         ]
         wait = pace.seconds_until_turn(History(now, tuple(recent)), ends=True)
         looks += 1
@@ -218,12 +252,21 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
     assert CommitPace(per_hour=1).seconds_until_turn(made([])) == 0
 
 
-# What the hub's rules mean for a job ---------------------------------------------------------------------------------
+# What the hub's rules mean for a job -------------------------------------------------------------
 
 
 def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning() -> None:
     few, many = (check_commits(tasks, CommitPace()) for tasks in (2688, 2689))
-    assert (few.state, few.message) == ("ok", "all tasks together keep to 112 per hour (hub_commits_per_hour).")
+    assert (few.state, few.message) == (
+        "ok",
+        "all tasks together keep to 112 per hour (hub_commits_per_hour).",
+    )
     assert many.state == "warning"
-    assert "Each of 2689 tasks makes one commit at least, which takes 24 h. Use fewer tasks" in many.message
-    assert "The hub allows 128 to a free account" in check_commits(1, CommitPace(per_hour=1000)).message
+    assert (
+        "Each of 2689 tasks makes one commit at least, which takes 24 h. Use fewer tasks"
+        in many.message
+    )
+    assert (
+        "The hub allows 128 to a free account"
+        in check_commits(1, CommitPace(per_hour=1000)).message
+    )

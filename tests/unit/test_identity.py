@@ -86,14 +86,20 @@ def load_changed(folder: Path, name: str, *changes: tuple[str, str], source: str
     return load(path)
 
 
-def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path: Path, server: FakeServer) -> None:
-    runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(documents(1))
+def test_a_setting_that_json_cannot_express_counts_with_its_type(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(
+        documents(1)
+    )
     assert fields_of(tmp_path)["model_kwargs"] == {"seed": 1, "tokenizer": "<pathlib.PosixPath>"}
     with pytest.raises(CheckpointMismatch, match=r"model_kwargs\.tokenizer: "):
-        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(documents(1))
+        runner(tmp_path, server, config={"model_kwargs": {"tokenizer": "a", "seed": 1}}).run(
+            documents(1)
+        )
 
 
-# what the hash of code sees ------------------------------------------------------------------------------------------
+# what the hash of code sees ----------------------------------------------------------------------
 
 
 def code_of(rollout: Any) -> Any:
@@ -127,12 +133,20 @@ def test_other_code_has_another_hash(one: str, other: str) -> None:
 
 def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> None:
     def wrapped(body: str, file: str) -> Any:
-        lines = ["import functools", "def wrap(f):", "    @functools.wraps(f)", "    def wrapper():", f"        {body}"]
+        lines = [
+            "import functools",
+            "def wrap(f):",
+            "    @functools.wraps(f)",
+            "    def wrapper():",
+            f"        {body}",
+        ]
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("\n".join([*lines, "    return wrapper"]))
         return code_identity(load(tmp_path / file).wrap(load_changed), None).fields
 
-    assert wrapped("return f()", "site-packages/a.py") == wrapped("return f() or None", "site-packages/b.py")
+    assert wrapped("return f()", "site-packages/a.py") == wrapped(
+        "return f() or None", "site-packages/b.py"
+    )
     assert wrapped("return f()", "own/a.py") != wrapped("return f() or None", "own/b.py")
 
 
@@ -148,7 +162,9 @@ def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_p
 
 def test_a_type_has_one_name_on_all_python_versions() -> None:
     def of_module(module: str, name: str) -> type:
-        return types.new_class(name, exec_body=lambda namespace: namespace.update(__module__=module))
+        return types.new_class(
+            name, exec_body=lambda namespace: namespace.update(__module__=module)
+        )
 
     assert code_values.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
     assert code_values.type_name(of_module("_thread", "lock")) == "_thread.lock"
@@ -156,7 +172,7 @@ def test_a_type_has_one_name_on_all_python_versions() -> None:
     assert code_values.type_name(of_module("types", "UnionType")) == "typing.Union"
 
 
-# every Python version ------------------------------------------------------------------------------------------------
+# every Python version ----------------------------------------------------------------------------
 
 # The package's other modules need packages that other Pythons may not have.
 DESCRIBE = """
@@ -192,12 +208,17 @@ print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn cod
 """
 )
 SHAPES = "14cd8e92e31dfb5ac71678c3efaa6d6e"
-"""Of what is described on every Python. If it changes, all unfinished runs are refused: raise ``_VERSION`` then."""
+"""Of what is described on every Python.
+
+If it changes, all unfinished runs are refused: raise ``_VERSION`` then.
+"""
 
 
 @functools.cache
 def python(minor: int) -> str | None:
-    """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv installed."""
+    """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv
+    installed.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     uv = Path.home() / ".local" / "share" / "uv" / "python"
     found = [
@@ -231,10 +252,13 @@ def test_code_has_the_same_hash_on_every_python(minor: int) -> None:
     assert code_text.digest(json.dumps(found, sort_keys=True)) == SHAPES
 
 
-def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python() -> None:
+def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python() -> (
+    None
+):
     found = {
         processes.run(
-            [sys.executable, "-c", DESCRIBE_WITHOUT_SOURCE, FOLDER], env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", DESCRIBE_WITHOUT_SOURCE, FOLDER],
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in "01"
     }
@@ -256,7 +280,7 @@ def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path, server: FakeS
         runner(tmp_path, server, second["rollout"]).run(documents(1))
 
 
-# checkpoints of release 0.1.0 ----------------------------------------------------------------------------------------
+# checkpoints of release 0.1.0 --------------------------------------------------------------------
 
 
 def run_json(folder: Path) -> Path:
@@ -266,13 +290,17 @@ def run_json(folder: Path) -> Path:
 def fields_of(folder: Path) -> dict[str, Any]:
     """The identity that is kept."""
     kept = content_of(run_json(folder))
-    return {name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")}
+    return {
+        name: value for name, value in kept.items() if name not in ("owner", "accepted_changes")
+    }
 
 
 def test_the_code_of_an_earlier_version_is_not_compared_once(
     tmp_path: Path, server: FakeServer, log: list[str]
 ) -> None:
-    """Its checkpoint holds a committed chunk, a journal, and an answer of a document that is not finished."""
+    """Its checkpoint holds a committed chunk, a journal, and an answer of a document that is not
+    finished.
+    """
     folder = tmp_path / "job"
     for part in ("checkpoints", "output"):
         shutil.copytree(RELEASE_0_1_0 / part, folder / part)
@@ -292,7 +320,9 @@ def test_the_code_of_an_earlier_version_is_not_compared_once(
     assert not any("another version" in line for line in log)
 
 
-def test_a_run_that_the_version_before_described_goes_on(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_a_run_that_the_version_before_described_goes_on(
+    tmp_path: Path, server: FakeServer, log: list[str]
+) -> None:
     rollout = load_changed(tmp_path, "first").rollout
     runner(tmp_path, server, rollout).run(documents(1))
     kept = fields_of(tmp_path)
@@ -303,11 +333,16 @@ def test_a_run_that_the_version_before_described_goes_on(tmp_path: Path, server:
     assert sum("another version" in line for line in log) == 1
     assert fields_of(tmp_path) == kept
     with pytest.raises(CheckpointMismatch):
-        runner(tmp_path, server, load_changed(tmp_path, "other", ("Rewrite", "Write")).rollout).run(documents(3))
+        runner(tmp_path, server, load_changed(tmp_path, "other", ("Rewrite", "Write")).rollout).run(
+            documents(3)
+        )
 
 
 def test_rollout_version_replaces_the_code(tmp_path: Path, server: FakeServer) -> None:
-    first, second = load_changed(tmp_path, "first"), load_changed(tmp_path, "second", ("Rewrite", "Write"))
+    first, second = (
+        load_changed(tmp_path, "first"),
+        load_changed(tmp_path, "second", ("Rewrite", "Write")),
+    )
     runner(tmp_path, server, first.rollout, rollout_version="1").run(documents(1))
     runner(tmp_path, server, second.rollout, rollout_version="1").run(documents(2))
     assert not {"rollout_fn", "uses.helper code"} & fields_of(tmp_path).keys()
@@ -338,7 +373,9 @@ def secret_runner(folder: Path, server: FakeServer, **settings: Any) -> Inferenc
     return step
 
 
-def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_path: Path, server: FakeServer) -> None:
+def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(
+    tmp_path: Path, server: FakeServer
+) -> None:
     step = secret_runner(tmp_path, server)
     text = json.dumps(step, cls=ExecutorJSONEncoder)
     assert "s3cret" not in text
@@ -364,7 +401,9 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     step = secret_runner(tmp_path, server)
     step.run(documents(2))
     kept = fields_of(tmp_path)
-    secrets = {f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name}
+    secrets = {
+        f"shared_context.{name}": value for name, value in SECRETS.items() if "api_key" not in name
+    }
     secrets |= {"rollout_fn.headers": {"Authorization": "s3cret"}}
     secrets |= {"default_generation_params": {"extra_headers": {"Authorization": "s3cret"}}}
     if is_hashed:
@@ -373,7 +412,9 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     run_json(tmp_path).write_text(json.dumps(old))
     job.write_text(json.dumps(old))
     with pytest.raises(CheckpointMismatch) as refused:
-        secret_runner(tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}).run(documents(3))
+        secret_runner(
+            tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}
+        ).run(documents(3))
     assert "shared_context.client" in str(refused.value)
     assert "s3cret" not in str(refused.value)
     secret_runner(tmp_path, server).run(documents(3))
@@ -381,7 +422,9 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
 
-def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(tmp_path: Path, server: FakeServer) -> None:
+def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(
+    tmp_path: Path, server: FakeServer
+) -> None:
     def run(end: str) -> None:
         params = {"stop": "x" * 400 + end, "top_p": 0.5}
         runner(tmp_path, server, config={"default_generation_params": params}).run(documents(1))

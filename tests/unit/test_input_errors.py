@@ -1,4 +1,7 @@
-"""Input that cannot be what the user meant, because it holds no document or is cut off. The errors name the file."""
+"""Input that cannot be what the user meant, because it holds no document or is cut off.
+
+The errors name the file.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def read_until(error: type[Exception], reader: SeekingReader) -> list[Document]:
     return read
 
 
-# No documents ----------------------------------------------------------------------------------------------------
+# No documents ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,12 +71,32 @@ def read_until(error: type[Exception], reader: SeekingReader) -> list[Document]:
             r"'a.jsonl' in .*No row has a text under text_key='txt'. The first row has the keys 'text', 'id'",
             id="wrong text_key",
         ),
-        pytest.param(json.dumps([{"text": "a"}]).encode(), {}, r"JSON array\. Write one object per line", id="array"),
+        pytest.param(
+            json.dumps([{"text": "a"}]).encode(),
+            {},
+            r"JSON array\. Write one object per line",
+            id="array",
+        ),
         pytest.param(b"Once upon a time\n", {}, r"begins with 'Once upon a time'", id="plain text"),
         pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
-        pytest.param(b'{"text": "caf\xe9"}\n' * 9, {}, r"It is not UTF-8: save it as UTF-8 \(iconv", id="Latin-1"),
-        pytest.param(gzip.compress(LINES[0]), {}, r"compressed with gzip.*end in .gz", id="gzip by another name"),
-        pytest.param(zstandard.compress(LINES[0]), {"compression": None}, r"compressed with zstd", id="zstd as plain"),
+        pytest.param(
+            b'{"text": "caf\xe9"}\n' * 9,
+            {},
+            r"It is not UTF-8: save it as UTF-8 \(iconv",
+            id="Latin-1",
+        ),
+        pytest.param(
+            gzip.compress(LINES[0]),
+            {},
+            r"compressed with gzip.*end in .gz",
+            id="gzip by another name",
+        ),
+        pytest.param(
+            zstandard.compress(LINES[0]),
+            {"compression": None},
+            r"compressed with zstd",
+            id="zstd as plain",
+        ),
         pytest.param(
             b"".join(LINES),
             {"adapter": lambda self, data, path, at: {"text": ""}},
@@ -103,13 +126,19 @@ def test_only_the_first_damaged_lines_are_logged(tmp_path: Path, log: list[str])
 
 def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"):
+    with pytest.raises(
+        InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"
+    ):
         texts(ParquetReader(str(tmp_path)))
-    with pytest.raises(InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"):
+    with pytest.raises(
+        InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"
+    ):
         texts(JsonlReader(str(tmp_path)))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n'])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n']
+)
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suffix: str) -> None:
     compress = COMPRESS.get(suffix[1:], bytes) if content else bytes
@@ -118,8 +147,12 @@ def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suff
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_byte_order_mark_costs_no_document_and_moves_no_position(tmp_path: Path, suffix: str) -> None:
-    content = codecs.BOM_UTF8 + LINES[0] + LINES[1] + codecs.BOM_UTF8 + LINES[2] + codecs.BOM_UTF8 + b"\n"
+def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
+    tmp_path: Path, suffix: str
+) -> None:
+    content = (
+        codecs.BOM_UTF8 + LINES[0] + LINES[1] + codecs.BOM_UTF8 + LINES[2] + codecs.BOM_UTF8 + b"\n"
+    )
     compress = COMPRESS.get(suffix.lstrip("."), lambda data: data)
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
     (tmp_path / "b.jsonl").write_bytes(codecs.BOM_UTF8)
@@ -134,10 +167,14 @@ def test_a_byte_order_mark_costs_no_document_and_moves_no_position(tmp_path: Pat
         assert texts(resumed) == found[done:]
 
 
-def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(tmp_path: Path) -> None:
+def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'[]\n["c"]\n[1,\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "b"}\n[{"text": "c"}]')
-    with pytest.raises(InputError, match=r"'b.jsonl' in .* holds a JSON array\. Write one object per line"):
+    with pytest.raises(
+        InputError, match=r"'b.jsonl' in .* holds a JSON array\. Write one object per line"
+    ):
         list(JsonlReader(str(tmp_path)).run())
     (tmp_path / "b.jsonl").unlink()
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
@@ -145,7 +182,9 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
 
 def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": 5, "id": "five"}\n')
-    with pytest.raises(DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"):
+    with pytest.raises(
+        DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"
+    ):
         texts(JsonlReader(str(tmp_path)))
 
 
@@ -157,15 +196,19 @@ def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
     monkeypatch.setattr(no_document.read_line, "__defaults__", (2**21,))
     name = f"a.jsonl.{suffix}".rstrip(".")
     (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**24)))
-    with pytest.raises(InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"):
+    with pytest.raises(
+        InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"
+    ):
         texts(JsonlReader(str(tmp_path)))
 
 
-# Damaged files ---------------------------------------------------------------------------------------------------
+# Damaged files -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(tmp_path: Path, suffix: str) -> None:
+def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(
+    tmp_path: Path, suffix: str
+) -> None:
     whole = COMPRESS[suffix](b"".join(LINES))
     changed = bytearray(whole)
     changed[len(changed) // 2] ^= 255
@@ -181,7 +224,9 @@ def test_a_plain_file_with_the_name_of_a_compressed_one_is_an_error_that_says_ho
     tmp_path: Path, suffix: str
 ) -> None:
     (tmp_path / f"a.jsonl.{suffix}").write_bytes(LINES[0])
-    with pytest.raises(InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: .* or correct its name if"):
+    with pytest.raises(
+        InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: .* or correct its name if"
+    ):
         texts(JsonlReader(str(tmp_path)))
 
 
@@ -198,17 +243,22 @@ def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path: Path, names: 
     folders = "with another checkpoints_local_dir, output_folder and logging_dir, and set finished_from to the old "
     with (
         Reading(state),
-        pytest.raises(CheckpointMismatch, match=rf"\. Restore it, or start from the beginning: {folders}"),
+        pytest.raises(
+            CheckpointMismatch, match=rf"\. Restore it, or start from the beginning: {folders}"
+        ),
     ):
         texts(JsonlReader(str(tmp_path)))
     reader.load_state_dict(state or {})
     with pytest.raises(
-        CheckpointMismatch, match=r"\. Restore it, or start from the beginning, without the saved state"
+        CheckpointMismatch,
+        match=r"\. Restore it, or start from the beginning, without the saved state",
     ):
         texts(reader)
 
 
-def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(tmp_path: Path) -> None:
+def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.jsonl.zst"
     frame = zstandard.ZstdCompressor().compressobj()
     half = frame.compress(b"".join(LINES[:1000])) + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -233,13 +283,19 @@ def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind:
 
 @pytest.mark.parametrize("read", [lambda reader: list(reader.run()), BlockInput])
 def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path: Path, read: Any) -> None:
-    (tmp_path / "dataset_info.json").write_text('{"features": {}}')  # beside the streams of ``datasets``
-    with pytest.raises(InputError, match=r"info\.json' is no Arrow file: it begins with b'{\"feat'\. .*glob_pattern"):
+    # Beside the streams of ``datasets``.
+    (tmp_path / "dataset_info.json").write_text('{"features": {}}')
+    with pytest.raises(
+        InputError,
+        match=r"info\.json' is no Arrow file: it begins with b'{\"feat'\. .*glob_pattern",
+    ):
         read(IpcReader(tmp_path.as_posix()))
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path: Path, suffix: str) -> None:
+def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(
+    tmp_path: Path, suffix: str
+) -> None:
     lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * 5000) for i in range(500)]
     whole, path = COMPRESS[suffix](b"".join(lines)), tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(whole[: len(whole) - 100])
@@ -250,7 +306,9 @@ def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path: Pat
     assert [document.text for document in read] + texts(reader) == [str(i) for i in range(500)]
     path.write_bytes(COMPRESS[suffix](b"".join(lines).replace(b'"7"', b'"8"')))
     reader.load_state_dict(position_state(read[-1]) or {})
-    with pytest.raises(CheckpointMismatch, match=rf"'a.jsonl.{suffix}' has changed before byte \d+ of its content"):
+    with pytest.raises(
+        CheckpointMismatch, match=rf"'a.jsonl.{suffix}' has changed before byte \d+ of its content"
+    ):
         texts(reader)
 
 
@@ -269,7 +327,9 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path: Path, siz
     assert texts(reader) == ["5"]
 
 
-def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(tmp_path: Path) -> None:
+def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES[:3]))
     state = json.loads(json.dumps(position_state(next(JsonlReader(tmp_path.as_posix()).run()))))
     other = JsonlReader(tmp_path.as_posix(), text_key="id")
@@ -281,4 +341,4 @@ def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(t
     assert texts(other) == ["1", "2"]
 
 
-# Skipped lines are counted ---------------------------------------------------------------------------------------
+# Skipped lines are counted -----------------------------------------------------------------------

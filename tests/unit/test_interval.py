@@ -1,4 +1,6 @@
-"""The interval between saves: a fixed number of seconds, or one that keeps saves below a share of the time."""
+"""The interval between saves: a fixed number of seconds, or one that keeps saves below a share of
+the time.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_the_rule(durations: list[float], seconds: float) -> None:
 
 
 @given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))
-def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(durations: list[float]) -> None:
+def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(
+    durations: list[float],
+) -> None:
     """Except the last few saves, whose interval has not passed yet."""
     interval = Interval("auto", TUNING)
     elapsed = 0.0
@@ -45,5 +49,7 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(dur
 def test_what_is_no_seconds_is_refused_by_name(value: Any) -> None:
     for fine in ("auto", 0, 0.5, 3):
         check_seconds("sync_seconds", fine)
-    with pytest.raises(ConfigError, match='sync_seconds: must be "auto" or a number of seconds >= 0; it is'):
+    with pytest.raises(
+        ConfigError, match='sync_seconds: must be "auto" or a number of seconds >= 0; it is'
+    ):
         check_seconds("sync_seconds", value)

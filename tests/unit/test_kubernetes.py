@@ -1,8 +1,9 @@
-"""What ``datatrove-ckpt k8s`` prints and refuses, and the exit codes of ``run --worker``, which its Job relies on.
+"""What ``datatrove-ckpt k8s`` prints and refuses, and the exit codes of ``run --worker``, which its
+Job relies on.
 
-``tests/data/kubernetes_1_33.json`` has the definitions of the API's published schema (api/openapi-spec of
-github.com/kubernetes/kubernetes, v1.33.0) that a Job and a ConfigMap need: without descriptions, and strict, so that
-unknown fields are errors.
+``tests/data/kubernetes_1_33.json`` has the definitions of the API's published schema
+(api/openapi-spec of github.com/kubernetes/kubernetes, v1.33.0) that a Job and a ConfigMap need:
+without descriptions, and strict, so that unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -73,22 +74,34 @@ def pod_of(printed: Printed) -> dict[str, Any]:
 def on_volume(rollout: str | None = None, more: str = "") -> None:
     """Writes job.yaml, whose folders are on a volume; checkpoints are not."""
     given = {} if rollout is None else {"rollout": rollout}
-    text = job_yaml(ENDPOINT.replace("URL", "http://model"), 4, "/data/input", "/data/output", **given)
-    Path("job.yaml").write_text(text.replace("logging_dir: logs", "logging_dir: /data/logs") + ON_VOLUME + more)
+    text = job_yaml(
+        ENDPOINT.replace("URL", "http://model"), 4, "/data/input", "/data/output", **given
+    )
+    Path("job.yaml").write_text(
+        text.replace("logging_dir: logs", "logging_dir: /data/logs") + ON_VOLUME + more
+    )
 
 
-# what is printed ------------------------------------------------------------------------------------------------------
+# what is printed ---------------------------------------------------------------------------------
 
 
 def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
     config_map, job = manifests(command("k8s", CONFIG))
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 8, 8)
-    assert (config_map["metadata"], job["metadata"]) == ({"name": "summaries"}, {"name": "summaries"})
+    assert (config_map["metadata"], job["metadata"]) == (
+        {"name": "summaries"},
+        {"name": "summaries"},
+    )
     pod = spec["template"]["spec"]
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 60)
     (container,) = pod["containers"]
-    assert container["command"] == ["datatrove-ckpt", "run", "/etc/datatrove-ckpt/job.yaml", "--worker"]
+    assert container["command"] == [
+        "datatrove-ckpt",
+        "run",
+        "/etc/datatrove-ckpt/job.yaml",
+        "--worker",
+    ]
     assert container["env"][-1]["name"] == LAUNCH
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
     assert container["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
@@ -96,14 +109,20 @@ def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
 
 def test_the_schema_refuses_what_the_api_would_refuse(command: Command) -> None:
     text = json.dumps(job_of(command("k8s", CONFIG)))
-    for right, wrong in (('"completions"', '"completion"'), ('"action"', '"act"'), ('Seconds": 60', 'Seconds": "60"')):
+    for right, wrong in (
+        ('"completions"', '"completion"'),
+        ('"action"', '"act"'),
+        ('Seconds": 60', 'Seconds": "60"'),
+    ):
         assert right in text
         with pytest.raises(ValidationError):
             check("batch.v1.Job", json.loads(text.replace(right, wrong)))
 
 
 def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
-    """The API server checks them: https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
+    """The API server checks them:
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    """
     spec = job_of(command("k8s", CONFIG))["spec"]
     assert spec["backoffLimitPerIndex"] >= 0, "FailIndex needs it"
     for rule in spec["podFailurePolicy"]["rules"]:
@@ -115,7 +134,11 @@ def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
 def test_what_follows_from_an_exit_code(command: Command) -> None:
     rules = job_of(command("k8s", CONFIG))["spec"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
-    found = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {"values": ()})["values"]}
+    found = {
+        code: rule["action"]
+        for rule in rules
+        for code in rule.get("onExitCodes", {"values": ()})["values"]
+    }
     assert found == {**dict.fromkeys((129, 130, 138, 143), "Ignore"), 2: "FailJob", 3: "FailIndex"}
 
 
@@ -125,12 +148,18 @@ def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
     read = build(read_config("job.yaml", []))
     changed = build(read_config(CONFIG, ["--pipeline.1.records_per_chunk=10"]))
     other = build(read_config(CONFIG, []))
-    assert read.pipeline[1].identity(40) == changed.pipeline[1].identity(40) != other.pipeline[1].identity(40)
+    assert (
+        read.pipeline[1].identity(40)
+        == changed.pipeline[1].identity(40)
+        != other.pipeline[1].identity(40)
+    )
     assert manifests(command("k8s", "job.yaml"))[0] == config_map
 
 
 def test_modules_beside_the_file_go_along_and_others_are_named(command: Command) -> None:
-    Path("k8s_mine.py").write_text("import k8s_helper\nasync def rollout(document, generate): ...\n")
+    Path("k8s_mine.py").write_text(
+        "import k8s_helper\nasync def rollout(document, generate): ...\n"
+    )
     Path("k8s_helper.py").write_text("# é\n")
     on_volume("k8s_mine.rollout")
     printed = command("k8s", "job.yaml")
@@ -142,23 +171,40 @@ def test_modules_beside_the_file_go_along_and_others_are_named(command: Command)
     Path("elsewhere/k8s_away.py").write_text("async def rollout(document, generate): ...\n")
     sys.path.append("elsewhere")
     on_volume("k8s_away.rollout")
-    assert "k8s_away: is not in the ConfigMap: it must be in the image." in command("k8s", "job.yaml").err
+    assert (
+        "k8s_away: is not in the ConfigMap: it must be in the image."
+        in command("k8s", "job.yaml").err
+    )
 
 
 def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -> None:
     for name in ("k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("é")
-    Path("k8s_package/deep/x.py").write_text("import k8s_odd\nasync def rollout(document, generate): ...\n")
+    Path("k8s_package/deep/x.py").write_text(
+        "import k8s_odd\nasync def rollout(document, generate): ...\n"
+    )
     Path("k8s_odd/__init__.py").write_text("")
     on_volume("k8s_package.deep.x.rollout")
     printed = command("k8s", "job.yaml")
     assert not printed.err
     data = manifests(printed)[0]["data"]
-    items = {one["path"]: data[one["key"]] for one in pod_of(printed)["volumes"][0]["configMap"]["items"]}
-    assert items.keys() == {"job.yaml", "k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"}
+    items = {
+        one["path"]: data[one["key"]] for one in pod_of(printed)["volumes"][0]["configMap"]["items"]
+    }
+    assert items.keys() == {
+        "job.yaml",
+        "k8s_package/deep/x.py",
+        "k8s_odd/__init__.py",
+        "k8s_odd/prompt.txt",
+    }
     assert items["k8s_odd/prompt.txt"] == "é"
-    for name, content in (("prompt.txt", b"\xff"), ("prompt.txt", b"much" * 60_000), ("a prompt", b""), ("a..b", b"")):
+    for name, content in (
+        ("prompt.txt", b"\xff"),
+        ("prompt.txt", b"much" * 60_000),
+        ("a prompt", b""),
+        ("a..b", b""),
+    ):
         Path("k8s_odd", name).write_bytes(content)
         printed = command("k8s", "job.yaml")
         assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_package..deep..x.py"}
@@ -167,8 +213,12 @@ def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -
 
 
 def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
-    on_volume(more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n")
-    printed = command("k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m")
+    on_volume(
+        more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n"
+    )
+    printed = command(
+        "k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m"
+    )
     config_map, job = manifests(printed)
     assert config_map["metadata"] == job["metadata"] == {"name": "job", "namespace": "ours"}
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == 4, "as many as tasks"
@@ -178,7 +228,12 @@ def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> No
     assert container["resources"]["requests"]["cpu"] == "500m"
     assert {"name": "HF_HOME", "value": "/data/hf"} in container["env"]
     mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-    assert mounts == {"/etc/datatrove-ckpt": "job", "/work": "work", "/data": "claim-0", "/dev/shm": "shm"}
+    assert mounts == {
+        "/etc/datatrove-ckpt": "job",
+        "/work": "work",
+        "/data": "claim-0",
+        "/dev/shm": "shm",
+    }
     named = {one["name"]: one for one in pod["volumes"]}
     assert named["claim-0"]["persistentVolumeClaim"] == {"claimName": "shared"}
     assert named["work"]["emptyDir"] == {}
@@ -186,8 +241,12 @@ def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> No
 
 def test_absolute_checkpoints_are_on_the_empty_disk_too(command: Command) -> None:
     on_volume()
-    (container,) = pod_of(command("k8s", "job.yaml", "--pipeline.1.checkpoints_local_dir=/tmp/c"))["containers"]
-    assert {"name": "work", "mountPath": "/tmp/c", "subPath": "checkpoints-0"} in container["volumeMounts"]
+    (container,) = pod_of(command("k8s", "job.yaml", "--pipeline.1.checkpoints_local_dir=/tmp/c"))[
+        "containers"
+    ]
+    assert {"name": "work", "mountPath": "/tmp/c", "subPath": "checkpoints-0"} in container[
+        "volumeMounts"
+    ]
 
 
 def test_the_short_form_runs_on_a_volume(command: Command) -> None:
@@ -202,16 +261,20 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
     printed = command("k8s", "short.yaml")
     assert job_of(printed)["spec"]["completions"] == 3, "one for each file"
     assert pod_of(printed)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
-    assert "server_type: vllm" in manifests(printed)[0]["data"]["job.yaml"], "whatever this machine has"
+    assert "server_type: vllm" in manifests(printed)[0]["data"]["job.yaml"], (
+        "whatever this machine has"
+    )
     said = command("k8s", "short.yaml", "--kubernetes.imag=x", code=2).err
     assert 'unknown key "imag", did you mean "image"?' in said
     said = command("k8s", "short.yaml", "--run-folder=run", f"--input={data}/input", code=2).error
-    assert said.endswith("of kubernetes.volumes: run_folder; checkpoints_remote_dir (the mirror of run_folder).")
+    assert said.endswith(
+        "of kubernetes.volumes: run_folder; checkpoints_remote_dir (the mirror of run_folder)."
+    )
     Path("data/input").rename("input")
     assert command("k8s", "short.yaml", "--input=input", code=2).error.endswith("volumes: input.")
 
 
-# what is refused ------------------------------------------------------------------------------------------------------
+# what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,41 +310,64 @@ def test_what_cannot_work_is_refused(command: Command, change: str, says: str) -
 def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command: Command) -> None:
     on_volume()
     step = "      - {class_path: JsonlWriter, init_args: {output_folder: here}}\n"
-    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("kubernetes:", f"{step}kubernetes:"))
-    assert "volumes: output_folder of pipeline[2] JsonlWriter." in command("k8s", "job.yaml", code=2).error
+    Path("job.yaml").write_text(
+        Path("job.yaml").read_text().replace("kubernetes:", f"{step}kubernetes:")
+    )
+    assert (
+        "volumes: output_folder of pipeline[2] JsonlWriter."
+        in command("k8s", "job.yaml", code=2).error
+    )
 
 
 def test_a_key_in_a_module_is_refused(command: Command) -> None:
-    Path("k8s_key.py").write_text("KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n")
+    Path("k8s_key.py").write_text(
+        "KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n"
+    )
     on_volume("k8s_key.rollout")
-    assert "ConfigMap.k8s_key.py: holds what may be a secret" in command("k8s", "job.yaml", code=2).error
+    assert (
+        "ConfigMap.k8s_key.py: holds what may be a secret"
+        in command("k8s", "job.yaml", code=2).error
+    )
 
 
 def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None:
     """Somebody may change the ConfigMap."""
     on_volume()
-    assert "30 s are too few" in command("run", "job.yaml", "--worker", "--kubernetes.grace_seconds=30", code=2).error
+    assert (
+        "30 s are too few"
+        in command("run", "job.yaml", "--worker", "--kubernetes.grace_seconds=30", code=2).error
+    )
 
 
 def test_only_tasks_of_this_machine_are_run_by_workers(command: Command) -> None:
     Path("bad.yaml").write_text("executor: 3")
     assert "executor: needs class_path" in command("run", "bad.yaml", "--worker", code=2).error
     slurm = str(ROOT / "configs/slurm.yaml")
-    assert "--worker needs class_path: LocalPipelineExecutor" in command("run", slurm, "--worker", code=2).error
+    assert (
+        "--worker needs class_path: LocalPipelineExecutor"
+        in command("run", slurm, "--worker", code=2).error
+    )
 
 
-# exit codes -----------------------------------------------------------------------------------------------------------
+# exit codes --------------------------------------------------------------------------------------
 
 
-def test_the_exit_code_of_a_worker_tells_what_happened(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_of_a_worker_tells_what_happened(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     statuses = {"document 2": 400, "document 3": 503}
-    with FakeServer(status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])) as server:
+    with FakeServer(
+        status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])
+    ) as server:
         config = f"{ENDPOINT.replace('URL', server.url)}, server_patience_seconds: 0.1"
         write_job(Path(), job_yaml(config, 4), *([f"document {rank}"] for rank in range(4)))
         run = ("run", "job.yaml", "--worker", "--executor.ranks_at_once=1")
         codes = [command(*run, code=None).code for _ in range(3)]
         assert codes == [1, 1, 3]
-        assert sorted(path.name for path in Path("output").iterdir()) == ["00000_00000.jsonl", "00001_00000.jsonl"]
+        assert sorted(path.name for path in Path("output").iterdir()) == [
+            "00000_00000.jsonl",
+            "00001_00000.jsonl",
+        ]
         said = command(*run, code=3).error
         assert "task 2: DocumentFailed" in said
         assert "task 3: ServerUnavailable" in said

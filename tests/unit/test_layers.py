@@ -1,4 +1,6 @@
-"""The house holds: each room imports only from rooms named before it, and the public names are what they seem."""
+"""The house holds: each room imports only from rooms named before it, and the public names are what
+they seem.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,16 @@ class Module(NamedTuple):
 
 @cache
 def modules() -> dict[str, Module]:
-    """Of each file what the tests need: its whole tree would stay in memory, and every collection would visit it."""
+    """Of each file what the tests need: its whole tree would stay in memory, and every collection
+    would visit it.
+    """
     found = {}
     for path in PACKAGE.rglob("*.py"):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        name = (
+            ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            .removesuffix("__init__")
+            .rstrip(".")
+        )
         tree = code_text.parse(path.read_text())
         found[name] = Module(imports(tree), ast.get_docstring(tree))
     return found
@@ -77,7 +85,9 @@ def imports(tree: ast.Module) -> set[str]:
 def own_imports(name: str) -> set[str]:
     """The modules of ours that a module imports, by their names below the package."""
     prefix = "datatrove_ckpt."  # "torch" alone is not ours
-    found = {each.removeprefix(prefix) for each in modules()[name].imports if each.startswith(prefix)}
+    found = {
+        each.removeprefix(prefix) for each in modules()[name].imports if each.startswith(prefix)
+    }
     return (found & set(modules())) - {name}
 
 
@@ -93,7 +103,12 @@ def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them()
     for name, row in ROOMS.items():
         assert set(row.split()) <= above, name
         above.add(name)
-        used = {room(i) for module in modules() if module and room(module) == name for i in own_imports(module)}
+        used = {
+            room(i)
+            for module in modules()
+            if module and room(module) == name
+            for i in own_imports(module)
+        }
         assert used - {name} == set(row.split()), name
 
 
@@ -105,21 +120,33 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert waiting == {}
 
 
-def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove() -> None:
+def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove() -> (
+    None
+):
     for name, (ours, _) in modules().items():
         roots = {imported.split(".")[0] for imported in ours}
         if name.startswith("checkpoint"):
             assert not roots & {"datatrove", "aiohttp", "asyncio", "fsspec"}, name
-            assert not any(imported.startswith("datatrove_ckpt.inference") for imported in ours), name
+            assert not any(imported.startswith("datatrove_ckpt.inference") for imported in ours), (
+                name
+            )
         if name.startswith("inference"):
             assert not roots & {"datatrove", "fsspec", "sqlite3"}, name
-            assert not any(imported.startswith("datatrove_ckpt.checkpoint") for imported in ours), name
+            assert not any(imported.startswith("datatrove_ckpt.checkpoint") for imported in ours), (
+                name
+            )
         if not name.startswith("testing"):
             assert not any(imported.startswith("datatrove_ckpt.testing") for imported in ours), name
 
 
 def test_the_public_names_are_there_and_no_others() -> None:
-    ours = {"CkptError", "InferenceConfig", "InferenceRunner", "LocalPipelineExecutor", "MonitoringConfig"}
+    ours = {
+        "CkptError",
+        "InferenceConfig",
+        "InferenceRunner",
+        "LocalPipelineExecutor",
+        "MonitoringConfig",
+    }
     ours |= {"Classification", "JobsPipelineExecutor", "SlurmPipelineExecutor"}
     assert set(datatrove_ckpt.__all__) == ours | {
         "InferenceError",

@@ -34,7 +34,7 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
     assert "never retrieved" not in caplog.text
 
 
-# The watch ends a process that was asked to stop and whose event loop does not end, and only then --------------------
+# The watch ends a process that was asked to stop and whose event loop does not end, and only then
 
 
 class Watch(LoopWatch):

@@ -1,4 +1,6 @@
-"""What is probed, and that nothing of it stays: not after an error, not in a folder that was not there."""
+"""What is probed, and that nothing of it stays: not after an error, not in a folder that was not
+there.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.disk_errors import FailingDisk
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: Path, code: int) -> None:
+def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(
+    tmp_path: Path, code: int
+) -> None:
     number = 0
     while True:
         disk = FailingDisk(number, code)
@@ -37,7 +41,8 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
             break
         assert failed, f"{disk.failed_at} was refused, and nobody said so"
         left = list(tmp_path.iterdir())
-        if disk.failed_at.startswith("remove_tree"):  # the last effect: it could not be removed, which was said
+        # The last effect: it could not be removed, which was said.
+        if disk.failed_at.startswith("remove_tree"):
             for path in left:
                 path.rename(path.with_name("removed-by-hand"))
             break
@@ -46,7 +51,7 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path: 
     assert number > 3
 
 
-# Remote folders ------------------------------------------------------------------------------------------------------
+# Remote folders ----------------------------------------------------------------------------------
 
 
 def upload_fails(folder: DataFolder, kind: type[Exception], said: str) -> None:
@@ -54,7 +59,9 @@ def upload_fails(folder: DataFolder, kind: type[Exception], said: str) -> None:
         upload(b"1234")
 
 
-def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = get_datafolder("memory://measures/refuses")
 
     def short(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
@@ -76,7 +83,9 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(monkeypa
     folder.rm_file(folder.list_files()[0])
 
 
-def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[str] = []
     folders = {"bucket"}
 
@@ -93,7 +102,9 @@ def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(m
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
     monkeypatch.setattr(MemoryFileSystem, "makedirs", makedirs)
     monkeypatch.setattr(MemoryFileSystem, "exists", lambda self, path: path.lstrip("/") in folders)
-    monkeypatch.setattr(MemoryFileSystem, "rmdir", lambda self, path: folders.discard(path.lstrip("/")))
+    monkeypatch.setattr(
+        MemoryFileSystem, "rmdir", lambda self, path: folders.discard(path.lstrip("/"))
+    )
     upload_fails(get_datafolder("memory://missing/deep/er"), RemoteFailed, "could not be written")
     assert made == []
     with probe_object(get_datafolder("memory://bucket/deep")) as upload:

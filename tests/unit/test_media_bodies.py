@@ -33,9 +33,14 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 def body(data: bytes = DATA, text: str = "What is it?") -> tuple[Body, bytes]:
     """A body, and what must be sent of it."""
     part, again = media_part(data), media_part(data[:8])
-    payload = {"messages": [{"role": "user", "content": [{"type": "text", "text": text}, part, again]}], "n": 1}
+    payload = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text}, part, again]}],
+        "n": 1,
+    }
     plain = orjson.loads(
-        orjson.dumps(payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode())
+        orjson.dumps(
+            payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode()
+        )
     )
     return Body(*split_media(payload, 0)), orjson.dumps(plain)
 
@@ -67,7 +72,9 @@ async def with_server(serve: Serve, use: Callable[[Transport], Awaitable[None]])
         await serve(reader, writer)
 
     server = await asyncio.start_server(kept, "127.0.0.1", 0, limit=2**16)
-    sending = make_transport(HiddenUrl(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"), None, 20.0)
+    sending = make_transport(
+        HiddenUrl(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"), None, 20.0
+    )
     try:
         await use(sending)
     finally:
@@ -143,7 +150,9 @@ def test_no_more_is_encoded_than_the_server_takes(over: Callable[[Any], Any]) ->
 
 
 @pytest.mark.parametrize("status", [b"200", b"413"])
-def test_an_answer_before_the_end_of_the_body_closes_the_connection(over: Callable[[Any], Any], status: bytes) -> None:
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(
+    over: Callable[[Any], Any], status: bytes
+) -> None:
     connections = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +185,7 @@ def test_a_server_that_dies_within_the_body_is_an_error(over: Callable[[Any], An
     over(with_server(serve, use))
 
 
-# budgets --------------------------------------------------------------------------------------------------------------
+# budgets -----------------------------------------------------------------------------------------
 
 
 async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone() -> None:
@@ -186,7 +195,10 @@ async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone() 
         await budget.acquire(size)
         went.append(name)
 
-    tasks = [asyncio.create_task(go(name, size)) for name, size in (("a", 6), ("b", 6), ("large", 99), ("c", 1))]
+    tasks = [
+        asyncio.create_task(go(name, size))
+        for name, size in (("a", 6), ("b", 6), ("large", 99), ("c", 1))
+    ]
     await asyncio.sleep(0)
     assert went == ["a"]
     budget.release(6)
@@ -218,7 +230,9 @@ async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
 
 
 async def test_large_documents_wait_for_bytes_and_small_ones_do_not() -> None:
-    config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
+    config = InferenceConfig(
+        "endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100
+    )
     limit = DocumentLimit(config, media=ByteBudget(1_000_000))
     for _ in range(10):
         await limit.acquire(50_000)
@@ -232,7 +246,9 @@ async def test_large_documents_wait_for_bytes_and_small_ones_do_not() -> None:
 
 
 async def test_ranks_that_share_a_process_share_the_bytes() -> None:
-    config = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100)
+    config = InferenceConfig(
+        "endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100
+    )
     budget = ByteBudget(1_000_000)
     first, second = DocumentLimit(config, media=budget), DocumentLimit(config, media=budget)
     await first.acquire(900_000)
@@ -244,8 +260,16 @@ async def test_ranks_that_share_a_process_share_the_bytes() -> None:
 
 
 CGROUPS = {
-    "v2": ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "5000\n", "memory.max": "9000\n"}, 5000),
-    "v1": ("3:cpu:/x\n2:memory:/a\n", {"memory/a/memory.limit_in_bytes": "7000\n", "x/memory.max": "1"}, 7000),
+    "v2": (
+        "0::/a/b\n",
+        {"a/b/memory.max": "max\n", "a/memory.max": "5000\n", "memory.max": "9000\n"},
+        5000,
+    ),
+    "v1": (
+        "3:cpu:/x\n2:memory:/a\n",
+        {"memory/a/memory.limit_in_bytes": "7000\n", "x/memory.max": "1"},
+        7000,
+    ),
     "container": ("0::/\n", {"memory.max": "6000\n"}, 6000),
     "namespace": ("0::/../..\n", {"memory.max": "6000\n"}, 6000),
 }

@@ -47,12 +47,18 @@ def buckets(*values: float) -> Buckets:
 
 def spread() -> Spread:
     return Spread(
-        milliseconds=buckets(0.5, 1.5, 100, 3000), prompt_tokens=buckets(10, 100), completion_tokens=buckets(5)
+        milliseconds=buckets(0.5, 1.5, 100, 3000),
+        prompt_tokens=buckets(10, 100),
+        completion_tokens=buckets(5),
     )
 
 
-def metrics(rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run") -> RankNow:
-    return RankNow(run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread())
+def metrics(
+    rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run"
+) -> RankNow:
+    return RankNow(
+        run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread()
+    )
 
 
 METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
@@ -76,15 +82,19 @@ def samples(text: str, **wanted: str) -> dict[str, float]:
     return found
 
 
-# names and text ------------------------------------------------------------------------------------------------------
+# names and text ----------------------------------------------------------------------------------
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
     for name, metric in METRICS.items():
         assert re.fullmatch(r"datatrove_ckpt(_[a-z]+)+", name)
         assert name.endswith("_total") == (metric.kind == "counter"), name
-        assert not re.search("_(ms|minutes|kb|percent|count|sum|bucket|created)$", name), "base units, no own suffixes"
-        assert not {"le", "quantile", "job", "instance", *RANK_LABELS} & set(metric.labels) or name.endswith("_info")
+        assert not re.search("_(ms|minutes|kb|percent|count|sum|bucket|created)$", name), (
+            "base units, no own suffixes"
+        )
+        assert not {"le", "quantile", "job", "instance", *RANK_LABELS} & set(
+            metric.labels
+        ) or name.endswith("_info")
         assert metric.help.endswith(".")
 
 
@@ -93,22 +103,44 @@ def test_the_text_says_what_the_rank_did() -> None:
     assert found[f"rank_info node7 4711_5 {__version__}"] == 1
     assert [found[f"rank_state {state}"] for state in ("starting", "running", "done")] == [0, 1, 0]
     assert found["rank_seconds inference"] == 8.5
-    assert [found[f"rank_documents {outcome}"] for outcome in ("written", "dropped", "dead")] == [35, 3, 2]
+    assert [found[f"rank_documents {outcome}"] for outcome in ("written", "dropped", "dead")] == [
+        35,
+        3,
+        2,
+    ]
     assert (found["rank_tokens prompt"], found["rank_tokens completion"]) == (500, 250)
     assert found["input_done_ratio"] == 0.25
     assert found["documents_total"] == 7
     assert (found["requests_total answered"], found["requests_total failed"]) == (12, 2)
-    assert (found["requests_in_flight"], found["requests_waiting"], found["documents_in_progress"]) == (5, 6, 8)
+    assert (
+        found["requests_in_flight"],
+        found["requests_waiting"],
+        found["documents_in_progress"],
+    ) == (5, 6, 8)
     assert (found["request_errors_total timeout"], found["request_errors_total HTTP 503"]) == (2, 3)
-    assert (found["request_retries_total error"], found["request_retries_total server_lost"]) == (4, 1)
+    assert (found["request_retries_total error"], found["request_retries_total server_lost"]) == (
+        4,
+        1,
+    )
     assert found["job_ranks"] == 8
     assert found["updated_timestamp_seconds"] == 1234.5
 
 
 def test_a_histogram_has_every_value_below_its_ends() -> None:
     found = samples(exposition([metrics()]).decode())
-    ends = {name.split()[1]: value for name, value in found.items() if name.startswith("request_duration_seconds_b")}
-    assert [ends[end] for end in ("0.001", "0.002", "0.064", "0.128", "4.096", "+Inf")] == [1, 2, 2, 3, 4, 4]
+    ends = {
+        name.split()[1]: value
+        for name, value in found.items()
+        if name.startswith("request_duration_seconds_b")
+    }
+    assert [ends[end] for end in ("0.001", "0.002", "0.064", "0.128", "4.096", "+Inf")] == [
+        1,
+        2,
+        2,
+        3,
+        4,
+        4,
+    ]
     assert found["request_duration_seconds_count"] == 4
     assert found["request_duration_seconds_sum"] == pytest.approx(3.102, rel=0.1)
     assert found["request_completion_tokens_bucket 8.0"] == 1
@@ -120,10 +152,12 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
     assert types == [*METRICS]
     assert samples(text, rank="5")["documents_total"] == 7
     unknown = replace(metrics(5), progress=replace(metrics(5).progress, position=InputPosition()))
-    assert not [name for name in samples(exposition([unknown]).decode()) if name.startswith("input")]
+    assert not [
+        name for name in samples(exposition([unknown]).decode()) if name.startswith("input")
+    ]
 
 
-# settings ------------------------------------------------------------------------------------------------------------
+# settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,9 +174,16 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: 
 
 def test_a_run_is_named_after_its_folder() -> None:
     assert (
-        name_of_folder("/a/books/checkpoints") == name_of_folder("/a/books") == name_of_folder("/a/books/ck") == "books"
+        name_of_folder("/a/books/checkpoints")
+        == name_of_folder("/a/books")
+        == name_of_folder("/a/books/ck")
+        == "books"
     )
-    assert name_of_folder("s3://bucket/books/") == name_of_folder("s3://bucket/books/output") == "books"
+    assert (
+        name_of_folder("s3://bucket/books/")
+        == name_of_folder("s3://bucket/books/output")
+        == "books"
+    )
     assert name_of_folder("/checkpoints") == "checkpoints"
     assert name_of_folder("") == "run"
 
@@ -154,7 +195,7 @@ def waited_for(condition: Callable[[], Any]) -> Any:
     return found
 
 
-# the port ------------------------------------------------------------------------------------------------------------
+# the port ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -189,14 +230,21 @@ def shown(host: str, rank: int, state: str = "running") -> contextlib.AbstractCo
 def test_openmetrics_is_sent_to_who_asks_for_it(host: str) -> None:
     accepts = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
     with shown(host, 1):
-        request = urllib.request.Request(f"http://{host}:{PORT}/metrics", headers={"Accept": accepts})
+        request = urllib.request.Request(
+            f"http://{host}:{PORT}/metrics", headers={"Accept": accepts}
+        )
         with urllib.request.urlopen(request, timeout=LONG) as response:
             assert response.headers["Content-Type"].startswith("application/openmetrics-text")
             found = openmetrics.text_string_to_metric_families(response.read().decode())
-            assert {family.name for family in found} >= {"datatrove_ckpt_documents", "datatrove_ckpt_rank_tokens"}
+            assert {family.name for family in found} >= {
+                "datatrove_ckpt_documents",
+                "datatrove_ckpt_rank_tokens",
+            }
 
 
-def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(host: str) -> None:
+def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(
+    host: str,
+) -> None:
     with shown(host, 1), shown(host, 2):
         assert set(re.findall(r'rank_info{.*rank="(\d+)"', get(host))) == {"1", "2"}
     assert samples(get(host), rank="1")["documents_total"] == 7

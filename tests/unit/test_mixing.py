@@ -1,4 +1,6 @@
-"""``Mix``: shares by weight, the same draws from any stop on, and every way in which sources end."""
+"""``Mix``: shares by weight, the same draws from any stop on, and every way in which sources
+end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def mix(at_end: Any = "stop", counts: tuple[int, ...] = (20, 5, 0), seed: int = 
 
 
 def test_samples_come_in_the_shares_of_the_weights() -> None:
-    drawn = Counter(name[0] for name in itertools.islice(mix(counts=(10_000, 10_000, 10_000)), 8000))
+    drawn = Counter(
+        name[0] for name in itertools.islice(mix(counts=(10_000, 10_000, 10_000)), 8000)
+    )
     assert drawn["a"] == pytest.approx(4000, rel=0.05)
     assert drawn["b"] == pytest.approx(2000, rel=0.05)
 
@@ -72,15 +76,26 @@ def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
     assert all(counts[f"b{i}"] >= 3 for i in range(4))
     of_b = [name for name in samples if name[0] == "b"]
     assert [sorted(of_b[i : i + 4]) for i in (0, 4)] == [["b0", "b1", "b2", "b3"]] * 2
-    assert len({tuple(of_b[i : i + 4]) for i in range(0, len(of_b) - 3, 4)}) > 1, "another order in each pass"
-    assert sorted(set(mix("repeat", (3, 0)))) == ["a0", "a1", "a2"], "an empty source is not begun for ever"
+    assert len({tuple(of_b[i : i + 4]) for i in range(0, len(of_b) - 3, 4)}) > 1, (
+        "another order in each pass"
+    )
+    assert sorted(set(mix("repeat", (3, 0)))) == ["a0", "a1", "a2"], (
+        "an empty source is not begun for ever"
+    )
 
 
 @pytest.mark.parametrize("at_end", ENDS)
 @pytest.mark.parametrize(
-    "counts", [(7, 3, 2), *(pytest.param(one, marks=pytest.mark.slow) for one in ((9, 9, 9), (1, 30), (0, 7)))], ids=str
+    "counts",
+    [
+        (7, 3, 2),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ((9, 9, 9), (1, 30), (0, 7))),
+    ],
+    ids=str,
 )
-def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end: str, counts: tuple[int, ...]) -> None:
+def test_every_stop_resumes_exactly_with_a_state_that_is_json(
+    at_end: str, counts: tuple[int, ...]
+) -> None:
     class ThroughJson(Mix):
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict(json.loads(json.dumps(state_dict)))
@@ -98,10 +113,14 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end: str, count
 
 @pytest.mark.parametrize("at_end", ENDS)
 def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
-    rows = [[[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 6), (2, 4))]
+    rows = [
+        [[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 6), (2, 4))
+    ]
 
     def packed_mix() -> Any:
-        return Pack(Mix([Rows(these, shuffles=True) for these in rows], [3, 1], at_end=at_end), 5, pad=0)
+        return Pack(
+            Mix([Rows(these, shuffles=True) for these in rows], [3, 1], at_end=at_end), 5, pad=0
+        )
 
     def mixed_packs() -> Any:
         return Mix([Pack(Rows(these, shuffles=True), 3) for these in rows], [3, 1], at_end=at_end)

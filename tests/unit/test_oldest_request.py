@@ -36,7 +36,10 @@ async def test_the_oldest_of_a_rank_is_found() -> None:
 
 
 async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads: None) -> None:
-    """The set of attempts changes at each request. A program that iterated over it would raise RuntimeError."""
+    """The set of attempts changes at each request.
+
+    A program that iterated over it would raise RuntimeError.
+    """
     router = Router(9)
     own = Sender()
     router.targets = [Target()]
@@ -61,10 +64,14 @@ async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads: 
 
 
 async def test_a_long_id_is_cut() -> None:
-    """The history has a line for each minute, and a line beyond its limit would hide the whole attempt."""
+    """The history has a line for each minute, and a line beyond its limit would hide the whole
+    attempt.
+    """
     target = Target()
     oldest = target.start_attempt(Request(Sender(), "word " * 100_000))
-    rank: Any = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest())
+    rank: Any = SimpleNamespace(
+        _source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest()
+    )
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
 

@@ -1,4 +1,6 @@
-"""A checkpoint without a runner: chunks fill and complete, each class keeps to its thread, each object is whole."""
+"""A checkpoint without a runner: chunks fill and complete, each class keeps to its thread, each
+object is whole.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointMismatch, Fenced
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
-# chunks --------------------------------------------------------------------------------------------------------------
+# chunks ------------------------------------------------------------------------------------------
 
 
 def tracker(folder: Path, point: ResumePoint | None = None) -> tuple[ChunkTracker, list[Chunk]]:
@@ -42,7 +44,9 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
     return slot
 
 
-def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(tmp_path: Path) -> None:
+def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(
+    tmp_path: Path,
+) -> None:
     done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))
     first = [admit(chunks, ordinal) for ordinal in range(2)]
@@ -52,7 +56,9 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     assert complete == []
     assert (first[0].chunk.index, first[0].chunk.first_ordinal) == (0, 0)
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
-    with pytest.raises(CheckpointMismatch, match="Document 2 of this rank is not the one that was finished there"):
+    with pytest.raises(
+        CheckpointMismatch, match="Document 2 of this rank is not the one that was finished there"
+    ):
         chunks.admit("another", no_position)
 
 
@@ -65,7 +71,7 @@ def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path
     chunks.end_of_input()
 
 
-# the whole -----------------------------------------------------------------------------------------------------------
+# the whole ---------------------------------------------------------------------------------------
 
 
 def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
@@ -88,7 +94,9 @@ def opened(
     return OpenCheckpoint(settings, settings.take(), output)
 
 
-def run(checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None) -> None:
+def run(
+    checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None
+) -> None:
     """Each document has one answer, and is looked up first."""
     changed = threading.Event()
     checkpoint.on_change = changed.set
@@ -112,7 +120,9 @@ def no_locks(fd: int, how: int) -> None:
 
 
 class TakenOver(Placement):
-    """Another process takes the rank over between the last check of a publication and its commit."""
+    """Another process takes the rank over between the last check of a publication and its
+    commit.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -141,7 +151,9 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
 
 
 def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path: Path) -> None:
-    """A power loss may otherwise leave the output of documents that nothing remembers, and that are paid once more."""
+    """A power loss may otherwise leave the output of documents that nothing remembers, and that are
+    paid once more.
+    """
     before: dict[int, str] = {}
 
     def write_chunk_and_look(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
@@ -202,10 +214,20 @@ def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
     newer.close()
 
 
-READS = ["_Listing", "_read_run", "read_last_chunk", "read_shard", "read_history", "read_finished", "read_commits"]
+READS = [
+    "_Listing",
+    "_read_run",
+    "read_last_chunk",
+    "read_shard",
+    "read_history",
+    "read_finished",
+    "read_commits",
+]
 
 
-@pytest.mark.parametrize("want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"])
+@pytest.mark.parametrize(
+    "want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"]
+)
 def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: Want
 ) -> None:
@@ -218,7 +240,10 @@ def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
 
 
 def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Reads a rank whose second chunk is committed before read number ``moment``. Returns the number of reads."""
+    """Reads a rank whose second chunk is committed before read number ``moment``.
+
+    Returns the number of reads.
+    """
     may_publish, changed, reads = threading.Event(), threading.Event(), 0
 
     def write_later(index: int, documents: Iterator[Finished]) -> list[OutputFile]:

@@ -1,4 +1,6 @@
-"""Output without a server: which errors are retried, when waiting ends, which uploads are aborted."""
+"""Output without a server: which errors are retried, when waiting ends, which uploads are
+aborted.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def calls() -> StoppableCalls:
 
 
 @pytest.fixture
-def folder(files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StoppableCalls) -> RemoteTarget:
+def folder(
+    files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StoppableCalls
+) -> RemoteTarget:
     policy("STORAGE", first=0.001)
     return remote_folder(tmp_path, leased(), calls)
 
@@ -101,8 +105,12 @@ class OssError(Exception):
     """As the errors of some libraries: no OSError."""
 
 
-def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str]) -> None:
-    files.before = failing(ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), OssError())
+def test_temporary_errors_are_retried(
+    files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str]
+) -> None:
+    files.before = failing(
+        ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), OssError()
+    )
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
     assert len([line for line in log if "Next attempt in" in line]) == 4
@@ -114,15 +122,25 @@ def test_temporary_errors_are_retried(files: type[Breaking], folder: RemoteTarge
     ("error", "advice"),
     [
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
-        (FileNotFoundError("The bucket does not exist"), "Make the bucket, or correct output_folder"),
+        (
+            FileNotFoundError("The bucket does not exist"),
+            "Make the bucket, or correct output_folder",
+        ),
         (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],
 )
 def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
-    files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str], error: Exception, advice: str
+    files: type[Breaking],
+    folder: RemoteTarget,
+    local: Path,
+    log: list[str],
+    error: Exception,
+    advice: str,
 ) -> None:
     files.before = failing(error)
-    with pytest.raises(OutputFailed, match=r"breaking://.*output/a could not be uploaded") as failed:
+    with pytest.raises(
+        OutputFailed, match=r"breaking://.*output/a could not be uploaded"
+    ) as failed:
         folder.upload(local, "a")
     assert advice in str(failed.value)
     assert "run the same command again" in str(failed.value)
@@ -144,7 +162,9 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
     assert files.store.keys() == {"/output/a"}
 
 
-def test_retrying_ends(files: type[Breaking], folder: RemoteTarget, local: Path, policy: ChangePolicy) -> None:
+def test_retrying_ends(
+    files: type[Breaking], folder: RemoteTarget, local: Path, policy: ChangePolicy
+) -> None:
     policy("STORAGE", patience=0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
@@ -152,7 +172,9 @@ def test_retrying_ends(files: type[Breaking], folder: RemoteTarget, local: Path,
     assert files.store == {}
 
 
-def test_a_file_of_another_size_is_refused(files: type[Breaking], folder: RemoteTarget, local: Path) -> None:
+def test_a_file_of_another_size_is_refused(
+    files: type[Breaking], folder: RemoteTarget, local: Path
+) -> None:
     files.after = lambda path: files().pipe_file(path, b"of another")
     with pytest.raises(OutputFailed, match="a has 10 bytes after its upload instead of 7"):
         folder.upload(local, "a")
@@ -177,7 +199,11 @@ def test_a_stop_ends_the_wait_for_an_upload(
 
 
 def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking], folder: RemoteTarget, calls: StoppableCalls, local: Path, policy: ChangePolicy
+    files: type[Breaking],
+    folder: RemoteTarget,
+    calls: StoppableCalls,
+    local: Path,
+    policy: ChangePolicy,
 ) -> None:
     policy("STORAGE", first=1000.0, longest=1000.0, patience=1000.0)
 
@@ -200,7 +226,9 @@ class Answered(Exception):
 
 def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
     error = kind("said S3")
-    error.__cause__ = Answered(response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}})
+    error.__cause__ = Answered(
+        response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    )
     return error
 
 
@@ -209,14 +237,16 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
     [
         (by_s3(PermissionError, "AccessDenied", 403), True),
         (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
-        (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),  # it was completed, and the answer got lost
+        # It was completed, and the answer got lost.
+        (by_s3(FileNotFoundError, "NoSuchUpload", 404), False),
         (by_s3(OSError, "SlowDown", 503), False),
         (by_s3(TimeoutError, "RequestTimeout", 400), False),
         (OSError("broken pipe"), False),
         (Answered(status=403), True),
         (Answered(code=401), True),  # gcsfs'
         (Answered(response=Answered(status_code=401)), True),
-        (Answered(response=Answered(status_code=412)), False),  # the Hub's: another commit came first
+        # The Hub's: another commit came first.
+        (Answered(response=Answered(status_code=412)), False),
     ],
 )
 def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
@@ -263,7 +293,9 @@ class Uploads:
 
 def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     """``left``: the files that an earlier process has staged."""
-    folder = SimpleNamespace(fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/"))
+    folder = SimpleNamespace(
+        fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/")
+    )
     target = S3Target(folder, scratch, leased(), StoppableCalls(), "probe")
     for name in left:
         staged = target.staging.with_name("earlier") / "0" / name
@@ -272,8 +304,13 @@ def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
     return target
 
 
-def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(tmp_path: Path) -> None:
-    mine, others = ["output/a", "output/a", "output/b", "output/a"], ["output/ab", "output/c", "a", "elsewhere/a"]
+def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(
+    tmp_path: Path,
+) -> None:
+    mine, others = (
+        ["output/a", "output/a", "output/b", "output/a"],
+        ["output/ab", "output/c", "a", "elsewhere/a"],
+    )
     uploads = Uploads(*mine, *others)
     on_s3(uploads, tmp_path, "a", "b").prepare()
     assert [key for key, _ in uploads.open] == others
@@ -287,7 +324,9 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path: Path, refused: str) -> None:
+def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(
+    tmp_path: Path, refused: str
+) -> None:
     uploads = Uploads("output/a")
     uploads.refuses = refused
     with pytest.raises(OutputFailed, match="s3:ListBucketMultipartUploads"):
@@ -297,7 +336,9 @@ def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path: Path
 def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: list[str]) -> None:
     uploads = Uploads()
     uploads.refuses = "create_multipart_upload"
-    with pytest.raises(OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"):
+    with pytest.raises(
+        OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"
+    ):
         on_s3(uploads, tmp_path).prepare()
     assert log == []
 
@@ -326,7 +367,9 @@ def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
         ({"token": "hunter2"}, "'token'"),
     ],
 )
-def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options: dict[str, Any], named: str) -> None:
+def test_secrets_among_the_storage_options_are_refused_and_not_repeated(
+    options: dict[str, Any], named: str
+) -> None:
     folder = DataFolder("memory://x", fs=MemoryFileSystem(**options, skip_instance_cache=True))
     for refuse in (
         lambda: check_writer(JsonlWriter(folder, "${rank}_${chunk_index}.jsonl"), checkpoints=True),
@@ -338,7 +381,9 @@ def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options:
 
 
 def test_options_that_are_no_secrets_are_fine() -> None:
-    check_options({"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder")
+    check_options(
+        {"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder"
+    )
     check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
         check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")

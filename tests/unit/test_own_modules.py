@@ -37,13 +37,29 @@ def names() -> set[str]:
     return {name for files in own_modules().values() for name in files}
 
 
-def test_imported_modules_and_packages_go_along_and_no_environment_or_hidden_file(write: Write) -> None:
+def test_imported_modules_and_packages_go_along_and_no_environment_or_hidden_file(
+    write: Write,
+) -> None:
     package = {"own_a/__init__.py", "own_a/deep/b.py", "own_a/prompts/one.txt"}
-    space = {"own_space/c.py", "own_space/deep/d.py", "own_space/deep/e/__init__.py", "own_space/deep/e/f.txt"}
+    space = {
+        "own_space/c.py",
+        "own_space/deep/d.py",
+        "own_space/deep/e/__init__.py",
+        "own_space/deep/e/f.txt",
+    }
     write(*package, *space, "own_flat.py", "own_other.py", "own_unused/__init__.py", "work.py")
-    write("own_a/.env", "own_a/.git/x.py", "own_a/__pycache__/x.pyc", "own_a/venv/pyvenv.cfg", "own_a/venv/lib/y.py")
     write(
-        "own_space/output/0.jsonl", "own_space/data.jsonl", "own_space/conda/conda-meta/x", "own_space/conda/lib/z.py"
+        "own_a/.env",
+        "own_a/.git/x.py",
+        "own_a/__pycache__/x.pyc",
+        "own_a/venv/pyvenv.cfg",
+        "own_a/venv/lib/y.py",
+    )
+    write(
+        "own_space/output/0.jsonl",
+        "own_space/data.jsonl",
+        "own_space/conda/conda-meta/x",
+        "own_space/conda/lib/z.py",
     )
     for module in ("own_a", "own_space.deep.d", "own_flat", "json", "pytest", "datatrove_ckpt"):
         importlib.import_module(module)
@@ -72,7 +88,10 @@ def test_what_is_too_large_or_secret_is_refused(write: Write) -> None:
     importlib.import_module("own_b")
     assert own_files()["own_b/table.bin"]
     write("own_b/small.txt", content="more")
-    with pytest.raises(ConfigError, match=r"at most 10 MB go along with the jobs\. The largest .*table\.bin \(10 MB\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"at most 10 MB go along with the jobs\. The largest .*table\.bin \(10 MB\)",
+    ):
         own_files()
     write("own_b/table.bin", content="KEY = 'hf_A1b2C3d4E5f6G7h8'")
     with pytest.raises(ConfigError, match=r"table\.bin: holds what may be a secret"):

@@ -1,4 +1,6 @@
-"""What gets installed: every imported package is declared, and type checkers see an editable install."""
+"""What gets installed: every imported package is declared, and type checkers see an editable
+install.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def normalized(name: str) -> str:
 
 
 def declared() -> set[str]:
-    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
+    ]
     return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
 
 
@@ -48,8 +53,13 @@ def imported() -> set[str]:
 @pytest.mark.slow
 def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported() -> None:
     distributions, found = packages_distributions(), imported()
-    by_name = {name: {normalized(one) for one in distributions.get(name, _FROM.get(name, [name]))} for name in found}
-    assert {name for name in found - _OF_OTHERS - _FOR_TYPE_CHECKERS if not declared() & by_name[name]} == set()
+    by_name = {
+        name: {normalized(one) for one in distributions.get(name, _FROM.get(name, [name]))}
+        for name in found
+    }
+    assert {
+        name for name in found - _OF_OTHERS - _FOR_TYPE_CHECKERS if not declared() & by_name[name]
+    } == set()
     plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}  # type: ignore[index]
     assert plain <= set().union(*by_name.values())
 
@@ -71,7 +81,14 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
         "    return answer.usage\n"
         "run(input='documents', rollout=rollout, model='m', run_folder='x')\n"
     )
-    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "job.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--follow-imports=silent",
+        f"--cache-dir={tmp_path / 'cache'}",
+        "job.py",
+    ]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     found = [line.partition(": ")[2] for line in checked.stdout.splitlines()]
     assert found[:5] == [
@@ -85,11 +102,16 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
 
 @pytest.mark.real_process
 def test_an_import_leaves_no_thread_that_spins() -> None:
-    """Those of numpy's OpenBLAS did, for 0.1 s on each other core. Needs Linux, and two cores to fail."""
+    """Those of numpy's OpenBLAS did, for 0.1 s on each other core.
+
+    Needs Linux, and two cores to fail.
+    """
     ticks = (
         "import os, time; from datatrove_ckpt import InferenceRunner; time.sleep(0.2); "
         "stats = [open(f'/proc/self/task/{task}/stat').read().split() for task in os.listdir('/proc/self/task')]; "
         "print(sum(int(stat[13]) for stat in stats if int(stat[0]) != os.getpid()))"
     )
-    found = subprocess.run([sys.executable, "-c", ticks], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", ticks], capture_output=True, text=True, check=True
+    )
     assert int(found.stdout) == 0  # of 10 ms

@@ -1,4 +1,7 @@
-"""``Pack``: every token once and in order, in samples of one length, from any stop on. None of it needs torch."""
+"""``Pack``: every token once and in order, in samples of one length, from any stop on.
+
+None of it needs torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_fille
         [6, 7, 8, 99],
         [9, 10, 99, -1],
     ]
-    assert tokens(Pack(Rows([[], [1], [], [], [2], []]), 4, separator=9)) == [[1, 9, 2, 9]], "none after an empty row"
+    assert tokens(Pack(Rows([[], [1], [], [], [2], []]), 4, separator=9)) == [[1, 9, 2, 9]], (
+        "none after an empty row"
+    )
     assert tokens(Pack(Rows(rows), 100)) == []
     assert tokens(Pack(Rows([]), 4, pad=-1)) == []
 
@@ -57,7 +62,9 @@ def test_no_token_is_lost_or_moved(lengths: list[int], length: int, pads: bool) 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("options", [{"pad": 0, "positions": True, "separator": 7}, {}, {"separator": 7}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"pad": 0, "positions": True, "separator": 7}, {}, {"separator": 7}], ids=str
+)
 def test_every_stop_resumes_exactly_with_a_state_that_is_json(options: dict[str, Any]) -> None:
     lengths = [random.Random(0).choice([0, 1, 3, 4, 9, 30]) for _ in range(12)]
 
@@ -75,9 +82,16 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(options: dict[str,
 
 
 def test_several_columns_are_cut_at_the_same_places() -> None:
-    rows = [{"input_ids": [1, 2, 3], "mask": [0, 1, 1], "text": "a"}, {"input_ids": [4, 5], "mask": [1, 0]}]
+    rows = [
+        {"input_ids": [1, 2, 3], "mask": [0, 1, 1], "text": "a"},
+        {"input_ids": [4, 5], "mask": [1, 0]},
+    ]
     pack = Pack(
-        Rows(rows), 3, ["input_ids", "mask"], separator={"input_ids": 9, "mask": 1}, pad={"input_ids": 8, "mask": 0}
+        Rows(rows),
+        3,
+        ["input_ids", "mask"],
+        separator={"input_ids": 9, "mask": 1},
+        pad={"input_ids": 8, "mask": 0},
     )
     samples = list(pack)
     assert tokens(samples) == [[1, 2, 3], [9, 4, 5], [9, 8, 8]]
@@ -170,7 +184,8 @@ def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
     other = Pack(Rows([]), 4)
     other.load_state_dict(sealed(state | {"slot": [0, 1, 1, 2]}))
     with pytest.raises(
-        CheckpointMismatch, match="worker 1 of num_workers=2, and this is rank 0 of world_size=1, worker 0"
+        CheckpointMismatch,
+        match="worker 1 of num_workers=2, and this is rank 0 of world_size=1, worker 0",
     ):
         iter(other)
 
@@ -197,7 +212,9 @@ def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole() ->
     resumed.load_state_dict(state)
     assert list(resumed) == []
     assert resumed.state_dict() == state
-    assert len(list(resumed)) == 2, "as torchdata does it: an iterator for the state, then one for the next epoch"
+    assert len(list(resumed)) == 2, (
+        "as torchdata does it: an iterator for the state, then one for the next epoch"
+    )
     again = Pack(rows, 4)
     again.set_epoch(0)
     again.load_state_dict(state)

@@ -1,4 +1,7 @@
-"""The pages agree with the code: tables, options, errors, rooms, settings, links. The examples run in test_examples."""
+"""The pages agree with the code: tables, options, errors, rooms, settings, links.
+
+The examples run in test_examples.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def codes(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-# README --------------------------------------------------------------------------------------------------------------
+# README ------------------------------------------------------------------------------------------
 
 
 def test_readme_has_at_most_850_words() -> None:
@@ -56,12 +59,16 @@ def test_readme_has_at_most_850_words() -> None:
 
 
 def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
-    lines = [line for line in pages()["README.md"].splitlines() if line.startswith("python3 -m venv")]
+    lines = [
+        line for line in pages()["README.md"].splitlines() if line.startswith("python3 -m venv")
+    ]
     assert lines == commands()
     quick_start, tests = commands()
     assert quick_start.endswith(" && datatrove-ckpt run configs/quickstart.yaml")
     assert " && python -m pytest" in tests
-    assert all(" && . .venv/bin/activate && " in line for line in lines), "the next commands work as typed"
+    assert all(" && . .venv/bin/activate && " in line for line in lines), (
+        "the next commands work as typed"
+    )
     assert "grep '^python3 -m venv' README.md | sed -n 2p" in (ROOT / ".ci/run").read_text()
 
 
@@ -70,19 +77,26 @@ def test_readme_shows_the_figures_of_the_benchmarks() -> None:
     assert report.measured(ROOT / "README.md") == report.summary(table)
 
 
-# examples ------------------------------------------------------------------------------------------------------------
+# examples ----------------------------------------------------------------------------------------
 
 
 def test_every_fence_is_an_example_in_a_language_that_tests_run() -> None:
     for name, text in pages().items():
         fences = re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)
-        assert len(fences) == 2 * len(blocks(page=name)), f"{name}: a fence is indented, or has no language"
+        assert len(fences) == 2 * len(blocks(page=name)), (
+            f"{name}: a fence is indented, or has no language"
+        )
     assert {block.language for block in blocks()} == set(LANGUAGES)
 
 
 def test_no_command_is_indented_where_no_test_would_run_it() -> None:
     for name, text in pages().items():
-        assert re.findall(r"^ {4,}(?:\$ )?(?:datatrove-ckpt|python3?|pip|export) .*", text, re.MULTILINE) == [], name
+        assert (
+            re.findall(
+                r"^ {4,}(?:\$ )?(?:datatrove-ckpt|python3?|pip|export) .*", text, re.MULTILINE
+            )
+            == []
+        ), name
 
 
 def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there() -> None:
@@ -90,12 +104,16 @@ def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there() -> No
     assert set(RUN_ELSEWHERE) <= lines
     ci = (ROOT / ".ci/run").read_text()
     assert os.access(ROOT / ".ci/run", os.X_OK)
-    assert all(f".venv/bin/{step}" in ci for step in ("ruff check .", "ruff format --check .", "mypy"))
-    assert any(marker.startswith("full:") for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"])
+    assert all(
+        f".venv/bin/{step}" in ci for step in ("ruff check .", "ruff format --check .", "mypy")
+    )
+    assert any(
+        marker.startswith("full:") for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]
+    )
     assert "torch_example" in (ROOT / "tests/real/test_torch.py").read_text()
 
 
-# links and names -----------------------------------------------------------------------------------------------------
+# links and names ---------------------------------------------------------------------------------
 
 
 def anchors(text: str) -> set[str]:
@@ -105,18 +123,31 @@ def anchors(text: str) -> set[str]:
 
 
 def test_pages_that_are_read_stay_short_together() -> None:
-    """The page of settings is generated, and the changelog grows with each release: nobody reads them as a whole."""
+    """The page of settings is generated, and the changelog grows with each release: nobody reads
+    them as a whole.
+    """
     words = {name: len(text.split()) for name, text in pages().items()}
-    words = {name: number for name, number in words.items() if Path(name).stem not in ("settings", "changelog")}
+    words = {
+        name: number
+        for name, number in words.items()
+        if Path(name).stem not in ("settings", "changelog")
+    }
     longest = sorted(words, key=words.__getitem__)[-5:]
     assert sum(words.values()) <= 32_000, f"the longest pages: {', '.join(longest)}"
 
 
 def test_links_lead_somewhere() -> None:
-    links = [(name, target) for name, text in pages().items() for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    links = [
+        (name, target)
+        for name, text in pages().items()
+        for target in re.findall(r"\]\(([^)\s]+)\)", text)
+    ]
     for name, target in links:
         path, _, anchor = target.partition("#")
-        for start in (f"{REPOSITORY}/blob/main/", f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/"):
+        for start in (
+            f"{REPOSITORY}/blob/main/",
+            f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/",
+        ):
             path = path.removeprefix(start)
         if path.startswith("https://"):
             assert "datatrove-ckpt" not in path, path
@@ -145,28 +176,36 @@ def test_every_page_can_be_reached_from_readme() -> None:
     while waiting:
         text = pages()[waiting.pop()]
         found = {
-            name for name in pages() if name in text or re.search(rf"\]\((internals/)?{Path(name).name}[#)]", text)
+            name
+            for name in pages()
+            if name in text or re.search(rf"\]\((internals/)?{Path(name).name}[#)]", text)
         }
         waiting += found - reached
         reached |= found
     assert reached == set(pages())
 
 
-# recovery, mirror ----------------------------------------------------------------------------------------------------
+# recovery, mirror --------------------------------------------------------------------------------
 
 
 def test_the_crash_table_is_the_one_in_the_code() -> None:
     in_page = table_rows(section("docs/internals/recovery.md", "## How a chunk is committed"))
-    in_code = re.findall(r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE)
-    assert in_page == [[number, (first + rest).strip(), what] for number, first, rest, what in in_code]
+    in_code = re.findall(
+        r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE
+    )
+    assert in_page == [
+        [number, (first + rest).strip(), what] for number, first, rest, what in in_code
+    ]
     assert len(in_code) == 5
 
 
-# settings, errors, command line --------------------------------------------------------------------------------------
+# settings, errors, command line ------------------------------------------------------------------
 
 
 def test_the_settings_page_is_the_one_that_the_docstrings_give() -> None:
-    assert settings_page.PAGE.read_text() == settings_page.page(), "run: python -m tests.settings_page"
+    assert settings_page.PAGE.read_text() == settings_page.page(), (
+        "run: python -m tests.settings_page"
+    )
 
 
 def test_the_status_page_names_keys_that_the_json_has() -> None:
@@ -181,13 +220,21 @@ def test_the_status_page_names_keys_that_the_json_has() -> None:
 
 
 def test_every_error_has_an_entry_in_the_order_of_the_tree() -> None:
-    entries = re.findall(r"^### (\w+)$", section("docs/troubleshooting.md", "## Errors"), re.MULTILINE)
-    classes = [name for name, one in vars(errors).items() if inspect.isclass(one) and issubclass(one, errors.CkptError)]
+    entries = re.findall(
+        r"^### (\w+)$", section("docs/troubleshooting.md", "## Errors"), re.MULTILINE
+    )
+    classes = [
+        name
+        for name, one in vars(errors).items()
+        if inspect.isclass(one) and issubclass(one, errors.CkptError)
+    ]
     assert sorted(entries) == sorted(classes)
     tree = re.findall(r"^[│├└─ ]*(\w+)(?:  |$)", errors.__doc__ or "", re.MULTILINE)
     assert [name for name in tree if name in entries] == entries
     others = [getattr(readers, name) for name in readers.__all__]
-    for error in (one for one in others if inspect.isclass(one) and issubclass(one, errors.CkptError)):
+    for error in (
+        one for one in others if inspect.isclass(one) and issubclass(one, errors.CkptError)
+    ):
         assert f"`{error.__name__}`" in pages()["docs/troubleshooting.md"]
 
 
@@ -207,11 +254,15 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    (action,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    (action,) = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     return action.choices
 
 
-def test_every_command_has_a_section_with_its_arguments_and_no_others(parser: argparse.ArgumentParser) -> None:
+def test_every_command_has_a_section_with_its_arguments_and_no_others(
+    parser: argparse.ArgumentParser,
+) -> None:
     common = section("docs/cli.md", "## Commands")
     assert set(re.findall(r"\(#(\w+)\)", common)) == set(subcommands(parser))
     for name, command in subcommands(parser).items():
@@ -228,31 +279,44 @@ def test_every_command_has_a_section_with_its_arguments_and_no_others(parser: ar
 
 def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -> None:
     for name, command in subcommands(parser).items():
-        in_help = re.findall(r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE)
+        in_help = re.findall(
+            r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE
+        )
         assert in_help, name
         assert [code for code in exit_codes(name) if code.isdigit()] == in_help, name
 
 
 def test_the_kinds_of_problems_are_those_of_verify() -> None:
     rows = table_rows(section("docs/cli.md", "## verify"))
-    listed = [code for row in rows for code in codes(row[0]) if code.islower() and not code.startswith("--")]
+    listed = [
+        code
+        for row in rows
+        for code in codes(row[0])
+        if code.islower() and not code.startswith("--")
+    ]
     sources = "".join(map(inspect.getsource, (verify, verify_columns, verify_output, file_problem)))
     assert set(re.findall(r'roblem\(\s*"(\w+)"', sources)) <= {*listed, "unfinished"}
     assert [kind for kind in listed if f'"{kind}"' not in sources] == []
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    listed = [code for head in list_heads(section("docs/cli.md", "## Extras")) for code in codes(head)]
+    listed = [
+        code for head in list_heads(section("docs/cli.md", "## Extras")) for code in codes(head)
+    ]
     assert sorted(listed) == sorted(PROJECT["project"]["optional-dependencies"])
 
 
-# architecture, changelog, benchmarks ---------------------------------------------------------------------------------
+# architecture, changelog, benchmarks -------------------------------------------------------------
 
 
 def test_the_architecture_names_every_room_in_the_order_of_the_layers() -> None:
     house = section("docs/architecture.md", "## The house")
     assert [codes(row[0])[0] for row in table_rows(house)] == list(ROOMS)
-    inside = {path.stem for path in (ROOT / "datatrove_ckpt").iterdir() if path.suffix == ".py" or path.is_dir()}
+    inside = {
+        path.stem
+        for path in (ROOT / "datatrove_ckpt").iterdir()
+        if path.suffix == ".py" or path.is_dir()
+    }
     named = {code.partition(".")[0] for code in codes(house)}
     assert inside - {"__pycache__"} <= named
 
@@ -262,7 +326,9 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
     for heading in re.findall(r"^## How to .*$", pages()["docs/architecture.md"], re.MULTILINE):
         for code in codes(section("docs/architecture.md", heading)):
             name = code.partition("(")[0]
-            assert name.endswith(".py") or re.search(rf"\b{re.escape(name)}\b", source), f"{heading}: {code}"
+            assert name.endswith(".py") or re.search(rf"\b{re.escape(name)}\b", source), (
+                f"{heading}: {code}"
+            )
 
 
 def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:

@@ -40,7 +40,11 @@ class ClosesByName(ParquetWriter):  # type: ignore[misc]
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
-    "one file, as it comes": {"compression": None, "max_file_size": -1, "use_content_defined_chunking": False},
+    "one file, as it comes": {
+        "compression": None,
+        "max_file_size": -1,
+        "use_content_defined_chunking": False,
+    },
     "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
     "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
     "schema": {"schema": SCHEMA, "expand_metadata": True},
@@ -59,7 +63,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def documents(vectors: bool) -> list[Document]:
     found = []
     for number in range(600):
-        metadata = {"n": number, "half": number % 2, "day": datetime.date(2026, 1, 1 + number % 28), "none": None}
+        metadata = {
+            "n": number,
+            "half": number % 2,
+            "day": datetime.date(2026, 1, 1 + number % 28),
+            "none": None,
+        }
         if vectors:
             metadata["vector"] = VECTORS[number]
         media = [Media(str(number), 0, "u", media_bytes=bytes([number % 256]))]
@@ -67,14 +76,18 @@ def documents(vectors: bool) -> list[Document]:
     return found
 
 
-def writer(folder: Path, kind: type[ParquetWriter] = ParquetWriter, **settings: Any) -> ParquetWriter:
+def writer(
+    folder: Path, kind: type[ParquetWriter] = ParquetWriter, **settings: Any
+) -> ParquetWriter:
     settings.setdefault("output_filename", "${rank}_chunk_${chunk_index}.parquet")
     return kind(str(folder), **settings)
 
 
 def ours(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, bytes]:
     staged = StagedFiles(folder, own.output_mg)
-    finished: Any = [SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)]
+    finished: Any = [
+        SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)
+    ]
     ChunkWriting(own, 2, FileNames(own, 2)).write(staged, 5, finished)
     return {name: (folder / name).read_bytes() for name in staged.finished}
 
@@ -100,7 +113,11 @@ def test_the_bytes_are_those_of_datatroves_writer(tmp_path: Path, name: str) -> 
 
 
 def test_a_class_of_the_user_gets_its_calls(tmp_path: Path) -> None:
-    files = ours(tmp_path, documents(False), writer(tmp_path, ClosesByName, max_file_size=5_000, batch_size=50))
+    files = ours(
+        tmp_path,
+        documents(False),
+        writer(tmp_path, ClosesByName, max_file_size=5_000, batch_size=50),
+    )
     assert sorted(ClosesByName.closed) == sorted(files)
     assert len(files) > 2
     assert sum(pq.read_metadata(tmp_path / name).num_rows for name in files) == 600
@@ -112,6 +129,9 @@ def test_vectors_have_no_dictionary_if_the_schema_is_found_out(tmp_path: Path) -
         own = writer(tmp_path, schema=schema, expand_metadata=True)
         [name] = ours(tmp_path / folder, found, own)
         group = pq.read_metadata(tmp_path / folder / name).row_group(0)
-        columns = {group.column(number).path_in_schema: group.column(number) for number in range(group.num_columns)}
+        columns = {
+            group.column(number).path_in_schema: group.column(number)
+            for number in range(group.num_columns)
+        }
         assert columns["vector.list.element"].has_dictionary_page == expected
         assert columns["id"].has_dictionary_page

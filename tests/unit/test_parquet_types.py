@@ -1,4 +1,6 @@
-"""Parquet chunks: one schema for all documents of a chunk, the same whatever happened, and files that load as one."""
+"""Parquet chunks: one schema for all documents of a chunk, the same whatever happened, and files
+that load as one.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,16 @@ def written(folder: Path, server: FakeServer, values: Values, **changes: Any) ->
 
 
 def types(files: list[Path]) -> list[str]:
-    return [str(pq.read_schema(file).field("c").type).replace("element: ", "item: ") for file in files]
+    return [
+        str(pq.read_schema(file).field("c").type).replace("element: ", "item: ") for file in files
+    ]
 
 
 def rows(files: list[Path]) -> list[Any]:
     return [row.get("c") for file in files for row in pq.read_table(file).to_pylist()]
 
 
-# in one chunk --------------------------------------------------------------------------------------------------------
+# in one chunk ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,16 @@ def rows(files: list[Path]) -> list[Any]:
         ([1, 0.5], "double", [1.0, 0.5]),
         ([None, None], "string", None),
         ([[], ["a"]], "list<item: string>", None),
-        ([{"a": 1}, {"b": "x"}], "struct<a: int64, b: string>", [{"a": 1, "b": None}, {"a": None, "b": "x"}]),
-        ([{"a": None}, {"a": [{}]}], "struct<a: list<item: struct<_: string>>>", [{"a": None}, {"a": [{"_": None}]}]),
+        (
+            [{"a": 1}, {"b": "x"}],
+            "struct<a: int64, b: string>",
+            [{"a": 1, "b": None}, {"a": None, "b": "x"}],
+        ),
+        (
+            [{"a": None}, {"a": [{}]}],
+            "struct<a: list<item: struct<_: string>>>",
+            [{"a": None}, {"a": [{"_": None}]}],
+        ),
         ([{}, {}], "struct<_: string>", [{"_": None}, {"_": None}]),
         ([[1], [0.5, None]], "list<item: double>", [[1.0], [0.5, None]]),
     ],
@@ -90,9 +102,15 @@ def test_a_chunk_has_the_types_of_all_its_documents(
     ("chunk", "parts"),
     [
         ([1, 2, "a"], ["'id 2' (number 2 of", "column 'c' is string", "int64"]),
-        ([{"a": [{"b": 1}]}, {"a": [{"b": {"x": 1}}]}], ["'id 1'", "column 'c.a[].b' is struct<x: int64>", "int64"]),
+        (
+            [{"a": [{"b": 1}]}, {"a": [{"b": {"x": 1}}]}],
+            ["'id 1'", "column 'c.a[].b' is struct<x: int64>", "int64"],
+        ),
         ([1.5, True], ["'id 1'", "column 'c' is bool there, and double in it or one before"]),
-        ([[{"a": True}, {"a": 0.5}]], ["column 'c[].a' is double there, and bool in it or one before"]),
+        (
+            [[{"a": True}, {"a": 0.5}]],
+            ["column 'c[].a' is double there, and bool in it or one before"],
+        ),
         ([[2**63]], ["'id 0'", "c[]: the integer 9223372036854775808 does not fit"]),
         ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
     ],
@@ -118,10 +136,19 @@ def test_what_cannot_be_united_names_document_column_and_both_types(
 
 def test_a_schema_is_obeyed_as_it_is(tmp_path: Path, server: FakeServer) -> None:
     schema = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32()))])
-    files = written(tmp_path, server, [[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema))
+    files = written(
+        tmp_path, server, [[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema)
+    )
     assert [pq.read_schema(file).equals(schema) for file in files] == [True, True]
-    with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string .* and list<.*float> in the w"):
-        written(tmp_path / "b", server, [[[1], "x"]], output_writer=parquet(tmp_path / "b", schema=schema))
+    with pytest.raises(
+        OutputFailed, match=r"'id 1' .*column 'c' is string .* and list<.*float> in the w"
+    ):
+        written(
+            tmp_path / "b",
+            server,
+            [[[1], "x"]],
+            output_writer=parquet(tmp_path / "b", schema=schema),
+        )
 
 
 NAIVE = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
@@ -131,13 +158,21 @@ AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(NAIVE, NAIVE.date()), (NAIVE, AWARE), ("a", b"b"), (1, Decimal("1.5")), (0.5, Decimal("1.5"))],
+    [
+        (NAIVE, NAIVE.date()),
+        (NAIVE, AWARE),
+        ("a", b"b"),
+        (1, Decimal("1.5")),
+        (0.5, Decimal("1.5")),
+    ],
 )
 def test_values_that_would_change_beside_each_other_are_refused(
     tmp_path: Path, server: FakeServer, one: Any, other: Any
 ) -> None:
     for number, chunk in enumerate(([one, other], [other, one])):
-        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"):
+        with pytest.raises(
+            OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"
+        ):
             written(tmp_path / str(number), server, [chunk])
 
 
@@ -148,9 +183,27 @@ def test_values_that_would_change_beside_each_other_are_refused(
         (pa.int64(), 1, 1, 1.5, "column 'c' is double"),
         (pa.timestamp("us"), NAIVE, NAIVE, AWARE, r"column 'c' is timestamp\[us, tz=\+02:00\]"),
         (pa.timestamp("us", "UTC"), AWARE, AWARE, NAIVE, r"column 'c' is timestamp\[us\]"),
-        (pa.struct({"a": pa.int64()}), {"a": 1, "b": None}, {"a": 1}, {"b": 2}, "column 'c.b' is int64 there, and mis"),
-        (pa.struct([pa.field("a", pa.int64(), nullable=False)]), {"a": 1}, {"a": 1}, {}, "column 'c.a' is without a"),
-        (pa.map_(pa.string(), pa.int64()), {"a": 1}, [("a", 1)], {"a": 1.5}, r"column 'c\[value\]' is double"),
+        (
+            pa.struct({"a": pa.int64()}),
+            {"a": 1, "b": None},
+            {"a": 1},
+            {"b": 2},
+            "column 'c.b' is int64 there, and mis",
+        ),
+        (
+            pa.struct([pa.field("a", pa.int64(), nullable=False)]),
+            {"a": 1},
+            {"a": 1},
+            {},
+            "column 'c.a' is without a",
+        ),
+        (
+            pa.map_(pa.string(), pa.int64()),
+            {"a": 1},
+            [("a", 1)],
+            {"a": 1.5},
+            r"column 'c\[value\]' is double",
+        ),
         (pa.float64(), 2, 2.0, "2", "column 'c' is string"),
         (pa.float32(), 0.1, pytest.approx(0.1), "2", "column 'c' is string"),
         (pa.dictionary(pa.int32(), pa.string()), "a", "a", 1, "column 'c' is int64"),
@@ -160,14 +213,16 @@ def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_chang
     tmp_path: Path, server: FakeServer, kind: Any, kept: Any, read: Any, changed: Any, said: str
 ) -> None:
     schema = pa.schema([("id", pa.string()), ("c", kind)])
-    files = written(tmp_path / "kept", server, [[kept]], output_writer=parquet(tmp_path / "kept", schema=schema))
+    files = written(
+        tmp_path / "kept", server, [[kept]], output_writer=parquet(tmp_path / "kept", schema=schema)
+    )
     assert rows(files) == [read]
     with pytest.raises(OutputFailed, match=rf"'id 1' .*{said}.* in the writer's schema"):
         written(tmp_path, server, [[None, changed]], output_writer=parquet(tmp_path, schema=schema))
     assert not list((tmp_path / "output").glob("*.parquet"))
 
 
-# arrays --------------------------------------------------------------------------------------------------------------
+# arrays ------------------------------------------------------------------------------------------
 
 
 def vector(*values: float) -> Any:
@@ -197,7 +252,11 @@ def test_float32_arrays_of_one_length_are_fixed_size_lists(
 ) -> None:
     files = written(tmp_path, server, [chunk])
     assert types(files) == [kind]
-    plain = json.loads(json.dumps([None if value is ... else value for value in chunk], default=lambda a: a.tolist()))
+    plain = json.loads(
+        json.dumps(
+            [None if value is ... else value for value in chunk], default=lambda a: a.tolist()
+        )
+    )
     expected = [{"a": None} if value == {} else value for value in plain]
     assert rows(files) == expected
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
@@ -206,8 +265,18 @@ def test_float32_arrays_of_one_length_are_fixed_size_lists(
 LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
     "one length": ([[vector(1, 2)], [vector(3, 4)]], [FIXED, FIXED], FIXED, True),
     "ragged first": ([[vector(1, 2), vector(3)], [vector(3, 4)]], [ANY, FIXED], ANY, True),
-    "ragged later": ([[vector(1, 2), vector(1, 2)], [vector(3, 4), vector(5)]], [FIXED, ANY], FIXED, False),
-    "another length": ([[vector(1, 2)], [vector(3)]], [FIXED, "fixed_size_list<item: float>[1]"], FIXED, False),
+    "ragged later": (
+        [[vector(1, 2), vector(1, 2)], [vector(3, 4), vector(5)]],
+        [FIXED, ANY],
+        FIXED,
+        False,
+    ),
+    "another length": (
+        [[vector(1, 2)], [vector(3)]],
+        [FIXED, "fixed_size_list<item: float>[1]"],
+        FIXED,
+        False,
+    ),
     "none later": ([[vector(1, 2)], [...]], [FIXED], FIXED, True),
 }
 
@@ -224,7 +293,9 @@ def test_files_with_arrays_load_as_one_or_it_is_said(
     if loads:
         found = ds.dataset([str(file) for file in files]).to_table().column("c")
         assert str(found.type).replace("element: ", "item: ") == kind
-        assert found.to_pylist() == [None if v is ... else v.tolist() for chunk in values for v in chunk]
+        assert found.to_pylist() == [
+            None if v is ... else v.tolist() for chunk in values for v in chunk
+        ]
     again = written(tmp_path / "b", server, values)
     assert contents(again) == contents(files)
 
@@ -233,16 +304,27 @@ def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None
     for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
         schema = pa.schema([("id", pa.string()), ("c", kind)])
         place = tmp_path / str(kind)
-        assert rows(written(place, server, [[vector(0.5, 2), None]], output_writer=parquet(place, schema=schema))) == [
+        assert rows(
+            written(
+                place, server, [[vector(0.5, 2), None]], output_writer=parquet(place, schema=schema)
+            )
+        ) == [
             [0.5, 2.0],
             None,
         ]
     fixed = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32(), 2))])
-    with pytest.raises(DocumentNotSerializable, match=r"'id 1'.* expected 2 but got array of size 1"):
-        written(tmp_path, server, [[vector(1, 2), vector(1)]], output_writer=parquet(tmp_path, schema=fixed))
+    with pytest.raises(
+        DocumentNotSerializable, match=r"'id 1'.* expected 2 but got array of size 1"
+    ):
+        written(
+            tmp_path,
+            server,
+            [[vector(1, 2), vector(1)]],
+            output_writer=parquet(tmp_path, schema=fixed),
+        )
 
 
-# from chunk to chunk --------------------------------------------------------------------------------------------------
+# from chunk to chunk -----------------------------------------------------------------------------
 
 ONE: dict[str, tuple[Values, str]] = {
     "text later": ([[None], ["a"]], "string"),
@@ -254,7 +336,9 @@ ONE: dict[str, tuple[Values, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["text later", "empty list before", "key without value", "column later missing"])
+@pytest.mark.parametrize(
+    "name", ["text later", "empty list before", "key without value", "column later missing"]
+)
 def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
     parquet_module = pytest.importorskip("datasets.packaged_modules.parquet.parquet")
     files = [str(file) for file in written(tmp_path, server, ONE[name][0])]
@@ -266,26 +350,47 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
 def test_a_first_file_without_values_is_said_by_all_its_columns(
     tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written(tmp_path, server, [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]])
+    written(
+        tmp_path,
+        server,
+        [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]],
+    )
     said = "".join(log)
-    assert "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without" in said
+    assert (
+        "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without"
+        in said
+    )
     assert "may not load as one, or values load as texts that are none." in said
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
     found = " ".join(capsys.readouterr().out.split())
-    second, first = "000_00000_chunk_00001.parquet", "000_00000_chunk_00000.parquet, or as text: column"
-    assert f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first" in found
-    assert f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first" in found
+    second, first = (
+        "000_00000_chunk_00001.parquet",
+        "000_00000_chunk_00000.parquet, or as text: column",
+    )
+    assert (
+        f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first"
+        in found
+    )
+    assert (
+        f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first"
+        in found
+    )
     assert "'c.t'" not in found
 
 
-def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path: Path, server: FakeServer) -> None:
+def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(
+    tmp_path: Path, server: FakeServer
+) -> None:
     for _ in range(2):
-        with pytest.raises(OutputFailed, match=r"'id 1' .*column 'c' is string there, and int64 in it or one before"):
+        with pytest.raises(
+            OutputFailed,
+            match=r"'id 1' .*column 'c' is string there, and int64 in it or one before",
+        ):
             written(tmp_path, server, [[1], ["a"]])
     assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
 
 
-# bytes ----------------------------------------------------------------------------------------------------------------
+# bytes -------------------------------------------------------------------------------------------
 
 
 def contents(files: list[Path]) -> list[bytes]:
@@ -321,9 +426,13 @@ def test_a_subclass_of_int_is_an_integer() -> None:
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_files_with_arrays_are_read_by_our_readers(tmp_path: Path, server: FakeServer, expand: bool) -> None:
+def test_files_with_arrays_are_read_by_our_readers(
+    tmp_path: Path, server: FakeServer, expand: bool
+) -> None:
     given = [vector(0.1, 2), None, vector(3, 4)]
-    files = written(tmp_path, server, [given], output_writer=parquet(tmp_path, expand_metadata=expand))
+    files = written(
+        tmp_path, server, [given], output_writer=parquet(tmp_path, expand_metadata=expand)
+    )
     kept = [document.metadata["c"] for document in ParquetReader(str(tmp_path / "output")).run()]
     assert [None if value is None else np.array(value, np.float32).tolist() for value in kept] == [
         None if value is None else value.tolist() for value in given

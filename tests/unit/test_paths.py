@@ -1,4 +1,6 @@
-"""``~`` and ``$VAR`` in paths: expanded where the task runs, or refused; never a folder of that name."""
+"""``~`` and ``$VAR`` in paths: expanded where the task runs, or refused; never a folder of that
+name.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work
 
 
-def run(data: str = "documents", output: str = "output", logs: str = "logs", checkpoints: str = "checkpoints") -> int:
-    text = job_yaml("server_type: dummy, model_name_or_path: m", data=f'"{data}"', output=f'"{output}"')
-    text = text.replace("dir: logs", f"dir: {logs}").replace("dir: checkpoints", f'dir: "{checkpoints}"')
+def run(
+    data: str = "documents",
+    output: str = "output",
+    logs: str = "logs",
+    checkpoints: str = "checkpoints",
+) -> int:
+    text = job_yaml(
+        "server_type: dummy, model_name_or_path: m", data=f'"{data}"', output=f'"{output}"'
+    )
+    text = text.replace("dir: logs", f"dir: {logs}").replace(
+        "dir: checkpoints", f'dir: "{checkpoints}"'
+    )
     Path("job.yaml").write_text(text)
     return main(["run", "job.yaml"])
 
@@ -51,7 +62,10 @@ def odd_names(folder: Path) -> list[str]:
         ({"data": "$SCRATCH/in"}, "/$SCRATCH/in' contains $SCRATCH"),
         ({"output": "${SCRATCH}/out"}, "/${SCRATCH}/out' contains ${SCRATCH}"),
         ({"logs": "a/~/logs"}, "only a ~ at the beginning"),
-        ({"checkpoints": "$UNSET_HERE/checkpoints"}, "the environment variable UNSET_HERE is not set here"),
+        (
+            {"checkpoints": "$UNSET_HERE/checkpoints"},
+            "the environment variable UNSET_HERE is not set here",
+        ),
         ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
     ],
 )
@@ -86,7 +100,9 @@ def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -
     assert odd_names(folder.parent) == []
 
 
-def test_it_is_expanded_where_the_task_runs(folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_expanded_where_the_task_runs(
+    folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = runner(folder, server)
     step.checkpoints_local_dir = "$SCRATCH/checkpoints"
     monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
@@ -100,7 +116,11 @@ def test_python_code_is_refused_the_same(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"paths_file: '\$SCRATCH/list' contains"):
         JsonlReader("documents", paths_file="$SCRATCH/list")
     with FakeServer() as server, pytest.raises(ConfigError, match=r"\$SCRATCH"):
-        runner(folder, server, output_writer=JsonlWriter("$SCRATCH/out", "${rank}_${chunk_index}.jsonl"))
+        runner(
+            folder,
+            server,
+            output_writer=JsonlWriter("$SCRATCH/out", "${rank}_${chunk_index}.jsonl"),
+        )
 
 
 def test_paths_of_the_server_are_expanded(folder: Path) -> None:

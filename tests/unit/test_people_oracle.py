@@ -1,4 +1,6 @@
-"""The oracle of ``tests/people`` sees each way in which an output or a closing line can be wrong."""
+"""The oracle of ``tests/people`` sees each way in which an output or a closing line can be
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Job:
     """A finished job: what its two output files, its dead letters and its terminal hold."""
 
     def __init__(self, folder: Path) -> None:
-        self.expected: Expected = expected({"a.jsonl": InputFile("a.jsonl", ROWS)}, "model-a", "Say: {text}")
+        self.expected: Expected = expected(
+            {"a.jsonl": InputFile("a.jsonl", ROWS)}, "model-a", "Say: {text}"
+        )
         self.output, self.checkpoints = folder / "output", folder / "checkpoints"
         self.files = {FILES[0]: [self.row("one"), self.row("two")], FILES[1]: [self.row("five")]}
         self.letters = {"four": "HTTP 400"}
@@ -43,10 +47,14 @@ class Job:
     def check(self) -> None:
         letters = [{"id": id, "error": error} for id, error in self.letters.items()]
         contents = {self.output / name: rows for name, rows in self.files.items()}
-        for path, rows in (contents | {self.checkpoints / "00000/dead_letters.jsonl": letters}).items():
+        for path, rows in (
+            contents | {self.checkpoints / "00000/dead_letters.jsonl": letters}
+        ).items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        check_success(self.expected, self.output, self.checkpoints, self.terminal, (5, 5), exact_tokens=True)
+        check_success(
+            self.expected, self.output, self.checkpoints, self.terminal, (5, 5), exact_tokens=True
+        )
 
 
 @pytest.fixture
@@ -64,7 +72,10 @@ def test_a_true_output_passes(job: Job) -> None:
         (lambda job: job.files[FILES[0]].pop(), "missing"),
         (lambda job: job.files[FILES[1]].append(job.row("one")), "twice"),
         (lambda job: job.files[FILES[1]].append(job.row("one") | {"id": "other"}), "stranger"),
-        (lambda job: job.files.update({FILES[0]: [job.row("one"), job.row("two", "one")]}), "wrong answer"),
+        (
+            lambda job: job.files.update({FILES[0]: [job.row("one"), job.row("two", "one")]}),
+            "wrong answer",
+        ),
         (lambda job: job.letters.clear(), "missing"),
         (lambda job: (job.files[FILES[1]].clear(), job.letters.update(five="HTTP 503")), "blamed"),
         (lambda job: job.files.update({"00002_chunk_00000.jsonl": []}), "closing line"),
@@ -79,7 +90,16 @@ def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], object], ki
 
 def test_a_falsified_number_of_the_closing_line_fails(job: Job) -> None:
     said = job.terminal
-    for number in ("3 of 5", "of 5 ", "2 files", "1 dropped", "1 dead", "5 requests", "13 prompt", "8 completion"):
+    for number in (
+        "3 of 5",
+        "of 5 ",
+        "2 files",
+        "1 dropped",
+        "1 dead",
+        "5 requests",
+        "13 prompt",
+        "8 completion",
+    ):
         digits = next(word for word in number.split() if word.isdigit())
         assert said.count(number) == 1
         job.terminal = said.replace(number, number.replace(digits, "7", 1))

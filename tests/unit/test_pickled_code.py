@@ -44,7 +44,9 @@ def fields(step: InferenceRunner) -> dict[str, Any]:
 
 
 @pytest.fixture
-def another_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[InferenceRunner | bytes], InferenceRunner]:
+def another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[InferenceRunner | bytes], InferenceRunner]:
     """Pickles a step, and loads it as a process does that has not made it."""
 
     def load_elsewhere(step: InferenceRunner | bytes) -> InferenceRunner:
@@ -61,7 +63,11 @@ def comment(path: Path) -> None:
 
 
 def edit(path: Path) -> None:
-    path.write_text(path.read_text().replace("text + ending", "ending + text").replace("document.text", "document.id"))
+    path.write_text(
+        path.read_text()
+        .replace("text + ending", "ending + text")
+        .replace("document.text", "document.id")
+    )
 
 
 CHANGES = [edit, comment, Path.unlink]
@@ -109,7 +115,7 @@ def test_a_function_that_is_imported_by_name_is_what_is_imported(
     assert fields(loaded) != made
 
 
-# names of the script --------------------------------------------------------------------------------------------------
+# names of the script -----------------------------------------------------------------------------
 
 SCRIPT = """
 import json
@@ -145,7 +151,10 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.Mo
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
     assert found.left["API_KEY"] == "it looks like a secret"
-    assert found.left["SETTINGS"] == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
+    assert (
+        found.left["SETTINGS"]
+        == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
+    )
     assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
     assert len(found.left) == 3
     assert found.file == script.__file__
@@ -173,7 +182,9 @@ def test_a_function_of_a_module_carries_nothing(tmp_path: Path, script: types.Mo
     assert script_names.collect(load_changed(tmp_path, "module").rollout, None, {"a": 1}) is None
 
 
-def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path: Path, script: types.ModuleType) -> None:
+def test_a_step_among_the_names_of_the_script_is_pickled_once(
+    tmp_path: Path, script: types.ModuleType
+) -> None:
     exec("async def rollout(document, generate):\n    return runner, helper", vars(script))
     step = step_of(tmp_path, script.rollout)
     script.runner = step  # type: ignore[attr-defined]

@@ -76,7 +76,14 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
     checkpoint = opened(tmp_path, placement=held, placed_later=True)
     finish_chunks(checkpoint, held, MAX_PUBLISHING + 1)
     log.clear()
-    for share, behind in ((2.0, False), (0.5, True), (0.5, True), (1.05, True), (2.0, False), (0.5, True)):
+    for share, behind in (
+        (2.0, False),
+        (0.5, True),
+        (0.5, True),
+        (1.05, True),
+        (2.0, False),
+        (0.5, True),
+    ):
         free(monkeypatch, share)
         assert checkpoint.publishing_behind is behind
     held.waiting[0].done()  # with so few chunks waiting, the room is not theirs
@@ -91,9 +98,13 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
     checkpoint.close()
 
 
-def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def disk(blocks: int) -> Any:
-        return lambda folder: type("Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2})
+        return lambda folder: type(
+            "Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2}
+        )
 
     monkeypatch.setattr("os.statvfs", disk(1000))
     assert placement.reserve_bytes(tmp_path) == 2_048_000  # half of it

@@ -1,4 +1,6 @@
-"""PlainTransport against a real socket: which connections are used again, and how requests end that get no answer."""
+"""PlainTransport against a real socket: which connections are used again, and how requests end that
+get no answer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ async def transport_to(
 ) -> AsyncIterator[tuple[RawServer, PlainTransport]]:
     async with serving(*replies) as (server, base):
         url = URL(base).with_host(host) / "v1/chat/completions"
-        arguments = {"headers": None, "timeout": 30.0, "connect_timeout": 30.0, "keepalive": 4.0, **settings}
+        arguments = {
+            "headers": None,
+            "timeout": 30.0,
+            "connect_timeout": 30.0,
+            "keepalive": 4.0,
+            **settings,
+        }
         transport = PlainTransport(HiddenUrl(url), **arguments)
         try:
             yield server, transport
@@ -33,16 +41,22 @@ async def transport_to(
             await transport.close()
 
 
-@pytest.mark.parametrize(("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")])
+@pytest.mark.parametrize(
+    ("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")]
+)
 async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
     head = PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head.split(b"\r\n")
-    assert head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
+    assert (
+        head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
+    )
     assert head[1] == f"Host: {host}".encode()
 
 
 async def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
     with pytest.raises(ValueError, match="line break") as caught:
-        PlainTransport(HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0)
+        PlainTransport(
+            HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0
+        )
     assert "hush" not in str(caught.value)
 
 
@@ -134,7 +148,9 @@ async def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -
 
 
 class Clock:
-    """A loop whose time passes when the test says so, as far as one can tell by ``time`` and ``call_at``."""
+    """A loop whose time passes when the test says so, as far as one can tell by ``time`` and
+    ``call_at``.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.now = 0.0

@@ -1,4 +1,7 @@
-"""One statement does one thing: no line is saved by packing two into it. ``ruff`` has no rule for these forms."""
+"""One statement does one thing: no line is saved by packing two into it.
+
+``ruff`` has no rule for these forms.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,31 @@ def nested_comprehension(node: ast.AST) -> bool:
     if not isinstance(node, COMPREHENSIONS):
         return False
     within = inside(node, COMPREHENSIONS)
-    return bool(within) and any(isinstance(one, ast.comprehension) and one.ifs for one in ast.walk(node))
+    return bool(within) and any(
+        isinstance(one, ast.comprehension) and one.ifs for one in ast.walk(node)
+    )
 
 
 def tuple_assignment(node: ast.AST) -> bool:
-    """Several values that are assigned in one statement. A swap is none: one of its values is a target, too."""
+    """Several values that are assigned in one statement.
+
+    A swap is none: one of its values is a target, too.
+    """
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     if not any(isinstance(target, ast.Tuple) for target in node.targets):
         return False
-    targets = {ast.unparse(one) for target in node.targets for one in ast.walk(target) if hasattr(one, "ctx")}
-    values = {ast.unparse(one) for one in ast.walk(node.value) if isinstance(one, ast.Name | ast.Attribute)}
+    targets = {
+        ast.unparse(one)
+        for target in node.targets
+        for one in ast.walk(target)
+        if hasattr(one, "ctx")
+    }
+    values = {
+        ast.unparse(one)
+        for one in ast.walk(node.value)
+        if isinstance(one, ast.Name | ast.Attribute)
+    }
     has_star = bool(inside(node.value, ast.Starred))
     return not has_star and targets.isdisjoint(values)
 
@@ -50,7 +67,9 @@ def product_with_a_condition(node: ast.AST) -> bool:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
         return False
     for side in (node.left, node.right):
-        if isinstance(side, ast.Compare) or (isinstance(side, ast.UnaryOp) and isinstance(side.op, ast.Not)):
+        if isinstance(side, ast.Compare) or (
+            isinstance(side, ast.UnaryOp) and isinstance(side.op, ast.Not)
+        ):
             return True
         if isinstance(side, ast.Call) and ast.unparse(side.func) == "bool":
             return True
@@ -69,7 +88,9 @@ def test_no_statement_does_two_things() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
         tree = code_text.parse(path.read_text())
-        packed += [f"{name}:{line}: {form.__name__}" for form in FORMS for line in found(tree, form)]
+        packed += [
+            f"{name}:{line}: {form.__name__}" for form in FORMS for line in found(tree, form)
+        ]
     assert packed == []
 
 

@@ -1,4 +1,6 @@
-"""The model behind ``plan``: the formulas against their papers, against a simulation, and on the command line."""
+"""The model behind ``plan``: the formulas against their papers, against a simulation, and on the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def test_the_formulas_give_what_a_calculator_gives() -> None:
 
 
 def simulated(interval: float, cost: float, mtbf: float, restart: float) -> float:
-    """Useful time divided by all time, over many failures. After each, what was not saved is done again."""
+    """Useful time divided by all time, over many failures.
+
+    After each, what was not saved is done again.
+    """
     gaps = np.random.default_rng(0).exponential(mtbf, 300_000)
     saves = np.maximum(gaps - restart, 0) // (interval + cost)
     return float((saves * interval).sum() / gaps.sum())
@@ -44,11 +49,14 @@ def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a
         assert simulated(times * best, cost, mtbf, restart) == pytest.approx(expected, rel=0.02)
         assert expected <= efficiency(best, cost, mtbf, restart)
     scanned = [best * 1.001**step for step in range(-700, 700)]
-    assert max(scanned, key=lambda each: efficiency(each, cost, mtbf, restart)) == pytest.approx(best, rel=0.01)
+    assert max(scanned, key=lambda each: efficiency(each, cost, mtbf, restart)) == pytest.approx(
+        best, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)]
+    ("text", "seconds"),
+    [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)],
 )
 def test_times_have_units(text: str, seconds: float) -> None:
     assert parse_time(text) == parse_seconds(text) == seconds
@@ -61,12 +69,13 @@ def test_the_cost_of_a_save_needs_no_unit() -> None:
 @pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(
-        argparse.ArgumentTypeError, match="is not a duration; give a number with s, m, h or d, such as 6h"
+        argparse.ArgumentTypeError,
+        match="is not a duration; give a number with s, m, h or d, such as 6h",
     ):
         parse_time(text)
 
 
-# training ------------------------------------------------------------------------------------------------------------
+# training ----------------------------------------------------------------------------------------
 
 
 def test_the_plan_of_a_training_needs_no_file(command: Command) -> None:
@@ -81,7 +90,9 @@ def test_the_plan_of_a_training_needs_no_file(command: Command) -> None:
 
 
 def write_history(starts: int, end: str = "") -> None:
-    """One process and ``starts`` more, an hour each, of three saves at steps of 2 s; the first loses a step."""
+    """One process and ``starts`` more, an hour each, of three saves at steps of 2 s; the first
+    loses a step.
+    """
     lines = []
     for process in range(starts + 1):
         at, step = 1.7e9 + process * HOUR, 300 * process
@@ -90,7 +101,9 @@ def write_history(starts: int, end: str = "") -> None:
         for save in range(1, 4):
             at += 100 * 2 + 1.2
             saved = {"event": "saved", "step": step + 100 * save, "at": at, "bytes": 10**9}
-            lines.append(saved | {"pause_seconds": 9.0 if save == 3 else 1.2, "write_seconds": 30.5})
+            lines.append(
+                saved | {"pause_seconds": 9.0 if save == 3 else 1.2, "write_seconds": 30.5}
+            )
     lines.append({"event": "ended", "at": 0})  # others are skipped
     Path("history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
 
@@ -112,7 +125,10 @@ def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
     for line in ("[]", '{"event": "saved"}', '{"event": "restored", "at": "x"}', "torn"):
         write_history(1, end=f"{line}\n")
         said = command("plan", ".", "--mtbf", "6h", code=2).err
-        assert (said.count("\n"), "history.jsonl, line 9: is no event of a training" in said) == (1, True)
+        assert (said.count("\n"), "history.jsonl, line 9: is no event of a training" in said) == (
+            1,
+            True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +149,9 @@ def test_what_is_missing_or_does_not_fit_is_one_message(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"])
+@pytest.mark.parametrize(
+    "words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"]
+)
 def test_bad_values_are_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

@@ -1,4 +1,7 @@
-"""Private parts of other packages that the code relies on. Each test names the code to correct when a part changes."""
+"""Private parts of other packages that the code relies on.
+
+Each test names the code to correct when a part changes.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,12 @@ def test_datatroves_writers_write_a_row_in_write() -> None:
         "datatrove's writers no longer hand a row to _write(document, file_handler, filename), or a batch to "
         "_write_batch. Correct Format.is_written_by in output/formats.py, and _BatchWriter in output/parquet.py."
     )
-    assert [*inspect.signature(DiskWriter._write).parameters] == ["self", "document", "file_handler", "filename"], (
-        sentence
-    )
+    assert [*inspect.signature(DiskWriter._write).parameters] == [
+        "self",
+        "document",
+        "file_handler",
+        "filename",
+    ], sentence
     assert "_write" in vars(JsonlWriter), sentence
     assert {"_write", "_write_batch"} <= vars(ParquetWriter).keys(), sentence
 
@@ -70,7 +76,14 @@ def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrive
             return connector._factory()
 
     assert isinstance(asyncio.run(factory()), ResponseHandler), sentence
-    replaced = {"upgraded", "set_response_params", "feed_data", "is_connected", "force_close", "close"}
+    replaced = {
+        "upgraded",
+        "set_response_params",
+        "feed_data",
+        "is_connected",
+        "force_close",
+        "close",
+    }
     assert replaced <= {*dir(ResponseHandler)}, sentence
 
 

@@ -1,4 +1,6 @@
-"""The statistics at the end are those that datatrove's ``stat_update`` would have made, value by value."""
+"""The statistics at the end are those that datatrove's ``stat_update`` would have made, value by
+value.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ from datatrove_ckpt.generation.final_stats import RankNumbers
 
 
 def test_stats_are_equal_to_those_made_one_by_one() -> None:
-    expected, counts, one_by_one, work = MetricStatsDict(), DocumentCounts(), DocumentCounts(), WorkStats()
+    expected, counts, one_by_one, work = (
+        MetricStatsDict(),
+        DocumentCounts(),
+        DocumentCounts(),
+        WorkStats(),
+    )
     chance = random.Random(0)
     for _ in range(20):  # chunks
         chunk, documents = WorkStats(), []
         for number in range(100):
-            usual = number % 3 == 0  # one rollout with at most one request, which was answered: nothing else is noted
+            # One rollout with at most one request, which was answered: nothing else is noted.
+            usual = number % 3 == 0
             requests = [chance.randrange(2)] if usual else [chance.randrange(3) for _ in range(4)]
             outcome: Outcome = "dead" if number % 10 == 0 else "written"
             kept = int(outcome == "written") if usual else chance.randrange(5)
@@ -38,7 +46,9 @@ def test_stats_are_equal_to_those_made_one_by_one() -> None:
                 expected["requests"].update(count, "rollout")
             expected["successful_rollouts"].update(kept, "document")
             expected["failed_rollouts"].update(len(requests) - kept, "document")
-            expected["skipped_bad_requests" if outcome == "dead" else "documents_processed"].update(1, "document")
+            expected["skipped_bad_requests" if outcome == "dead" else "documents_processed"].update(
+                1, "document"
+            )
             totals = sum(requests), sum(tokens[::2]), sum(tokens[1::2])
             took = None if usual else Work(kept, failed, requests, tokens)
             ends = len(tokens) // 2, chance.randrange(2), chance.randrange(2)

@@ -1,4 +1,6 @@
-"""Readers that seek: datatrove's documents, resumed from every position, and never from another input."""
+"""Readers that seek: datatrove's documents, resumed from every position, and never from another
+input.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.fixture(params=[64, pytest.param(None, marks=pytest.mark.slow)], ids=["tiny blocks", "usual blocks"])
+@pytest.fixture(
+    params=[64, pytest.param(None, marks=pytest.mark.slow)], ids=["tiny blocks", "usual blocks"]
+)
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
         monkeypatch.setattr(jsonl, "_BLOCK", request.param)
@@ -82,7 +86,9 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     """Every seventh row has no text. No row has an id, so the default ids are compared."""
-    return [{"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)]
+    return [
+        {"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)
+    ]
 
 
 def write_jsonl(folder: Path, codec: str | None = None) -> None:
@@ -103,7 +109,9 @@ def write_tables(folder: Path, kind: str) -> None:
     """Groups of several sizes, empty ones among them, and a file without rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, sizes in enumerate([(5, 1, 0, 9), (), (3,), (7, 7)]):
-        groups = [pa.Table.from_pylist(rows(size, 10 * i), schema=SCHEMA) for i, size in enumerate(sizes)]
+        groups = [
+            pa.Table.from_pylist(rows(size, 10 * i), schema=SCHEMA) for i, size in enumerate(sizes)
+        ]
         path = folder / f"{number}.{kind}"
         if kind == "parquet":
             with pq.ParquetWriter(path, SCHEMA) as writer:
@@ -157,7 +165,7 @@ def plain(documents: Any) -> list[dict[str, Any]]:
     return [asdict(document) for document in documents]
 
 
-# The same documents ----------------------------------------------------------------------------------------------
+# The same documents ------------------------------------------------------------------------------
 
 
 SAME: list[dict[str, Any]] = [
@@ -178,19 +186,33 @@ def test_documents_are_those_of_datatrove_in_their_order(tmp_path: Path, kind: s
     write(tmp_path, kind)
     same = [*SAME, {"read_metadata": False}] if kind == "parquet" else SAME
     for options, (rank, world_size) in itertools.product(same, [(0, 1), (2, 3)]):
-        ours, theirs = reader(tmp_path.as_posix(), kind, **options), original(tmp_path.as_posix(), kind, **options)
-        assert plain(ours.run(None, rank, world_size)) == plain(theirs.run(None, rank, world_size)), options
+        ours, theirs = (
+            reader(tmp_path.as_posix(), kind, **options),
+            original(tmp_path.as_posix(), kind, **options),
+        )
+        assert plain(ours.run(None, rank, world_size)) == plain(
+            theirs.run(None, rank, world_size)
+        ), options
         assert totals(ours) == totals(theirs), options
 
 
 def totals(step: Any) -> dict[str, float]:
-    """The stats that both have. Files are counted when they are opened, and datatrove opens one more at its limit."""
+    """The stats that both have.
+
+    Files are counted when they are opened, and datatrove opens one more at its limit.
+    """
     ours_alone = ("damaged_lines", "input_files")
-    return {name: stat.total for name, stat in step.stats.stats.items() if stat.total and name not in ours_alone}
+    return {
+        name: stat.total
+        for name, stat in step.stats.stats.items()
+        if stat.total and name not in ours_alone
+    }
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
-def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path: Path, kind: str) -> None:
+def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(
+    tmp_path: Path, kind: str
+) -> None:
     write(tmp_path / "data", kind)
     names = sorted(DataFolder(f"{tmp_path}/data").list_files(), reverse=True)
     (tmp_path / "paths.txt").write_text("\n".join(names))
@@ -199,7 +221,9 @@ def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path: Path
         options["add_file_path"] = False
     for rank in range(2):
         ours = reader(f"{tmp_path}/data", kind, **options).run(None, rank, 2)
-        assert plain(ours) == plain(original(f"{tmp_path}/data", kind, **options).run(None, rank, 2))
+        assert plain(ours) == plain(
+            original(f"{tmp_path}/data", kind, **options).run(None, rank, 2)
+        )
 
 
 def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path: Path) -> None:
@@ -213,10 +237,14 @@ def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_p
     for codec in ("zstd", "gzip"):
         parts = [COMPRESS[codec](b'{"text": "%d"}\n' % i) for i in range(3)]
         (tmp_path / f"a.{NAMES[codec]}").write_bytes(b"".join(parts))
-    assert [document.text for document in JsonlReader(tmp_path.as_posix()).run()] == ["0", "1", "2"] * 2
+    assert [document.text for document in JsonlReader(tmp_path.as_posix()).run()] == [
+        "0",
+        "1",
+        "2",
+    ] * 2
 
 
-# From every position --------------------------------------------------------------------------------------------
+# From every position -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,7 +300,9 @@ def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: P
     def order(count: int) -> list[str]:
         for i in range(count):
             (tmp_path / f"{i:02}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
-        return [document.text for document in JsonlReader(tmp_path.as_posix(), shuffle_seed=1).run()]
+        return [
+            document.text for document in JsonlReader(tmp_path.as_posix(), shuffle_seed=1).run()
+        ]
 
     few, more = order(10), order(20)
     assert [text for text in more if text in few] == few
@@ -280,7 +310,9 @@ def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_before_the_position_is_not_read(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chance = random.Random(0)
     texts = [chance.randbytes(200).hex() for _ in range(4000)]
     write_table(tmp_path / f"a.{kind}", pa.table({"text": texts}), 200)
@@ -295,7 +327,9 @@ def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, m
             read.append(len(data))
             return data
 
-    monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode, **options: Counted(tmp_path / name))
+    monkeypatch.setattr(
+        DataFolder, "open", lambda folder, name, *mode, **options: Counted(tmp_path / name)
+    )
     if kind == "arrow":  # a local file is mapped into memory, where nobody counts
         monkeypatch.setattr(DataFolder, "is_local", lambda self: False)
     assert [document.text for document in ours.run()] == texts[-1:]
@@ -304,7 +338,7 @@ def test_what_comes_before_the_position_is_not_read(tmp_path: Path, kind: str, m
     assert 0 < sum(read) < size / 5
 
 
-# States ----------------------------------------------------------------------------------------------------------
+# States ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -323,7 +357,9 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
     saved = through_json(ours.state_dict())
     ours.load_state_dict(saved)
     running = ours.run()
-    assert ours.state_dict() == saved, "a generator has not started before its first document is requested"
+    assert ours.state_dict() == saved, (
+        "a generator has not started before its first document is requested"
+    )
     assert plain(running) == plain(documents[5:])
     assert through_json(ours.state_dict()) == state_of(documents[-1])
     assert plain(ours.run()) == plain(documents), "the state was for one run"
@@ -332,13 +368,17 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
     assert through_json(ours.state_dict()) == state_of(documents[-1])
 
 
-@pytest.mark.parametrize(("files", "world_size"), [(1000, 3), pytest.param(10_000, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("files", "world_size"), [(1000, 3), pytest.param(10_000, 1, marks=pytest.mark.slow)]
+)
 def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
     ram: Path, files: int, world_size: int
 ) -> None:
     for i in range(files):
         (ram / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
-    ours = JsonlReader(ram.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1)
+    ours = JsonlReader(
+        ram.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1
+    )
     *_, before_last, last = ours.run(None, 0, world_size)
     ours.load_state_dict(state_of(before_last))
     assert plain(ours.run(None, 0, world_size)) == [asdict(last)]
@@ -362,14 +402,16 @@ def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
         assert position_state(copied) == position_state(ours)
 
 
-# Another input ---------------------------------------------------------------------------------------------------
+# Another input -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def six(tmp_path: Path) -> Path:
     """Six files of three documents."""
     for i in range(6):
-        (tmp_path / f"f{i}.jsonl").write_bytes(b"".join(b'{"text": "%d.%d"}\n' % (i, j) for j in range(3)))
+        (tmp_path / f"f{i}.jsonl").write_bytes(
+            b"".join(b'{"text": "%d.%d"}\n' % (i, j) for j in range(3))
+        )
     return tmp_path
 
 
@@ -395,20 +437,43 @@ def overwrite(path: Path, old: bytes, new: bytes) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "gone": (lambda f: (f / "f1.jsonl").unlink(), "3 files of 144 bytes were read before 'f3.jsonl'"),
+    "gone": (
+        lambda f: (f / "f1.jsonl").unlink(),
+        "3 files of 144 bytes were read before 'f3.jsonl'",
+    ),
     "new": (lambda f: (f / "f1a.jsonl").write_text(""), "the files before it now are not the same"),
     "current gone": (lambda f: (f / "f3.jsonl").unlink(), "'f3.jsonl'.* is gone"),
-    "shrunk": (lambda f: (f / "f0.jsonl").write_text(""), "the files before it now are not the same"),
-    "grown": (lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"), "the files before it now are not the same"),
-    "renamed": (lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"), "the files before it now are not the same"),
-    "current renamed": (lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"), "'f3.jsonl'.*has another name"),
-    "current shrunk": (lambda f: os.truncate(f / "f3.jsonl", 20), "'f3.jsonl' ends before the saved position"),
-    "current changed": (lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"), "'f3.jsonl' has changed before byte 32"),
+    "shrunk": (
+        lambda f: (f / "f0.jsonl").write_text(""),
+        "the files before it now are not the same",
+    ),
+    "grown": (
+        lambda f: overwrite(f / "f2.jsonl", b"2.1", b"2.11"),
+        "the files before it now are not the same",
+    ),
+    "renamed": (
+        lambda f: (f / "f1.jsonl").rename(f / "f1b.jsonl"),
+        "the files before it now are not the same",
+    ),
+    "current renamed": (
+        lambda f: (f / "f3.jsonl").rename(f / "f3a.jsonl"),
+        "'f3.jsonl'.*has another name",
+    ),
+    "current shrunk": (
+        lambda f: os.truncate(f / "f3.jsonl", 20),
+        "'f3.jsonl' ends before the saved position",
+    ),
+    "current changed": (
+        lambda f: overwrite(f / "f3.jsonl", b"3.0", b"3.x"),
+        "'f3.jsonl' has changed before byte 32",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_input_that_is_no_continuation_is_refused(six: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_is_no_continuation_is_refused(
+    six: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inputs, "in_pipeline", lambda: True)
     state = stop(six)
     assert resume(six, state) == REST
@@ -416,10 +481,14 @@ def test_an_input_that_is_no_continuation_is_refused(six: Path, change: str, mon
     make(six)
     with pytest.raises(CheckpointMismatch, match=message) as raised:
         resume(six, state)
-    assert [type(remedy) for remedy in raised.value.remedies] == [StartOver], "which each door writes in its way"
+    assert [type(remedy) for remedy in raised.value.remedies] == [StartOver], (
+        "which each door writes in its way"
+    )
 
 
-def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_another_order_of_the_same_files_is_refused(
+    six: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     paths = tmp_path_factory.mktemp("paths") / "paths.txt"
     names = [f"f{i}.jsonl" for i in range(6)]
     paths.write_text("\n".join(names))
@@ -434,8 +503,12 @@ def test_another_order_of_the_same_files_is_refused(six: Path, tmp_path_factory:
         resume(six, state, paths_file=paths.as_posix())
 
 
-@pytest.mark.parametrize(("kind", "grows"), [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True)])
-def test_a_current_file_with_other_content_is_refused(tmp_path: Path, kind: str, grows: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "grows"), [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True)]
+)
+def test_a_current_file_with_other_content_is_refused(
+    tmp_path: Path, kind: str, grows: bool
+) -> None:
     """Of the same size, or, if it is not plain text, grown."""
     write(tmp_path, kind)
     documents = list(reader(tmp_path.as_posix(), kind).run())
@@ -467,7 +540,9 @@ def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
-def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path: Path, end: bytes) -> None:
+def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(
+    tmp_path: Path, end: bytes
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}' + end)
     states = [stop(tmp_path, after=after) for after in (1, 2)]
@@ -487,7 +562,9 @@ def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
     state = stop(tmp_path, after=2)
     with path.open("ab") as file:
         file.write(b' {"text": "c"}\n')
-    with pytest.raises(CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"The line of the input file 'a.jsonl' that starts at byte 14"
+    ):
         resume(tmp_path, state)
 
 
@@ -496,7 +573,9 @@ def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
     [("shuffle_seed", 1, 2), ("shuffle_seed", None, 2), ("skip", 0, 1), ("glob_pattern", None, "f*"),
      ("recursive", True, False), ("compression", "infer", None)],
 )  # fmt: skip
-def test_an_option_that_changes_the_order_is_refused_by_its_name(six: Path, option: str, old: Any, new: Any) -> None:
+def test_an_option_that_changes_the_order_is_refused_by_its_name(
+    six: Path, option: str, old: Any, new: Any
+) -> None:
     state = stop(six, **{option: old})
     with pytest.raises(CheckpointMismatch, match=re.escape(f"{option}={old!r}, now {new!r}")):
         resume(six, state, **{option: new})
@@ -519,7 +598,9 @@ def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
 def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(six: Path) -> None:
     state = stop(six, default_metadata={"lang": "de"})
     for now in ({"lang": "fr"}, None):
-        with pytest.raises(CheckpointMismatch, match=f"was made with another default_metadata, now {now}"):
+        with pytest.raises(
+            CheckpointMismatch, match=f"was made with another default_metadata, now {now}"
+        ):
             resume(six, state, default_metadata=now)
     resume(six, state, default_metadata={"lang": "de"})
     old = stop(six)
@@ -532,7 +613,10 @@ def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(
 def test_a_limit_below_what_is_done_is_refused(six: Path) -> None:
     state = stop(six, limit=20)
     done = state["documents"]
-    with pytest.raises(CheckpointMismatch, match=f"after {done} documents, and limit is now {done - 1}. Set limit to"):
+    with pytest.raises(
+        CheckpointMismatch,
+        match=f"after {done} documents, and limit is now {done - 1}. Set limit to",
+    ):
         resume(six, state, limit=done - 1)
     assert resume(six, state, limit=done) == []
     assert resume(six, stop(six, limit=11), limit=12) == ["3.2"], "a higher limit reads more"
@@ -546,7 +630,7 @@ def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
             make("/", shuffle_seed="one")
 
 
-# Reader and runner -----------------------------------------------------------------------------------------------
+# Reader and runner -------------------------------------------------------------------------------
 
 
 def chain(*steps: Any) -> Iterator[Document]:
@@ -566,7 +650,9 @@ def three_folders(tmp_path: Path) -> list[JsonlReader]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_chained_readers_behind_filters_resume_from_every_document(tmp_path: Path, batch_size: int) -> None:
+def test_chained_readers_behind_filters_resume_from_every_document(
+    tmp_path: Path, batch_size: int
+) -> None:
     class Ahead(PipelineStep):  # type: ignore[misc]
         """A filter that takes documents in batches before it lets any pass."""
 
@@ -580,7 +666,9 @@ def test_chained_readers_behind_filters_resume_from_every_document(tmp_path: Pat
 
     def pipeline() -> Iterator[Document]:
         a, b, c = three_folders(tmp_path)
-        return chain(a, Ahead(lambda document: "1" in document.text), b, c, Ahead(lambda d: d.text != "c00"))
+        return chain(
+            a, Ahead(lambda document: "1" in document.text), b, c, Ahead(lambda d: d.text != "c00")
+        )
 
     with Reading() as reading:
         documents = list(pipeline())
@@ -600,7 +688,9 @@ def test_chained_readers_behind_filters_resume_from_every_document(tmp_path: Pat
                 break
             left.append(following)
         assert plain(left) == plain(documents[done:])
-        assert [state_of(later) for later in left] == [state_of(later) for later in documents[done:]]
+        assert [state_of(later) for later in left] == [
+            state_of(later) for later in documents[done:]
+        ]
 
 
 def test_a_reader_that_had_finished_still_checks_its_input(tmp_path: Path) -> None:
@@ -630,7 +720,9 @@ def test_large_rows_are_read_a_few_at_a_time(
 ) -> None:
     monkeypatch.setattr("datatrove_ckpt.readers.tables._BATCH_BYTES", 70_000)
     noise = random.Random(0)
-    table = pa.table({"text": [str(n) for n in range(50)], "image": [noise.randbytes(10_000) for _ in range(50)]})
+    table = pa.table(
+        {"text": [str(n) for n in range(50)], "image": [noise.randbytes(10_000) for _ in range(50)]}
+    )
     if reader is ParquetReader:
         pq.write_table(table, tmp_path / "0.parquet", row_group_size=20)
     else:

@@ -27,13 +27,27 @@ from datatrove_ckpt.common.redaction import (
 )
 
 
-def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a_word_does_not() -> None:
-    assert all(map(names_secret, ["api_key", "token", "config.hf_token", "aws_secret_access_key", "db passwd"]))
-    assert not any(map(names_secret, ["max_tokens", "tokenizer", "keyboard", "prompt", "secretary", "tokens"]))
+def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a_word_does_not() -> (
+    None
+):
+    assert all(
+        map(
+            names_secret,
+            ["api_key", "token", "config.hf_token", "aws_secret_access_key", "db passwd"],
+        )
+    )
+    assert not any(
+        map(names_secret, ["max_tokens", "tokenizer", "keyboard", "prompt", "secretary", "tokens"])
+    )
 
 
 def test_no_repr_shows_a_secret() -> None:
-    hidden = [Key("s3cret"), Key("s3cret").headers(), HiddenDict(a="s3cret"), HiddenBytes(b"s3cret")]
+    hidden = [
+        Key("s3cret"),
+        Key("s3cret").headers(),
+        HiddenDict(a="s3cret"),
+        HiddenBytes(b"s3cret"),
+    ]
     assert "s3cret" not in repr(hidden)
 
 
@@ -43,7 +57,12 @@ def test_a_user_or_password_in_a_url_is_found() -> None:
 
 
 def test_messages_hide_every_name_that_holds_such_a_word() -> None:
-    assert all(map(may_name_secret, ["hftoken", "authToken", "s3-SecretKey", "adminpassword", "password_text"]))
+    assert all(
+        map(
+            may_name_secret,
+            ["hftoken", "authToken", "s3-SecretKey", "adminpassword", "password_text"],
+        )
+    )
     assert not may_name_secret("max-num-batched-tokens")
 
 
@@ -73,8 +92,13 @@ VERDICTS: list[tuple[str, Any, str | None]] = [
 
 
 def test_one_classifier_with_two_thresholds() -> None:
-    found = [(name, value, is_secret(name, value), is_surely_secret(name, value)) for name, value, _ in VERDICTS]
-    assert found == [(name, value, verdict is not None, verdict == R) for name, value, verdict in VERDICTS]
+    found = [
+        (name, value, is_secret(name, value), is_surely_secret(name, value))
+        for name, value, _ in VERDICTS
+    ]
+    assert found == [
+        (name, value, verdict is not None, verdict == R) for name, value, verdict in VERDICTS
+    ]
 
 
 def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
@@ -88,10 +112,19 @@ def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_o
     keyed = []
     for key in ("k" * 32, "l" * 32):
         monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", key)
-        keyed.append(without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"}))
+        keyed.append(
+            without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
+        )
         # What ranks wrote before there was a key is compared, too.
-        assert without_secrets("shared_context", hidden) == without_secrets("shared_context", keyed[-1]) == keyed[-1]
-    assert len({text for each in keyed for text in each.values() if text.startswith("hash keyed-")}) == 4
+        assert (
+            without_secrets("shared_context", hidden)
+            == without_secrets("shared_context", keyed[-1])
+            == keyed[-1]
+        )
+    assert (
+        len({text for each in keyed for text in each.values() if text.startswith("hash keyed-")})
+        == 4
+    )
     # With another key, or without, nobody can tell.
     assert same_value("shared_context", keyed[0], keyed[1])
     assert same_value("shared_context", keyed[0], hidden)
@@ -101,10 +134,17 @@ def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_o
     assert not same_value("shared_context", keyed[0], other | {"user": "a"})
 
 
-def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SOME_SERVICE_PASSPHRASE", "quite-ordinary")
     monkeypatch.setenv("SORT_KEY", "/quite/ordinary")
-    note_sent({"extra_headers": {"Authorization": "Bearer s3cret-s3cret"}, "tools": [{"api_key": "t00l-t00l"}]})
+    note_sent(
+        {
+            "extra_headers": {"Authorization": "Bearer s3cret-s3cret"},
+            "tools": [{"api_key": "t00l-t00l"}],
+        }
+    )
     said = "quite-ordinary /quite/ordinary s3cret-s3cret t00l-t00l"
     assert redact(said) == "*** /quite/ordinary *** ***"
 
@@ -112,15 +152,33 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(monkeypatch
 def test_a_secret_that_was_noted_again_is_among_the_latest() -> None:
     """Beside a header that each request has for itself."""
     for index in range(500):
-        note_sent({"extra_headers": {"Authorization": "of-all-requests", "X-Request-Id": f"of-one-request-{index}"}})
+        note_sent(
+            {
+                "extra_headers": {
+                    "Authorization": "of-all-requests",
+                    "X-Request-Id": f"of-one-request-{index}",
+                }
+            }
+        )
         assert redact("of-all-requests") == "***", index
 
 
 @pytest.mark.parametrize(
-    "quoted", ["{}", "Ab3\\/d+G7=", "Ab3%2Fd%2BG7%3D", "Ab3%2fd%2bG7%3d", "Ab3/d\\u002BG7=", "Ab3&#x2F;d+G7="]
+    "quoted",
+    [
+        "{}",
+        "Ab3\\/d+G7=",
+        "Ab3%2Fd%2BG7%3D",
+        "Ab3%2fd%2bG7%3d",
+        "Ab3/d\\u002BG7=",
+        "Ab3&#x2F;d+G7=",
+    ],
 )
 def test_a_key_is_hidden_however_a_server_writes_it(quoted: str) -> None:
-    assert Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.") == "no such key: ***."
+    assert (
+        Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.")
+        == "no such key: ***."
+    )
 
 
 def test_payloads_of_a_long_run_take_no_more_memory() -> None:
@@ -155,21 +213,41 @@ def test_a_secret_among_plain_values_is_replaced_by_its_hash(value: dict[str, ob
 
 
 def test_plain_values_stay_as_they_are() -> None:
-    value = {"temperature": 0.5, "max_tokens": 7, "prompt": "Find the key sk-1.", "keyword": "short", "stop": ["a"]}
+    value = {
+        "temperature": 0.5,
+        "max_tokens": 7,
+        "prompt": "Find the key sk-1.",
+        "keyword": "short",
+        "stop": ["a"],
+    }
     assert without_secrets("shared_context", value) == value
 
 
-def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SERVICE_PASSWORD", "a-long-canary")
     assert "canary" not in str(without_secrets("uses.HEADER", ["as a-long-canary says"]))
     assert without_secrets("uses.HEADER", "a text") == "a text"
 
 
 @pytest.mark.parametrize(
-    "name", ["X-Amz-Signature", "X-Goog-Signature", "X-Amz-Security-Token", "sig", "signature", "token", "access_token"]
+    "name",
+    [
+        "X-Amz-Signature",
+        "X-Goog-Signature",
+        "X-Amz-Security-Token",
+        "sig",
+        "signature",
+        "token",
+        "access_token",
+    ],
 )
 def test_what_opens_a_url_is_hidden_wherever_it_is_shown(name: str) -> None:
     """Ids of documents are often signed URLs."""
     shown = redact(f"document https://host/a.pdf?page=7&{name}=s3cret%2Bs3cret&more=1, the oldest")
     assert shown == f"document https://host/a.pdf?page=7&{name}=***&more=1, the oldest"
-    assert redact("What is a signature? token=short for it") == "What is a signature? token=short for it"
+    assert (
+        redact("What is a signature? token=short for it")
+        == "What is a signature? token=short for it"
+    )

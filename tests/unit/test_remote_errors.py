@@ -1,4 +1,6 @@
-"""What a file system's library raises is an ``OSError`` for the rest of the package; a bug of ours is not."""
+"""What a file system's library raises is an ``OSError`` for the rest of the package; a bug of ours
+is not.
+"""
 
 from __future__ import annotations
 

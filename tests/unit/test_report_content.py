@@ -9,7 +9,13 @@ from typing import Any
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import Rates
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, Record, Start, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import (
+    InputPosition,
+    Progress,
+    Record,
+    Start,
+    WorkCounts,
+)
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -24,7 +30,10 @@ def rank(folder: Path, number: int, per_minute: int = 60) -> RankState:
     """A rank that has run for some minutes after an attempt that was killed in its first one."""
     home = folder / f"{number:05d}"
     home.mkdir(parents=True)
-    records: list[Record] = [Start(at=T, attempt=1, host="n1", pid=7), Progress(at=T, attempt=1, in_flight=4)]
+    records: list[Record] = [
+        Start(at=T, attempt=1, host="n1", pid=7),
+        Progress(at=T, attempt=1, in_flight=4),
+    ]
     records += [Start(at=T + 100, attempt=2, host="n2", pid=8)]
     for minute in range(11):
         done = minute * per_minute
@@ -67,7 +76,13 @@ def run(ranks: list[RankState], **changes: Any) -> RunState:
         started=T,
     )
     identity = {"model": "org/model", "records_per_chunk": 100, "tasks": 5}
-    fields: dict[str, Any] = {"tasks": 5, "identity": identity, "ranks": ranks, "totals": totals, "newest": T + 700}
+    fields: dict[str, Any] = {
+        "tasks": 5,
+        "identity": identity,
+        "ranks": ranks,
+        "totals": totals,
+        "newest": T + 700,
+    }
     return RunState("a/folder", False, T + 710, **fields | changes)
 
 
@@ -107,7 +122,9 @@ def test_what_a_rank_sent_before_its_first_line_about_that_is_not_known(tmp_path
 def test_ranks_without_history_are_left_out_of_tables(tmp_path: Path) -> None:
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()
-    (ranks[2].folder / HISTORY).write_bytes(b"no history\n" + (ranks[2].folder / HISTORY).read_bytes())
+    (ranks[2].folder / HISTORY).write_bytes(
+        b"no history\n" + (ranks[2].folder / HISTORY).read_bytes()
+    )
     page = gather(run(ranks))
     assert [row[0] for row in table(page, "Attempts that ended early").rows] == ["0", "2"]
 

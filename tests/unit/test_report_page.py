@@ -11,7 +11,9 @@ from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, element
 
 START = 1_790_000_000.0
 INTERVALS = 160
-HOSTILE = "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x00\u202egnp"
+HOSTILE = (
+    "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x00\u202egnp"
+)
 _VOID = {"meta", "link", "br"}
 
 
@@ -61,7 +63,10 @@ def a_page(rows: int = 8, word: str = "plain", **changes: Any) -> Page:
         "version": "1.0",
         "age": word,
         "sums": [("documents", "123,456"), ("left", word)],
-        "charts": [Chart("Documents", edges, {"documents": quiet}, cuts), Chart("Errors", edges, {word: quiet}, cuts)],
+        "charts": [
+            Chart("Documents", edges, {"documents": quiet}, cuts),
+            Chart("Errors", edges, {word: quiet}, cuts),
+        ],
         "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * rows, word)],
     }
     return Page(**fields | changes)
@@ -78,10 +83,16 @@ def test_the_page_is_nested_well_and_has_each_part() -> None:
 def test_the_page_loads_nothing_and_runs_nothing() -> None:
     source = a_page().html()
     read = Reader(source)
-    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {tag for tag, _ in read.found}
+    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {
+        tag for tag, _ in read.found
+    }
     assert [part for part in ("http:", "https:", "@import", "url(") if part in source] == []
     assert [one["href"] for one in read.all("link")] == ["data:,"]
-    (policy,) = [one["content"] for one in read.all("meta") if one.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        one["content"]
+        for one in read.all("meta")
+        if one.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert "default-src 'none'" in policy
 
 
@@ -96,13 +107,21 @@ def test_a_hostile_name_is_text_in_every_place() -> None:
 
 
 def test_only_markup_is_not_escaped() -> None:
-    assert element("p", "<b>", element("i", "&"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
-    assert element("p", "a\x07b", hidden=None, stroke_width=1.26) == '<p stroke-width="1.3">a\ufffdb</p>'
+    assert (
+        element("p", "<b>", element("i", "&"), class_='"x"')
+        == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
+    )
+    assert (
+        element("p", "a\x07b", hidden=None, stroke_width=1.26)
+        == '<p stroke-width="1.3">a\ufffdb</p>'
+    )
 
 
 @pytest.mark.parametrize("values", [[None], [0.0], [None, 3.0, None]])
 def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
     edges = [START + 60 * index for index in range(len(values) + 1)]
-    page = a_page(charts=[Chart("Documents", edges, {"documents": values}, [0] * len(values))]).html()
+    page = a_page(
+        charts=[Chart("Documents", edges, {"documents": values}, [0] * len(values))]
+    ).html()
     assert "NaN" not in page
     assert "inf" not in Reader(page).text

@@ -36,7 +36,14 @@ def line(attempt: int, at: float, documents: int, in_flight: int = 0, **work: An
     total = WorkCounts(documents=documents, **work)
     counts = DocumentCounts(documents, documents, 0, 0, documents, 10 * documents, 5 * documents)
     seconds = Seconds(at, at)
-    return Progress(at=T + at, attempt=attempt, seconds=seconds, documents=counts, total=total, in_flight=in_flight)
+    return Progress(
+        at=T + at,
+        attempt=attempt,
+        seconds=seconds,
+        documents=counts,
+        total=total,
+        in_flight=in_flight,
+    )
 
 
 def log_of(records: Sequence[Record]) -> History:
@@ -55,7 +62,13 @@ def killed_once(until: float = 600) -> History:
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
     records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
-    records += [start(2, 400), server(2, 401, "start"), server(2, 430, "ready"), line(2, 400, 145), line(2, 430, 145)]
+    records += [
+        start(2, 400),
+        server(2, 401, "start"),
+        server(2, 430, "ready"),
+        line(2, 400, 145),
+        line(2, 430, 145),
+    ]
     records += [line(2, at, 145 + (at - 430) // 2) for at in range(490, int(until) + 1, 60)]
     return log_of(records)
 
@@ -74,21 +87,25 @@ def between(found: OverTime, values: Any, low: float, high: float) -> float:
     return float(values[inside].sum())
 
 
-# time ----------------------------------------------------------------------------------------------------------------
+# time --------------------------------------------------------------------------------------------
 
 
 def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> None:
     found = over_time(killed_once(550))
     assert found.documents.sum() == pytest.approx(205)
     assert between(found, found.documents, 0, 240) == pytest.approx(120, abs=2)
-    assert between(found, found.documents, 240, 304) == pytest.approx(25, abs=3), "before the kill, in no line"
+    assert between(found, found.documents, 240, 304) == pytest.approx(25, abs=3), (
+        "before the kill, in no line"
+    )
     assert between(found, found.documents, 304, 428) == 0
     assert between(found, found.documents, 430, 550) == pytest.approx(60, abs=3)
     assert found.prompt_tokens.sum() == pytest.approx(10 * found.documents.sum())
 
 
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
-    found = over_time(killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700)
+    found = over_time(
+        killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
+    )
     assert found.documents.sum() == pytest.approx(265)
 
     def rates(low: float, high: float, found: OverTime = found) -> set[float | None]:
@@ -99,7 +116,9 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
     assert rates(10, 200) == {0.5}
     assert rates(440, 540) == {1.0}
     assert rates(560, 690) == {None}
-    assert rates(560, 690, over_time(killed_once(550), now=T + 700, until=T + 700)) == {0.0}, "it still runs"
+    assert rates(560, 690, over_time(killed_once(550), now=T + 700, until=T + 700)) == {0.0}, (
+        "it still runs"
+    )
 
 
 def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
@@ -108,7 +127,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
     assert found.documents.sum() <= 40
 
 
-# attempts ------------------------------------------------------------------------------------------------------------
+# attempts ----------------------------------------------------------------------------------------
 
 
 def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
@@ -119,11 +138,16 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
         home.mkdir()
         (home / HISTORY).write_bytes(b"".join(record.to_line() for record in records))
         states.append(RankState("", number, home, state))
-    return {table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables}
+    return {
+        table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables
+    }
 
 
 def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
-    records: list[Record] = [start(1, 0, job="77_1"), End(at=T + 9, attempt=1, why="stopped", what="SIGTERM")]
+    records: list[Record] = [
+        start(1, 0, job="77_1"),
+        End(at=T + 9, attempt=1, why="stopped", what="SIGTERM"),
+    ]
     records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
     records += [start(3, 40), line(3, 45, 5, in_flight=3)]
     records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
@@ -142,7 +166,7 @@ def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -
     assert len(table.rows) == 30
 
 
-# requests ------------------------------------------------------------------------------------------------------------
+# requests ----------------------------------------------------------------------------------------
 
 
 def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) -> None:
@@ -179,13 +203,18 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
         first = 300 * number
         known = [minute.documents.read for minute in history.minutes if minute.attempt == number]
         assert [known[0], known[-1]] == [first, first + 299]
-    assert [spread.milliseconds for spread in history.spreads] == [{int(4 * 2.3219280948) + 1: 299}] * 3
+    assert [spread.milliseconds for spread in history.spreads] == [
+        {int(4 * 2.3219280948) + 1: 299}
+    ] * 3
 
 
-# reading -------------------------------------------------------------------------------------------------------------
+# reading -----------------------------------------------------------------------------------------
 
 
 def test_damaged_lines_cost_themselves_only() -> None:
-    lines = [record.to_line() for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]]
+    lines = [
+        record.to_line()
+        for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]
+    ]
     damaged = [lines[0], lines[1][:-9] + b"x" * 8 + b"\n", b"\x00\n", *lines[2:]]
     assert [minute.documents.read for minute in parse_history(damaged, 9).minutes] == [30, 60]

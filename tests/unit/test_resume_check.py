@@ -1,4 +1,6 @@
-"""``assert_resume_is_exact`` passes loaders that resume, and names what the others repeat, skip or move."""
+"""``assert_resume_is_exact`` passes loaders that resume, and names what the others repeat, skip or
+move.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tests.resume import assert_resume_is_exact
 
 
 class Loader:
-    """Ten samples an epoch in batches of three. ``fault`` is added to the position of each state."""
+    """Ten samples an epoch in batches of three.
+
+    ``fault`` is added to the position of each state.
+    """
 
     def __init__(self, fault: int = 0, swaps: bool = False, size: int = 3) -> None:
         self.fault = fault
@@ -50,7 +55,10 @@ class Forgetful(Loader):
 
 def test_a_loader_that_resumes_passes_at_every_stop() -> None:
     report = assert_resume_is_exact(Loader, stops=[0, 1, 2, 3, 4, (1, 1), (0, 2, 1)])
-    assert str(report) == "7 resumed runs of 1 epochs with 10 samples in 4 batches: each as the run without stops"
+    assert (
+        str(report)
+        == "7 resumed runs of 1 epochs with 10 samples in 4 batches: each as the run without stops"
+    )
     assert assert_resume_is_exact(Loader).stops == [(1,), (2,), (4,)]
 
 
@@ -68,13 +76,17 @@ SIZES = iter([3, 3, 2])
         (lambda: Loader(size=next(SIZES)), 1, 1, "other batches: batch 1 has 2, and without a stop 3"),
     ],
 )  # fmt: skip
-def test_what_is_repeated_skipped_or_moved_is_named(make: Any, stop: int, epochs: int, said: str) -> None:
+def test_what_is_repeated_skipped_or_moved_is_named(
+    make: Any, stop: int, epochs: int, said: str
+) -> None:
     with pytest.raises(AssertionError, match=said):
         assert_resume_is_exact(make, stops=[stop], epochs=epochs)
 
 
 class Turning(Loader):
-    """A loader that gives each sample as ``before`` makes it, and after a resume as ``after`` does."""
+    """A loader that gives each sample as ``before`` makes it, and after a resume as ``after``
+    does.
+    """
 
     def __init__(self, before: Any, after: Any) -> None:
         super().__init__()
@@ -94,10 +106,16 @@ class Turning(Loader):
     ("before", "after", "types"),
     [
         (lambda: np.arange(3), lambda: np.arange(3, dtype=np.int32), ("int64", "int32")),
-        (lambda: {"a": [np.arange(1), "x"]}, lambda: {"a": [np.int8([0]), "x"]}, ("[int64, str]}", "[int8, str]}")),
+        (
+            lambda: {"a": [np.arange(1), "x"]},
+            lambda: {"a": [np.int8([0]), "x"]},
+            ("[int64, str]}", "[int8, str]}"),
+        ),
     ],
 )
-def test_the_same_values_in_other_types_are_named(before: Any, after: Any, types: tuple[str, str]) -> None:
+def test_the_same_values_in_other_types_are_named(
+    before: Any, after: Any, types: tuple[str, str]
+) -> None:
     assert_resume_is_exact(lambda: Turning(before, before), stops=[1])
     with pytest.raises(AssertionError) as caught:
         assert_resume_is_exact(lambda: Turning(before, after), stops=[1])
@@ -105,7 +123,10 @@ def test_the_same_values_in_other_types_are_named(before: Any, after: Any, types
     assert line.startswith("  the same values in other types: sample 3, {'text': '0/3', 'n': ")
     had, has = types
     nested = "dict{'a': list" * (has[0] == "[")
-    assert f", is dict{{'text': str, 'n': {nested}{has}}}, and without a stop dict{{'text': str, 'n': " in line
+    assert (
+        f", is dict{{'text': str, 'n': {nested}{has}}}, and without a stop dict{{'text': str, 'n': "
+        in line
+    )
     assert line.endswith(f"{had}}}")
 
 

@@ -1,4 +1,6 @@
-"""Answers of a given form: what each engine is asked for, what counts as valid, and what follows if nothing is."""
+"""Answers of a given form: what each engine is asked for, what counts as valid, and what follows if
+nothing is.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def sent(rollout: Any, server_type: str) -> dict[str, Any]:
     """The payload's keys that ask the engine for the form."""
     fitted: Any = for_config(rollout, config(server_type, use_chat=True))
     fitted.invalid_answer, fitted.answer_attempts = "drop", 1
-    return {name: value for name, value in asked(fitted, document()).items() if name not in ("messages", "prompt")}
+    return {
+        name: value
+        for name, value in asked(fitted, document()).items()
+        if name not in ("messages", "prompt")
+    }
 
 
 class Answers:
@@ -59,10 +65,13 @@ def answer(rollout: Any, *answers: str) -> str | None:
     return None if result is None else str(result.text)
 
 
-# what the engines are asked ------------------------------------------------------------------------------------------
+# what the engines are asked ----------------------------------------------------------------------
 
 AS_FORMAT = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True},
+    }
 }
 
 
@@ -71,7 +80,11 @@ AS_FORMAT = {
     [
         ({"json_schema": SCHEMA}, "vllm", {"structured_outputs": {"json": SCHEMA}}),
         ({"json_schema": SCHEMA}, "sglang", AS_FORMAT),
-        ({"choice": ["yes", "no (maybe) - or 1.5"]}, "sglang", {"regex": r"(yes|no \(maybe\) - or 1\.5)"}),
+        (
+            {"choice": ["yes", "no (maybe) - or 1.5"]},
+            "sglang",
+            {"regex": r"(yes|no \(maybe\) - or 1\.5)"},
+        ),
         ({"json_schema": SCHEMA}, "llamacpp", {"json_schema": SCHEMA}),
         ({"choice": ["yes", 'a "no"']}, "llamacpp", {"grammar": r'root ::= "yes" | "a \"no\""'}),
         ({"json_schema": SCHEMA}, "endpoint", AS_FORMAT),
@@ -80,25 +93,37 @@ AS_FORMAT = {
         ({"json_schema": SCHEMA}, "dummy", {}),
     ],
 )
-def test_each_engine_gets_its_own_fields(settings: dict[str, Any], server_type: str, fields: dict[str, Any]) -> None:
+def test_each_engine_gets_its_own_fields(
+    settings: dict[str, Any], server_type: str, fields: dict[str, Any]
+) -> None:
     assert sent(PromptRollout(**settings), server_type) == fields
 
 
 @pytest.mark.parametrize(
     ("settings", "server_type", "error"),
     [
-        ({"regex": "a"}, "endpoint", "regex: engines have different fields for it, and behind server_type 'endpoint'"),
+        (
+            {"regex": "a"},
+            "endpoint",
+            "regex: engines have different fields for it, and behind server_type 'endpoint'",
+        ),
         ({"choice": ["a", "b"]}, "endpoint", "choice: engines have different fields for it"),
-        ({"regex": "a"}, "llamacpp", "regex: llama.cpp takes no regex; use choice or json_schema, or set engine: none"),
+        (
+            {"regex": "a"},
+            "llamacpp",
+            "regex: llama.cpp takes no regex; use choice or json_schema, or set engine: none",
+        ),
     ],
 )
-def test_a_form_that_nobody_can_ask_for_is_refused(settings: dict[str, Any], server_type: str, error: str) -> None:
+def test_a_form_that_nobody_can_ask_for_is_refused(
+    settings: dict[str, Any], server_type: str, error: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         for_config(PromptRollout(**settings), config(server_type))
     assert str(refused.value).startswith(error)
 
 
-# what is valid -------------------------------------------------------------------------------------------------------
+# what is valid -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,9 +151,14 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(
         ({"choice": ["yes", "no"]}, "maybe", "it is not one of yes, no"),
     ],
 )
-def test_an_invalid_answer_fails_with_what_is_wrong(settings: dict[str, Any], given: str, problem: str) -> None:
+def test_an_invalid_answer_fails_with_what_is_wrong(
+    settings: dict[str, Any], given: str, problem: str
+) -> None:
     name = next(iter(settings))
-    with pytest.raises(InvalidAnswer, match=re.escape(f"{name}: none of 2 answers is valid. The last one: {problem}")):
+    with pytest.raises(
+        InvalidAnswer,
+        match=re.escape(f"{name}: none of 2 answers is valid. The last one: {problem}"),
+    ):
         answer(PromptRollout(**settings, answer_attempts=2), "???", given)
 
 
@@ -138,7 +168,7 @@ def test_a_reference_out_of_the_schema_is_never_downloaded() -> None:
         answer(rollout, "{}")
 
 
-# what follows --------------------------------------------------------------------------------------------------------
+# what follows ------------------------------------------------------------------------------------
 
 
 def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
@@ -162,21 +192,27 @@ def test_an_answer_that_was_cut_off_is_not_shown() -> None:
     assert server.payloads[0] == server.payloads[1]
 
 
-def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked() -> None:
-    assert answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
+def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked() -> (
+    None
+):
+    assert (
+        answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
+    )
     fitted: Any = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
     assert answer(fitted, "This is dummy text.") == "This is dummy text."
 
 
 def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
-    fields = code_identity(for_config(PromptRollout(json_schema=SCHEMA), config("sglang")), None).fields
+    fields = code_identity(
+        for_config(PromptRollout(json_schema=SCHEMA), config("sglang")), None
+    ).fields
     schema = fields["rollout_fn.json_schema"]
     assert schema.items() >= (SCHEMA | {"properties": schema["properties"]}).items()
     assert schema["properties"].items() >= SCHEMA["properties"].items()
     assert fields["rollout_fn.form_for"] == "sglang"
 
 
-# in a run ------------------------------------------------------------------------------------------------------------
+# in a run ----------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(

@@ -1,4 +1,6 @@
-"""Rollouts of several requests: parts with overlap and carried context, and the best of several answers."""
+"""Rollouts of several requests: parts with overlap and carried context, and the best of several
+answers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.unit.test_rollouts import document
 from tests.words import write_tokenizer
 
 
-def requests(rollout: Any, text: str, answers: Sequence[str] = ()) -> tuple[list[dict[str, Any]], Any]:
+def requests(
+    rollout: Any, text: str, answers: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], Any]:
     """The payloads in turn, and the result. The n-th answer is "An"."""
     sent: list[dict[str, Any]] = []
 
@@ -29,10 +33,12 @@ def requests(rollout: Any, text: str, answers: Sequence[str] = ()) -> tuple[list
 def talks(rollout: Any, text: str) -> list[list[str]]:
     """Each request's messages, with the first letter of their roles."""
     sent, _ = requests(rollout, text)
-    return [[f"{one['role'][0]}: {one['content']}" for one in payload["messages"]] for payload in sent]
+    return [
+        [f"{one['role'][0]}: {one['content']}" for one in payload["messages"]] for payload in sent
+    ]
 
 
-# parts ---------------------------------------------------------------------------------------------------------------
+# parts -------------------------------------------------------------------------------------------
 
 
 def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
@@ -44,7 +50,9 @@ def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
 
 
 def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> None:
-    text = "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
+    text = (
+        "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
+    )
     starts = range(0, len(text), 3)  # three characters each
     for limit in (1, 7, 60):
         parts = split_text(text, limit, starts=starts)
@@ -55,7 +63,9 @@ def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> No
 def test_characters_per_token_estimate_the_parts() -> None:
     text = "one two six ten"
     estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
-    assert [talk[0] for talk in talks(estimated, text)] == [f"u: {part}" for part in split_text(text, 7)]
+    assert [talk[0] for talk in talks(estimated, text)] == [
+        f"u: {part}" for part in split_text(text, 7)
+    ]
 
 
 def test_a_conversation_carries_the_parts_before() -> None:
@@ -77,5 +87,9 @@ def test_an_answer_is_continued() -> None:
         [{"role": "user", "content": "Q two|six"}, {"role": "assistant", "content": "A2"}],
     ]
     flags = {"continue_final_message": True, "add_generation_prompt": False}
-    assert [{name: one.get(name) for name in flags} for one in sent] == [dict.fromkeys(flags), flags, flags]
+    assert [{name: one.get(name) for name in flags} for one in sent] == [
+        dict.fromkeys(flags),
+        flags,
+        flags,
+    ]
     assert result.text == "A1|A2|A3"

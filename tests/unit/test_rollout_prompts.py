@@ -1,4 +1,6 @@
-"""What ready-made rollouts make their prompts from: fields, columns, lists of messages, and how much of a text."""
+"""What ready-made rollouts make their prompts from: fields, columns, lists of messages, and how
+much of a text.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from datatrove.data import Document
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
-from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, for_config, templates
+from datatrove_ckpt.rollouts import (
+    ChunkedRollout,
+    CompletionRollout,
+    PromptRollout,
+    for_config,
+    templates,
+)
 from datatrove_ckpt.rollouts.model_files import load_counter
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
@@ -31,7 +39,7 @@ def config(**changes: Any) -> InferenceConfig:
     return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "a-model", **changes})
 
 
-# fields and columns --------------------------------------------------------------------------------------------------
+# fields and columns ------------------------------------------------------------------------------
 
 
 def test_a_key_of_the_metadata_is_filled_in_by_its_name() -> None:
@@ -41,10 +49,17 @@ def test_a_key_of_the_metadata_is_filled_in_by_its_name() -> None:
     assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
 
 
-def test_a_null_is_said_at_the_first_document_that_has_one(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_null_is_said_at_the_first_document_that_has_one(
+    log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "_NULLS", set())
-    assert [content(PromptRollout("{title}"), document(title=None)) for _ in range(2)] == ["None", "None"]
-    assert log == ["WARNING Document 'd1': title is null; the prompt has \"None\" there, and is sent.\n"]
+    assert [content(PromptRollout("{title}"), document(title=None)) for _ in range(2)] == [
+        "None",
+        "None",
+    ]
+    assert log == [
+        "WARNING Document 'd1': title is null; the prompt has \"None\" there, and is sent.\n"
+    ]
 
 
 def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:
@@ -59,19 +74,25 @@ def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:
 def test_a_column_takes_the_place_of_the_text(template: str) -> None:
     rollout = PromptRollout(template, prompt_column="question")
     assert content(rollout, document(question="Why?")) == "Say: Why?"
-    assert asked(CompletionRollout(prompt_column="question"), document(question=7)) == {"prompt": "7"}
+    assert asked(CompletionRollout(prompt_column="question"), document(question=7)) == {
+        "prompt": "7"
+    }
     assert content(ChunkedRollout(prompt_column="question"), document(question="Why?")) == "Why?"
 
 
 def test_a_column_that_is_missing_or_null_is_an_error_that_names_the_document() -> None:
     rollout = PromptRollout(prompt_column="question")
-    with pytest.raises(ConfigError, match=r"^prompt_column: document 'd1' has no metadata 'question'; its metadata"):
+    with pytest.raises(
+        ConfigError, match=r"^prompt_column: document 'd1' has no metadata 'question'; its metadata"
+    ):
         asked(rollout, document(lang="en"))
-    with pytest.raises(ConfigError, match=r"^prompt_column: 'question' of document 'd1' is null, and neither"):
+    with pytest.raises(
+        ConfigError, match=r"^prompt_column: 'question' of document 'd1' is null, and neither"
+    ):
         asked(rollout, document(question=None))
 
 
-# lists of messages ---------------------------------------------------------------------------------------------------
+# lists of messages -------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "Why?"}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -79,22 +100,40 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 
 def test_a_list_of_messages_is_sent_as_it_is() -> None:
     rollout = PromptRollout(prompt_column="messages", generation_params={"top_k": 3})
-    assert asked(rollout, document(messages=[USER, SYSTEM, USER])) == {"messages": [USER, SYSTEM, USER], "top_k": 3}
+    assert asked(rollout, document(messages=[USER, SYSTEM, USER])) == {
+        "messages": [USER, SYSTEM, USER],
+        "top_k": 3,
+    }
 
 
 def test_the_system_prompt_comes_first_unless_the_list_has_one() -> None:
     rollout = PromptRollout(system_prompt="Be brief.", prompt_column="messages")
-    assert asked(rollout, document(messages=[USER]))["messages"] == [{**SYSTEM, "content": "Be brief."}, USER]
+    assert asked(rollout, document(messages=[USER]))["messages"] == [
+        {**SYSTEM, "content": "Be brief."},
+        USER,
+    ]
     assert asked(rollout, document(messages=[SYSTEM, USER]))["messages"] == [SYSTEM, USER]
 
 
 @pytest.mark.parametrize(
     ("rollout", "messages", "error"),
     [
-        (PromptRollout("Say {text}", prompt_column="m"), [USER], "prompt: document 'd1' holds a list of messages"),
-        (PromptRollout(prompt_column="m"), [USER, {"content": ""}], "'m' of document 'd1' is a list, but item 1 is no"),
+        (
+            PromptRollout("Say {text}", prompt_column="m"),
+            [USER],
+            "prompt: document 'd1' holds a list of messages",
+        ),
+        (
+            PromptRollout(prompt_column="m"),
+            [USER, {"content": ""}],
+            "'m' of document 'd1' is a list, but item 1 is no",
+        ),
         (PromptRollout(prompt_column="m"), [], "'m' of document 'd1' is an empty list"),
-        (ChunkedRollout(prompt_column="m"), [USER], "prompt_column: document 'd1' holds a list of messages, which can"),
+        (
+            ChunkedRollout(prompt_column="m"),
+            [USER],
+            "prompt_column: document 'd1' holds a list of messages, which can",
+        ),
     ],
 )
 def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, error: str) -> None:
@@ -103,8 +142,12 @@ def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, err
     assert str(refused.value).startswith(error)
 
 
-def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path: Path, server: FakeServer) -> None:
-    """Such documents come from readers with ``text_key: messages``; the output's text must be a text."""
+def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    """Such documents come from readers with ``text_key: messages``; the output's text must be a
+    text.
+    """
     step = runner(tmp_path, server, PromptRollout(), config={"rollouts_per_document": 2})
     step.run(Document(text=[{"role": "user", "content": f"Why {n}?"}], id=str(n)) for n in range(2))
     assert sorted(server.asked.elements()) == ["Why 0?", "Why 0?", "Why 1?", "Why 1?"]
@@ -113,7 +156,7 @@ def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_pat
     ]
 
 
-# limits in tokens ----------------------------------------------------------------------------------------------------
+# limits in tokens --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -141,7 +184,9 @@ def test_a_prompt_is_cut_by_tokens_at_the_end_of_a_line(words: str, limit: int, 
 
 
 def test_the_system_prompt_and_each_place_of_the_text_count(words: str) -> None:
-    rollout = PromptRollout("{text} | {text}", "Be very brief", max_prompt_tokens=10, tokenizer=words)
+    rollout = PromptRollout(
+        "{text} | {text}", "Be very brief", max_prompt_tokens=10, tokenizer=words
+    )
     assert content(rollout, document(LINES)) == "one two three | one two three"
 
 
@@ -171,7 +216,9 @@ def test_auto_that_cannot_be_known_is_refused(params: dict[str, Any], error: str
         for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
 
 
-def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_path: Path, words: str) -> None:
+def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(
+    tmp_path: Path, words: str
+) -> None:
     rollout = PromptRollout(max_prompt_tokens=5)
     fitted: Any = for_config(rollout, config(model_name_or_path=words))
     assert "tokenizer_hash" not in vars(rollout), "the user's object stays as it is"
@@ -192,7 +239,9 @@ def test_a_node_with_another_tokenizer_stops_and_blames_no_document(
     step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
     write_tokenizer(Path(words), more=["extra"])
     load_counter.__globals__["_load"].cache_clear()
-    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"):
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer: tokenizer\.json of '.*' is another one here"
+    ):
         pickle.loads(pickle.dumps(step)).run([document(LINES)])
     assert not list(tmp_path.rglob("dead_letters.jsonl"))
 
@@ -210,16 +259,22 @@ def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
         for_config(rollout, config())
 
 
-def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_the_hub_does_not_give_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"^tokenizer: tokenizer\.json of 'no/model' is in no folder of that name"):
+    with pytest.raises(
+        ConfigError, match=r"^tokenizer: tokenizer\.json of 'no/model' is in no folder of that name"
+    ):
         for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
 
 
 def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
     for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
-        fitted: Any = for_config(rollout, config(use_chat=not isinstance(rollout, CompletionRollout)))
+        fitted: Any = for_config(
+            rollout, config(use_chat=not isinstance(rollout, CompletionRollout))
+        )
         assert vars(fitted) == vars(rollout)
         assert not vars(fitted).keys() - {
             "prompt", "system_prompt", "generation_params", "max_chars_per_part", "separator", "parallel"

@@ -28,7 +28,11 @@ from datatrove_ckpt.rollouts import (
 from tests.pages import ROOT
 from tests.unit.test_rollouts import document
 
-FROM_CONFIGS = {"score_pattern": re.search("score_pattern: '(.*)'", (ROOT / "configs/judge.yaml").read_text())[1]}  # type: ignore[index]
+FROM_CONFIGS = {
+    "score_pattern": re.search("score_pattern: '(.*)'", (ROOT / "configs/judge.yaml").read_text())[
+        1
+    ]
+}  # type: ignore[index]
 SCORES = {"news": 0.2, "fiction": 0.7, "other": 0.1}
 
 
@@ -56,9 +60,13 @@ class Model:
         self.asked.append((text, params))
         return np.array([3, 4, 12], np.float32)
 
-    async def classify(self, text: str, labels: list[str] | None = None, **params: Any) -> Classified:
+    async def classify(
+        self, text: str, labels: list[str] | None = None, **params: Any
+    ) -> Classified:
         self.asked.append((text, params))
-        return Classified("fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True)))
+        return Classified(
+            "fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True))
+        )
 
 
 def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
@@ -74,7 +82,7 @@ def only(rollout: Any) -> Any:
     return for_config(rollout, config())
 
 
-# embed ---------------------------------------------------------------------------------------------------------------
+# embed -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -105,10 +113,13 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
 
 def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
     model, text = Model(), "one line\nand more"
-    result(EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text))
+    result(
+        EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text)
+    )
     assert model.asked == [("query: one line", {})]
     fitted = for_config(
-        ClassifyRollout(max_prompt_tokens="auto", chars_per_token=1), config(model_max_context=20, use_chat=False)
+        ClassifyRollout(max_prompt_tokens="auto", chars_per_token=1),
+        config(model_max_context=20, use_chat=False),
     )
     result(fitted, model, document(text))
     assert model.asked[1] == ("one line", {})
@@ -116,9 +127,15 @@ def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
 
 def test_a_column_gets_the_vector_and_the_result_says_where_it_is() -> None:
     given = document()
-    assert result(EmbedRollout(column="vector"), Model(), given) == {"column": "vector", "dimensions": 3}
+    assert result(EmbedRollout(column="vector"), Model(), given) == {
+        "column": "vector",
+        "dimensions": 3,
+    }
     assert given.metadata["vector"].tolist() == [3, 4, 12]
-    with pytest.raises(ConfigError, match=r"^column: document 'd1' has metadata 'vector' already, which would be lost"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^column: document 'd1' has metadata 'vector' already, which would be lost",
+    ):
         result(EmbedRollout(column="vector"), Model(), given)
 
 
@@ -137,17 +154,26 @@ def test_what_the_first_document_shows_to_be_wrong_stops_the_run(
     assert str(refused.value).startswith(error)
 
 
-# classify ------------------------------------------------------------------------------------------------------------
+# classify ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
         ({}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
-        ({"labels": None}, {"label": "fiction", "score": 0.7, "scores": {"0": 0.2, "1": 0.7, "2": 0.1}}),
+        (
+            {"labels": None},
+            {"label": "fiction", "score": 0.7, "scores": {"0": 0.2, "1": 0.7, "2": 0.1}},
+        ),
         ({"labels": None, "keep": ["1"]}, {"label": "1", "score": 0.7, "scores": {"1": 0.7}}),
-        ({"keep": ["other", "news"]}, {"label": "news", "score": 0.2, "scores": {"other": 0.1, "news": 0.2}}),
-        ({"keep": ["other"], "threshold": 0.1}, {"label": "other", "score": 0.1, "scores": {"other": 0.1}}),
+        (
+            {"keep": ["other", "news"]},
+            {"label": "news", "score": 0.2, "scores": {"other": 0.1, "news": 0.2}},
+        ),
+        (
+            {"keep": ["other"], "threshold": 0.1},
+            {"label": "other", "score": 0.1, "scores": {"other": 0.1}},
+        ),
         ({"keep": ["other"], "threshold": 0.11}, None),
         ({"threshold": 0.71}, None),
         ({"threshold": 0.7}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
@@ -171,7 +197,9 @@ def test_a_threshold_beyond_all_scores_is_refused_unless_the_model_gives_one_num
         result(ClassifyRollout(threshold=3), Model())
 
     class Grade(Model):
-        async def classify(self, text: str, labels: list[str] | None = None, **params: Any) -> Classified:
+        async def classify(
+            self, text: str, labels: list[str] | None = None, **params: Any
+        ) -> Classified:
             return Classified("0", 3.5, {"0": 3.5})
 
     assert result(ClassifyRollout(threshold=3), Grade())["score"] == 3.5
@@ -188,7 +216,7 @@ def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> N
     )
 
 
-# judge ---------------------------------------------------------------------------------------------------------------
+# judge -------------------------------------------------------------------------------------------
 
 
 def test_a_judge_that_no_model_is_is_refused() -> None:
@@ -202,7 +230,8 @@ def test_a_judge_that_no_model_is_is_refused() -> None:
 
 def test_an_engine_that_classifies_nothing_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^rollout_fn: server_type 'llamacpp' has no generate.classify; these have: "
+        ConfigError,
+        match=r"^rollout_fn: server_type 'llamacpp' has no generate.classify; these have: ",
     ):
         for_config(ClassifyRollout(), config("llamacpp"))
 
@@ -240,7 +269,11 @@ def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
     [
         ({}, "Good.", "it has no number"),
         ({}, "<think>3, or 4", "it has no number"),
-        ({"score_pattern": "score: (.*)"}, "5", "it has no number where score_pattern looks for it"),
+        (
+            {"score_pattern": "score: (.*)"},
+            "5",
+            "it has no number where score_pattern looks for it",
+        ),
         ({"lowest": 0, "highest": 5}, "7", "its score is 7, and must be at least 0 and at most 5"),
         ({"lowest": 0}, "-1", "its score is -1, and must be at least 0"),
         *(({}, said, "it has no number") for said in ("1e-3", "3,5", "3.5.1", "1,000")),
@@ -255,7 +288,9 @@ def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
         JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings),
     )
     assert result(only(rollout), model)["score"] == 5
-    assert model.asked[1]["messages"][2]["content"].startswith(f"That answer is not valid: {problem}. Answer again")
+    assert model.asked[1]["messages"][2]["content"].startswith(
+        f"That answer is not valid: {problem}. Answer again"
+    )
     with pytest.raises(InvalidAnswer) as failed:
         result(only(rollout), Model(said, said))
     assert str(failed.value) == (
@@ -291,9 +326,13 @@ def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
     models = {"writer": config(), "judge": config()}
     fitted: Any = for_config(rollout, models_of(models)["writer"])
     assert fitted.judge == "judge"
-    with pytest.raises(ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"):
+    with pytest.raises(
+        ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"
+    ):
         for_config(rollout, models_of(dict(reversed(models.items())))["judge"])
-    for_config(JudgeRollout(judge_prompt="{text}"), models_of(dict(reversed(models.items())))["judge"])
+    for_config(
+        JudgeRollout(judge_prompt="{text}"), models_of(dict(reversed(models.items())))["judge"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -309,7 +348,9 @@ def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
         (PromptRollout(), {"n": 2, "tools": [{}]}, None),
     ],
 )  # fmt: skip
-def test_parameters_whose_answers_nothing_reads_are_refused(rollout: Any, params: Any, refused: str | None) -> None:
+def test_parameters_whose_answers_nothing_reads_are_refused(
+    rollout: Any, params: Any, refused: str | None
+) -> None:
     changed = config(default_generation_params=params)
     if refused is None:
         for_config(rollout, changed)
@@ -331,13 +372,17 @@ def test_canned_answers_have_no_score() -> None:
     assert result(rollout, Model("This is dummy text."))["score"] is None
 
 
-# settings ------------------------------------------------------------------------------------------------------------
+# settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "error"),
     [
-        (EmbedRollout, {"prompt": "a"}, "prompt: nothing is filled in, so every document would get the same prompt"),
+        (
+            EmbedRollout,
+            {"prompt": "a"},
+            "prompt: nothing is filled in, so every document would get the same prompt",
+        ),
         (EmbedRollout, {"dimensions": 0}, "dimensions: must be >= 1; it is 0."),
         *(
             (EmbedRollout, {"params": {name: "x"}}, f"params: '{name}' cannot be given here")
@@ -347,31 +392,83 @@ def test_canned_answers_have_no_score() -> None:
             (EmbedRollout, {"column": name}, f"column: '{name}' is the document's own")
             for name in ("text", "id", "media")
         ),
-        (ClassifyRollout, {"labels": ["a", "b"], "threshold": 2}, "threshold: is 2, and scores are from 0 to 1."),
+        (
+            ClassifyRollout,
+            {"labels": ["a", "b"], "threshold": 2},
+            "threshold: is 2, and scores are from 0 to 1.",
+        ),
         (ClassifyRollout, {"labels": ["a", "b"], "threshold": -1}, "threshold: is -1, and"),
-        (EmbedRollout, {"max_prompt_tokens": 0}, 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),
+        (
+            EmbedRollout,
+            {"max_prompt_tokens": 0},
+            'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.',
+        ),
         (ClassifyRollout, {"labels": []}, "labels: [] is not a list of different labels."),
-        (ClassifyRollout, {"keep": ["a", "a"]}, "keep: ['a', 'a'] is not a list of different labels."),
+        (
+            ClassifyRollout,
+            {"keep": ["a", "a"]},
+            "keep: ['a', 'a'] is not a list of different labels.",
+        ),
         (JudgeRollout, {}, "judge_prompt: is missing; it is what the judge is asked."),
-        (JudgeRollout, {"judge_prompt": "Rate"}, "judge_prompt: nothing is filled in, so every document would"),
-        (JudgeRollout, {"prompt": "{text}", "judge_prompt": "{text}"}, "judge_prompt: has no {answer}, so the judge"),
-        (JudgeRollout, {"judge_prompt": "{text}", "choice": ["a"]}, "choice: is for the answer that is judged; set"),
-        (JudgeRollout, {"judge_prompt": "{text}", "score_pattern": "("}, "score_pattern: '(' is not a regular expr"),
-        (JudgeRollout, {"judge_prompt": "{text}", "lowest": 2, "highest": 1}, "lowest: is 2, more than highest, which"),
-        (JudgeRollout, {"judge_prompt": "{text}", "highest": 5, "threshold": 6}, "threshold: is 6, more than highest"),
-        (JudgeRollout, {"judge_prompt": "{answer}"}, "judge_prompt: {answer} is the answer to prompt; set prompt (or"),
-        (JudgeRollout, {"judge_prompt": "{text", "prompt": "{text}"}, "judge_prompt: the template is broken ("),
-        (JudgeRollout, {"judge_prompt": "{text}", "judge_params": {"model": "x"}}, "judge_params: 'model' cannot"),
+        (
+            JudgeRollout,
+            {"judge_prompt": "Rate"},
+            "judge_prompt: nothing is filled in, so every document would",
+        ),
+        (
+            JudgeRollout,
+            {"prompt": "{text}", "judge_prompt": "{text}"},
+            "judge_prompt: has no {answer}, so the judge",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "choice": ["a"]},
+            "choice: is for the answer that is judged; set",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "score_pattern": "("},
+            "score_pattern: '(' is not a regular expr",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "lowest": 2, "highest": 1},
+            "lowest: is 2, more than highest, which",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "highest": 5, "threshold": 6},
+            "threshold: is 6, more than highest",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{answer}"},
+            "judge_prompt: {answer} is the answer to prompt; set prompt (or",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text", "prompt": "{text}"},
+            "judge_prompt: the template is broken (",
+        ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "judge_params": {"model": "x"}},
+            "judge_params: 'model' cannot",
+        ),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict[str, Any], error: str) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(
+    kind: Any, settings: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     assert str(refused.value).startswith(error)
 
 
 def test_a_column_holds_the_vector_of_one_rollout() -> None:
-    with pytest.raises(ConfigError, match=r"^column: holds one vector, so rollouts_per_document must be 1"):
+    with pytest.raises(
+        ConfigError, match=r"^column: holds one vector, so rollouts_per_document must be 1"
+    ):
         for_config(EmbedRollout(column="vector"), config(rollouts_per_document=2))
 
 

@@ -10,7 +10,13 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError, InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout, chat, split_text
+from datatrove_ckpt.rollouts import (
+    ChunkedRollout,
+    CompletionRollout,
+    PromptRollout,
+    chat,
+    split_text,
+)
 
 ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."
 
@@ -38,7 +44,9 @@ class Server:
         self.ended += 1
         reason = self.reasons[number] if self.reasons else "stop"
         usage = {"prompt_tokens": 10, "details": {"cached": 1}, "tier": "x"}
-        return InferenceResult(text=f"{number}: {asked}", finish_reason=reason, usage=usage, reasoning=f"r{number}")
+        return InferenceResult(
+            text=f"{number}: {asked}", finish_reason=reason, usage=usage, reasoning=f"r{number}"
+        )
 
 
 def document(text: str = "Rain falls.", **metadata: Any) -> Document:
@@ -65,13 +73,23 @@ BRACES = "{id} {text.__class__} {} } {"
     ("rollout", "text", "prompt"),
     [
         (chat, "Rain falls.", "Rain falls."),
-        (PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}"), "Rain", "d1 in en: Rain {as it is}"),
+        (
+            PromptRollout("{id} in {metadata[lang]}: {text} {{as it is}}"),
+            "Rain",
+            "d1 in en: Rain {as it is}",
+        ),
         (PromptRollout(), BRACES, BRACES),
-        (PromptRollout('{"a": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]'), "a {b}", '{"a": 1}, twice: a {b}-a {b}'),
+        (
+            PromptRollout('{"a": 1}, twice: [[DOCUMENT]]-[[DOCUMENT]]'),
+            "a {b}",
+            '{"a": 1}, twice: a {b}-a {b}',
+        ),
     ],
 )
 def test_a_prompt_is_filled_in_from_the_document(rollout: Any, text: str, prompt: str) -> None:
-    assert asked(rollout, document(text, lang="en")) == {"messages": [{"role": "user", "content": prompt}]}
+    assert asked(rollout, document(text, lang="en")) == {
+        "messages": [{"role": "user", "content": prompt}]
+    }
 
 
 def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_prompt() -> None:
@@ -117,7 +135,9 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) 
         (ChunkedRollout, {"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict[str, Any], error: str) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(
+    kind: Any, settings: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     said = str(refused.value)
@@ -125,9 +145,13 @@ def test_settings_that_cannot_work_are_refused_at_once(kind: Any, settings: dict
 
 
 @pytest.mark.parametrize(("parallel", "at_once"), [(True, 3), (False, 1)])
-def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel: bool, at_once: int) -> None:
+def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(
+    parallel: bool, at_once: int
+) -> None:
     server = Server()
-    rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, separator="|", parallel=parallel)
+    rollout = ChunkedRollout(
+        "Q {text}", "S", max_chars_per_part=3, separator="|", parallel=parallel
+    )
     result = asyncio.run(rollout(document("one\n\ntwo\n\nsix"), server))
     assert result.text == "0: Q one|1: Q two|2: Q six"
     assert result.usage == {"prompt_tokens": 30, "details": {"cached": 3}}
@@ -136,9 +160,13 @@ def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel: b
     assert server.most == at_once
 
 
-def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_others_are_waited_for() -> None:
+def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_others_are_waited_for() -> (
+    None
+):
     for reasons in (("stop", "stop"), ("length", "stop"), ("stop", "length")):
-        result = asyncio.run(ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons)))
+        result = asyncio.run(
+            ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons))
+        )
         assert result.finish_reason == ("length" if "length" in reasons else "stop")
     server = Server(refuse="one")
     with pytest.raises(InferenceError):
@@ -157,7 +185,11 @@ def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_othe
         ("いち。に。", 3, ["いち。", "に。"]),
         ("four five six", 9, ["four five", "six"]),
         ("abcdefgh", 3, ["abc", "def", "gh"]),
-        ("tiny\n\nA sentence here. abcdefghijklmnop", 16, ["tiny", "A sentence here.", "abcdefghijklmnop"]),
+        (
+            "tiny\n\nA sentence here. abcdefghijklmnop",
+            16,
+            ["tiny", "A sentence here.", "abcdefghijklmnop"],
+        ),
     ],
 )
 def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[str]) -> None:
@@ -173,7 +205,9 @@ def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[s
         ("\n0123456789abcdefgh", "Say: \n0123456789ab. End."),
     ],
 )
-def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(text: str, expected: str) -> None:
+def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(
+    text: str, expected: str
+) -> None:
     rollout = PromptRollout(prompt="Say: {text}. End.", max_chars=24)
     assert asked(rollout, document(text))["messages"][0]["content"] == expected
     assert len(expected) <= 24

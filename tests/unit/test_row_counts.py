@@ -46,7 +46,9 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "input"
     folder.mkdir()
     for number in range(3):
-        (folder / f"{number}.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(number + 1)))
+        (folder / f"{number}.jsonl").write_text(
+            "".join(f'{{"text": "{i}"}}\n' for i in range(number + 1))
+        )
     return folder
 
 
@@ -54,7 +56,9 @@ def rows(folder: Path) -> int:
     return sum(block.rows for block in BlockInput(JsonlReader(folder.as_posix())))
 
 
-def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(folder: Path, counted: list[str]) -> None:
+def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(
+    folder: Path, counted: list[str]
+) -> None:
     assert rows(folder) == 6
     assert sorted(counted) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     counted.clear()
@@ -67,7 +71,9 @@ def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(folder: 
     assert sorted(counted) == ["1.jsonl", "3.jsonl"]
 
 
-def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(folder: Path, counted: list[str]) -> None:
+def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(
+    folder: Path, counted: list[str]
+) -> None:
     rows(folder)
     path = folder / "2.jsonl"
     time = path.stat().st_mtime_ns
@@ -87,7 +93,9 @@ def test_a_wrong_count_is_noticed_when_rows_are_read(folder: Path, cache: Path) 
     content["files"]["2.jsonl"]["rows"] = [2]
     kept.write_bytes(orjson.dumps(content))
     found = BlockInput(JsonlReader(folder.as_posix()))
-    with pytest.raises(CheckpointMismatch, match=r"2\.jsonl' has changed since its rows were counted"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"2\.jsonl' has changed since its rows were counted"
+    ):
         found.read(found[-1])
 
 
@@ -106,13 +114,17 @@ def test_without_a_place_for_counts_each_start_counts(
     assert len(warned) == 2
 
 
-def test_one_process_counts_and_the_others_wait_for_it(folder: Path, cache: Path, counted: list[str]) -> None:
+def test_one_process_counts_and_the_others_wait_for_it(
+    folder: Path, cache: Path, counted: list[str]
+) -> None:
     first = BlockInput(JsonlReader(folder.as_posix()))
     counted.clear()
     [kept] = cache.glob("*.json")
     kept.unlink()
     waits, found = threading.Event(), []
-    handler = logger.add(lambda message: waits.set() if "Another process counts" in message else None)
+    handler = logger.add(
+        lambda message: waits.set() if "Another process counts" in message else None
+    )
     counts = RowCounts(first._inputs, first._kind)
     with counts.counting():
         other = threading.Thread(target=lambda: found.append(rows(folder)))
@@ -126,7 +138,9 @@ def test_one_process_counts_and_the_others_wait_for_it(folder: Path, cache: Path
     assert counted == []
 
 
-def test_counts_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_counts_are_kept_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("DATATROVE_CKPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")

@@ -18,7 +18,18 @@ from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
-from tests.rank_folders import HERE, counts, done, failed, minute, minutes, start, stopped, work, write_rank
+from tests.rank_folders import (
+    HERE,
+    counts,
+    done,
+    failed,
+    minute,
+    minutes,
+    start,
+    stopped,
+    work,
+    write_rank,
+)
 
 T = 1_800_000_000.0
 """When the attempts of these tests start."""
@@ -54,10 +65,12 @@ def write_history(folder: Path, records: list[Record]) -> None:
     (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))
 
 
-# what ranks do -------------------------------------------------------------------------------------------------------
+# what ranks do -----------------------------------------------------------------------------------
 
 
-def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(
+    tmp_path: Path,
+) -> None:
     folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
     os.utime(folder / layout.COMMITS, (T, T))
     os.utime(layout.journal_path(folder, 3), (T + 40, T + 40))
@@ -71,12 +84,22 @@ KILLED = "attempt 1 was killed, or its node was lost; its last line is 4 min old
 @pytest.mark.parametrize(
     ("ends", "state", "reason"),
     [
-        ([failed(T + 5 * MIN, "DiskFull: no room")], "failed", "4 min ago on node7: DiskFull: no room"),
-        ([stopped(T + 5 * MIN)], "interrupted", "stopped by SIGTERM 4 min ago; what it did is saved"),
+        (
+            [failed(T + 5 * MIN, "DiskFull: no room")],
+            "failed",
+            "4 min ago on node7: DiskFull: no room",
+        ),
+        (
+            [stopped(T + 5 * MIN)],
+            "interrupted",
+            "stopped by SIGTERM 4 min ago; what it did is saved",
+        ),
         ([], "lost", KILLED),
     ],
 )
-def test_a_rank_whose_attempt_ended_says_how(tmp_path: Path, ends: list[Record], state: str, reason: str) -> None:
+def test_a_rank_whose_attempt_ended_says_how(
+    tmp_path: Path, ends: list[Record], state: str, reason: str
+) -> None:
     write_rank(tmp_path, history=[start(T, job="17_3"), *minutes(T, 5, 1), *ends])
     if not ends:  # where locks end at the node, a history that goes on is a rank that runs
         assert read_one(tmp_path, T + 6 * MIN).state == "running"
@@ -112,7 +135,9 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold
     assert not_yet.trouble is None
 
 
-def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path: Path, hold: Hold) -> None:
+def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(
+    tmp_path: Path, hold: Hold
+) -> None:
     def line(number: int) -> Record:
         errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
         done = min(number, 60) * 10
@@ -139,7 +164,9 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> 
     write_history(folder, [*lines[:4], replace(death, name="judge 0"), *lines[4:]])
     assert "its server judge 0 died" in read_one(tmp_path, T + 11 * MIN).reason
     assert died == "no answer and no document for 10 min: its server died 9 min ago (exit code 1)"
-    assert starting == "no answer and no document for 10 min: its server was started again 8 min ago"
+    assert (
+        starting == "no answer and no document for 10 min: its server was started again 8 min ago"
+    )
 
 
 @pytest.mark.parametrize(("seconds", "is_stuck"), [(28.0, False), (31.0, True), (590.0, True)])
@@ -197,7 +224,10 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
     tmp_path: Path, hold: Hold
 ) -> None:
     wait = Wait(50.0, 70.0, "book 7", all_started=True)
-    lines = [*minutes(T, 5, 60, 300), minute(T + 6 * MIN, 299, 300, in_flight=1, waiting=0, wait=wait)]
+    lines = [
+        *minutes(T, 5, 60, 300),
+        minute(T + 6 * MIN, 299, 300, in_flight=1, waiting=0, wait=wait),
+    ]
     hold(write_rank(tmp_path, 3, [start(T, host=HERE), *lines], chunks=29, journal=9, tasks=4))
     for number in (0, 1, 2):
         history = [start(T), *minutes(T, 1, 300, 300), done(T + MIN)]
@@ -205,7 +235,10 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
     state = read(tmp_path, T + 6 * MIN + 20)
     assert state.totals.time_left is None
     assert state.ranks[3].rates.documents > 0
-    assert topic(state, "in flight") == "1, 0 waiting as of 20 s ago; the oldest for 70 s: rank 3 (document book 7)"
+    assert (
+        topic(state, "in flight")
+        == "1, 0 waiting as of 20 s ago; the oldest for 70 s: rank 3 (document book 7)"
+    )
     assert state.troubled == [], "it is not slow"
 
 
@@ -221,11 +254,19 @@ def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
     tmp_path: Path, hold: Hold, ran: int, slow: list[int]
 ) -> None:
     for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
-        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *minutes(T, ran, per_minute)]))
+        hold(
+            write_rank(
+                tmp_path, number, history=[start(T, host=HERE), *minutes(T, ran, per_minute)]
+            )
+        )
     state = read(tmp_path, T + ran * MIN)
     assert [rank.rank for rank in state.troubled] == slow
-    assert [rank.trouble for rank in state.ranks] == ["slow" if rank.rank in slow else None for rank in state.ranks]
-    assert state.ranks[4].reason == ("0.4 documents/s; the median of 6 ranks is 1.01" if slow else "")
+    assert [rank.trouble for rank in state.ranks] == [
+        "slow" if rank.rank in slow else None for rank in state.ranks
+    ]
+    assert state.ranks[4].reason == (
+        "0.4 documents/s; the median of 6 ranks is 1.01" if slow else ""
+    )
 
 
 def test_a_rank_with_long_documents_is_not_slow(tmp_path: Path, hold: Hold) -> None:
@@ -243,7 +284,12 @@ def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_
     write_rank(tmp_path, chunks=2, journal=3)
     state = read(tmp_path)
     (rank,) = state.ranks
-    assert (rank.state, rank.trouble, rank.documents, rank.attempts) == ("unfinished", "unfinished", 23, [])
+    assert (rank.state, rank.trouble, rank.documents, rank.attempts) == (
+        "unfinished",
+        "unfinished",
+        23,
+        [],
+    )
     assert state.totals.average.documents == 0
     assert state.totals.time_left is None
     assert state.newest is not None
@@ -264,7 +310,7 @@ def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path: Path) -> No
     assert read_one(tmp_path, T + 7 * MIN).share == pytest.approx(40 / 60)
 
 
-# sums ----------------------------------------------------------------------------------------------------------------
+# sums --------------------------------------------------------------------------------------------
 
 
 def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
@@ -274,10 +320,18 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
         hold(write_rank(tmp_path, number, history, chunks=5, journal=10, tasks=4))
     state = read(tmp_path, T + 11 * MIN)
     totals = state.totals
-    assert (state.tasks, totals.not_started, dict(totals.states)) == (4, 1, {"finished": 1, "running": 2})
+    assert (state.tasks, totals.not_started, dict(totals.states)) == (
+        4,
+        1,
+        {"finished": 1, "running": 2},
+    )
     assert (totals.documents, totals.chunks, totals.unfinished_chunks) == (100 + 60 * 2, 20, 2)
     # The fourth rank is taken to have as much as the others on average: (100 + 200 + 200) / 3.
-    assert (totals.position.done, totals.position.total, totals.position.unit) == (220, 500 + 166, "rows")
+    assert (totals.position.done, totals.position.total, totals.position.unit) == (
+        220,
+        500 + 166,
+        "rows",
+    )
     assert totals.total_is_estimated
     assert totals.rates.documents == pytest.approx(2 / 6)
     assert totals.time_left == pytest.approx((666 - 220) / (2 / 6))
@@ -290,26 +344,44 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert state.newest == T + 11 * MIN
 
 
-def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path: Path, hold: Hold) -> None:
+def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(
+    tmp_path: Path, hold: Hold
+) -> None:
     for number in range(100):
         at = T + number // 2 * 4
         history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
         write_rank(tmp_path, number, history, chunks=1, finished=True, tasks=1000)
     for number in (100, 101):
-        hold(write_rank(tmp_path, number, [start(T + 199, host=HERE), minute(T + 199, 0)], tasks=1000))
+        hold(
+            write_rank(
+                tmp_path, number, [start(T + 199, host=HERE), minute(T + 199, 0)], tasks=1000
+            )
+        )
     totals = read(tmp_path, T + 200).totals
     assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
     assert totals.time_left == pytest.approx(9000 / 5)
 
 
 def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path: Path, hold: Hold) -> None:
-    hold(write_rank(tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 5, 10, 100)]))
+    hold(
+        write_rank(
+            tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 5, 10, 100)]
+        )
+    )
     assert read_one(tmp_path, T + 5 * MIN + 50).position == (75, 100, "rows"), "50 in the last line"
 
 
-def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path: Path, hold: Hold) -> None:
+def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(
+    tmp_path: Path, hold: Hold
+) -> None:
     hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
-    hold(write_rank(tmp_path, 1, [start(T + 350, host=HERE), minute(T + 350, 0, 3600), minute(T + 360, 1, 3600)]))
+    hold(
+        write_rank(
+            tmp_path,
+            1,
+            [start(T + 350, host=HERE), minute(T + 350, 0, 3600), minute(T + 360, 1, 3600)],
+        )
+    )
     state = read(tmp_path, T + 6 * MIN)
     assert state.ranks[1].time_left is None
     assert state.totals.time_left < 2 * 3600
@@ -325,7 +397,12 @@ def test_ranks_of_one_document_are_not_slow(tmp_path: Path, hold: Hold) -> None:
 
 def test_the_time_left_is_without_ranks_at_a_halt(tmp_path: Path, hold: Hold) -> None:
     hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)], chunks=36))
-    write_rank(tmp_path, 1, [start(T, host=HERE), *minutes(T, 5, 60, 3600), failed(T + 5 * MIN, "x")], chunks=30)
+    write_rank(
+        tmp_path,
+        1,
+        [start(T, host=HERE), *minutes(T, 5, 60, 3600), failed(T + 5 * MIN, "x")],
+        chunks=30,
+    )
     totals = read(tmp_path, T + 6 * MIN).totals
     assert (totals.time_left, totals.halted) == (pytest.approx(3600 - 360), 1)
 
@@ -360,9 +437,13 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, ho
 
 
 def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path) -> None:
-    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [("ValueError", "no\nsuch")]
+    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [
+        ("ValueError", "no\nsuch")
+    ]
     write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
-    write_rank(tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True)
+    write_rank(
+        tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True
+    )
     totals = read(tmp_path).totals
     assert totals.counts.dead == 4
     assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
@@ -374,8 +455,13 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(
     monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
     write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
     rank = read_one(tmp_path)
-    assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (20, 6, 1, False)
+    assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (
+        20,
+        6,
+        1,
+        False,
+    )
     assert rank.unfinished == counts(6)
 
 
-# commits -------------------------------------------------------------------------------------------------------------
+# commits -----------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Rows of tables as samples: the values of pyarrow, but token rows are arrays that can be written."""
+"""Rows of tables as samples: the values of pyarrow, but token rows are arrays that can be
+written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ COLUMNS = {
     "nothing": pa.nulls(4),
     "view": pa.array(["a", "b" * 20, None, ""], pa.string_view()),
     "list of views": pa.array([["a"], [], None, ["b" * 20, None]], pa.list_(pa.string_view())),
-    "view in a struct": pa.array([{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])),
+    "view in a struct": pa.array(
+        [{"a": "x" * i} for i in range(4)], pa.struct([("a", pa.string_view())])
+    ),
     "run ends": pc.run_end_encode(pa.array([1, 1, 2, 2])),
     "list view": pa.array([[1], [], None, [2, 3]], pa.list_view(pa.int32())),
     "map": pa.array([[("a", 1)], [], None, [("b", 2)]], pa.map_(pa.string(), pa.int32())),
@@ -50,7 +54,9 @@ def sliced(array: Any) -> list[pa.Table]:
     """The same column as a whole, as a part of a longer one, and in several chunks."""
     longer = pa.concat_arrays([array, array, array])
     chunks = pa.chunked_array([array.slice(0, 1), array.slice(1, 0), array.slice(1)])
-    return [pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)]
+    return [
+        pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)
+    ]
 
 
 def test_values_are_those_of_pyarrow() -> None:
@@ -61,14 +67,20 @@ def test_values_are_those_of_pyarrow() -> None:
 
 @pytest.mark.parametrize("together", [1, 8, 10**9])
 @pytest.mark.parametrize("name", LISTS)
-def test_lists_of_numbers_are_arrays_of_their_own(name: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_numbers_are_arrays_of_their_own(
+    name: str, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples, "_COPIED_TOGETHER", together)
     for table in sliced(LISTS[name]):
         rows = [row["a"] for row in table_rows(table)]
         assert [row.tolist() for row in rows] == table["a"].to_pylist()
-        assert {row.dtype for row in rows} == {np.dtype(LISTS[name].type.value_type.to_pandas_dtype())}
+        assert {row.dtype for row in rows} == {
+            np.dtype(LISTS[name].type.value_type.to_pandas_dtype())
+        }
         for row in rows:
-            assert row.base.nbytes <= together + max(one.nbytes for one in rows), "a row keeps few others in memory"
+            assert row.base.nbytes <= together + max(one.nbytes for one in rows), (
+                "a row keeps few others in memory"
+            )
             row += 1
         assert table["a"].to_pylist() == LISTS[name].to_pylist()
 
@@ -96,7 +108,9 @@ BIG = 2**53
     ],
     ids=str,
 )
-def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[Any], dtype: Any) -> None:
+def test_numbers_of_json_become_an_array_only_if_that_changes_none(
+    values: list[Any], dtype: Any
+) -> None:
     made = json_row({"a": values})["a"]
     if dtype is None:
         assert [(type(one), one) for one in made] == [(type(one), one) for one in values]
@@ -106,7 +120,7 @@ def test_numbers_of_json_become_an_array_only_if_that_changes_none(values: list[
         made += 0
 
 
-# Rows taken out of several tables: those that pyarrow takes out of one -----------------------------------------------
+# Rows taken out of several tables: those that pyarrow takes out of one ---------------------------
 
 
 ALL = COLUMNS | LISTS
@@ -128,7 +142,9 @@ def check(tables: list[pa.Table], rows: list[int]) -> None:
         assert taken.schema == whole.schema
         places = np.concatenate([places for places, _ in parts])
         found = dict(zip(places.tolist(), taken.to_pylist(), strict=True))
-        assert [found[place] for place in range(len(rows))] == [whole.to_pylist()[number] for number in rows]
+        assert [found[place] for place in range(len(rows))] == [
+            whole.to_pylist()[number] for number in rows
+        ]
 
 
 @pytest.mark.usefixtures("small")

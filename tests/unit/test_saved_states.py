@@ -1,6 +1,8 @@
-"""This version continues the states that users keep beside their models: tests/data/contracts/states.json.
+"""This version continues the states that users keep beside their models:
+tests/data/contracts/states.json.
 
-Who means to change them writes them anew: DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 THIS_FILE
+Who means to change them writes them anew: DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0
+THIS_FILE
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def reader(folder: Path, **options: Any) -> JsonlReader:
 
 
 def mix(folder: Path) -> Mix:
-    return Mix([Rows([f"{name}{i}" for i in range(8)], shuffles=True) for name in "ab"], [2, 1], 1, "drop")
+    return Mix(
+        [Rows([f"{name}{i}" for i in range(8)], shuffles=True) for name in "ab"], [2, 1], 1, "drop"
+    )
 
 
 SOURCES: dict[str, Callable[[Path], Any]] = {
@@ -43,7 +47,11 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 
 
 def shown(sample: Any) -> Any:
-    return sample if isinstance(sample, str) else getattr(sample, "id", None) or sample["input_ids"].tolist()
+    return (
+        sample
+        if isinstance(sample, str)
+        else getattr(sample, "id", None) or sample["input_ids"].tolist()
+    )
 
 
 def kept(name: str, make: Callable[[], Any]) -> Any:
@@ -92,10 +100,14 @@ def test_states_of_all_ranks_become_the_same_one() -> None:
         order = {"shuffle_seed": 1, "window": [1000, None]}
         files, done = {"rows": 100, "files": 2}, (Round(Topology(3, 2, 4), (4, 4, 4, 4, 0, 0)),)
         slots = [Slot(rank, 2, worker, 1) for rank in range(2) for worker in range(1)]
-        states = [DatasetState(2, order, files, done, slot, 8, 1, 4, "drop").to_json() for slot in slots]
+        states = [
+            DatasetState(2, order, files, done, slot, 8, 1, 4, "drop").to_json() for slot in slots
+        ]
         return {"states": states, "merged": merge(states)}
 
     then = kept("ReaderDataset", make)
     assert merge(then["states"]) == sealed(then["merged"])
     for state in (*then["states"], then["merged"]):
-        assert DatasetState.from_json(state).to_json() | {"checksum": None} == state | {"checksum": None}
+        assert DatasetState.from_json(state).to_json() | {"checksum": None} == state | {
+            "checksum": None
+        }

@@ -22,14 +22,21 @@ def payload(text: str, **params: Any) -> dict[str, Any]:
 async def twice(document: Document, generate: Any) -> Any:
     """Two equal requests, and one that differs."""
     same = payload(document.text)
-    return [answer.text for answer in await asyncio.gather(generate(same), generate(same), generate(payload("other")))]
+    return [
+        answer.text
+        for answer in await asyncio.gather(
+            generate(same), generate(same), generate(payload("other"))
+        )
+    ]
 
 
 def seeds(server: FakeServer) -> list[int]:
     return [one["seed"] for one in server.payloads]
 
 
-def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(tmp_path: Path, server: FakeServer) -> None:
+def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(
+    tmp_path: Path, server: FakeServer
+) -> None:
     given = [*documents(2), Document(text="a", id="same"), Document(text="a", id="same")]
     runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(given)
     assert len(seeds(server)) == 24 == len(set(seeds(server)))
@@ -49,7 +56,9 @@ def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="once"):
             runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
         failing = False
-        runner(tmp_path / "a", server, rollout, config={"seed": 7}, accept_changes=True).run(documents(2))
+        runner(tmp_path / "a", server, rollout, config={"seed": 7}, accept_changes=True).run(
+            documents(2)
+        )
         runner(tmp_path / "b", undisturbed, rollout, config={"seed": 7}).run(documents(2))
     assert len(server.payloads) == 4
     assert outputs(tmp_path / "a/output") == outputs(tmp_path / "b/output")
@@ -60,12 +69,16 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer
         return await generate(payload(document.text, seed=1))
 
     runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
-    runner(tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}).run(documents(2))
+    runner(
+        tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}
+    ).run(documents(2))
     assert seeds(server) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(tmp_path: Path, server: FakeServer, before: int | None, after: int | None) -> None:
+def test_another_seed_is_another_run(
+    tmp_path: Path, server: FakeServer, before: int | None, after: int | None
+) -> None:
     runner(tmp_path, server, config={"seed": before}).run(documents(2))
     with pytest.raises(CheckpointMismatch, match="seed: "):
         runner(tmp_path, server, config={"seed": after}).run(documents(2))

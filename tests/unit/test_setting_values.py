@@ -20,7 +20,12 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
         ("rollout_fn.generation_params", {"a": None}, {}, False),
         ("rollout_fn.json_schema", ONE, ONE, True),
         ("rollout_fn.json_schema", ONE, OTHER, False),
-        ("default_generation_params", {"x": 1, "structured_outputs": ONE}, {"structured_outputs": ONE, "x": 1}, True),
+        (
+            "default_generation_params",
+            {"x": 1, "structured_outputs": ONE},
+            {"structured_outputs": ONE, "x": 1},
+            True,
+        ),
         ("default_generation_params", {"guided_json": ONE}, {"guided_json": OTHER}, False),
         ("model_kwargs", {"a": ONE}, {"a": OTHER}, True),
         ("output_writer", "JsonlWriter", "datatrove.JsonlWriter", True),

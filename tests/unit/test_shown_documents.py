@@ -8,7 +8,12 @@ import pytest
 
 from datatrove_ckpt.maintenance.documents import _text
 
-_USUAL = {"finish_reason": "stop", "usage": {"prompt_tokens": 1}, "reasoning": None, "logprobs": {"content": [1]}}
+_USUAL = {
+    "finish_reason": "stop",
+    "usage": {"prompt_tokens": 1},
+    "reasoning": None,
+    "logprobs": {"content": [1]},
+}
 
 
 @pytest.mark.parametrize(
@@ -18,11 +23,19 @@ _USUAL = {"finish_reason": "stop", "usage": {"prompt_tokens": 1}, "reasoning": N
         ({"text": "a", "tool_calls": [], "choices": []}, "a"),
         ({"text": "", "tool_calls": [{"id": "1"}]}, '{"tool_calls":[{"id":"1"}]}'),
         (
-            {"text": "a", "choices": [{"text": "a", **_USUAL}, {"text": "b", **_USUAL}], "score": 1},
+            {
+                "text": "a",
+                "choices": [{"text": "a", **_USUAL}, {"text": "b", **_USUAL}],
+                "score": 1,
+            },
             'a\n\nb\n{"score":1}',
         ),
         (
-            {"text": "a", "tool_calls": [7], "choices": [{"text": "a", "tool_calls": [7]}, {"text": "b"}]},
+            {
+                "text": "a",
+                "tool_calls": [7],
+                "choices": [{"text": "a", "tool_calls": [7]}, {"text": "b"}],
+            },
             'a\n{"tool_calls":[7]}\n\nb',
         ),
         ({"text": "", "choices": [{"text": "", **_USUAL, "refusal": "no"}]}, '{"refusal":"no"}'),
@@ -30,5 +43,7 @@ _USUAL = {"finish_reason": "stop", "usage": {"prompt_tokens": 1}, "reasoning": N
         ({"text": "a", "score": 0.0, "judgement": "bad"}, 'a\n{"score":0.0,"judgement":"bad"}'),
     ],
 )
-def test_a_result_is_shown_with_what_it_has_beside_its_text(result: dict[str, Any], said: str) -> None:
+def test_a_result_is_shown_with_what_it_has_beside_its_text(
+    result: dict[str, Any], said: str
+) -> None:
     assert _text({**result, **_USUAL}) == said

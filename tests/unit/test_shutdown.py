@@ -17,7 +17,9 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 def test_the_states_of_a_stop() -> None:
     shutdown, states = Shutdown(20), []
-    shutdown.call(lambda: states.append((shutdown.is_requested, shutdown.is_fast, shutdown.aborted)))
+    shutdown.call(
+        lambda: states.append((shutdown.is_requested, shutdown.is_fast, shutdown.aborted))
+    )
     shutdown.check()
     assert not shutdown.is_requested
     before = time.monotonic()
@@ -49,9 +51,13 @@ async def test_a_failure_aborts_and_the_first_one_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "in_time"), [(lambda shutdown: None, True), (Shutdown.fast_stop, False)], ids=["in time", "fast stop"]
+    ("change", "in_time"),
+    [(lambda shutdown: None, True), (Shutdown.fast_stop, False)],
+    ids=["in time", "fast stop"],
 )
-async def test_the_event_loop_is_woken_from_any_thread(change: Callable[[Shutdown], None], in_time: bool) -> None:
+async def test_the_event_loop_is_woken_from_any_thread(
+    change: Callable[[Shutdown], None], in_time: bool
+) -> None:
     shutdown = Shutdown(600)
     threading.Timer(0.01, shutdown.request, ["SIGTERM"]).start()
     await shutdown.requested()

@@ -1,4 +1,7 @@
-"""Submitting to Slurm, where there is none: a fake sbatch. The real one is in tests/real/test_slurm.py."""
+"""Submitting to Slurm, where there is none: a fake sbatch.
+
+The real one is in tests/real/test_slurm.py.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,11 @@ def scripted(printed: str) -> str:
 
 
 def directives(text: str) -> dict[str, str]:
-    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    lines = [
+        line.removeprefix("#SBATCH --")
+        for line in text.splitlines()
+        if line.startswith("#SBATCH --")
+    ]
     return dict(line.partition("=")[::2] for line in lines)
 
 
@@ -95,13 +102,22 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
     assert script["array"] == "0-19"
     assert script["output"] == "slurm_run/logs/slurm/%A_%a.out"
     assert (script["signal"], script["open-mode"], script["requeue"]) == ("USR1@180", "append", "")
-    assert f"\nsrun -l -n 1 launch_pickled_pipeline {login_node}/slurm_run/logs/executor.pik\n" in printed
+    assert (
+        f"\nsrun -l -n 1 launch_pickled_pipeline {login_node}/slurm_run/logs/executor.pik\n"
+        in printed
+    )
     assert sorted(login_node.rglob("*")) == before
 
 
 @pytest.mark.slow
-def test_what_is_submitted_is_what_the_dry_run_printed(login_node: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["--executor.nodes_per_task=2", "--executor.srun_args={mpi: none}", "--executor.tasks=50"]
+def test_what_is_submitted_is_what_the_dry_run_printed(
+    login_node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [
+        "--executor.nodes_per_task=2",
+        "--executor.srun_args={mpi: none}",
+        "--executor.tasks=50",
+    ]
     assert run("--dry-run", *changes) == 0
     printed = scripted(capsys.readouterr().out)
     assert run(*changes) == 0
@@ -124,7 +140,11 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
         f"To add workers, now or later: datatrove-ckpt run {CONFIG} ",
     ):
         assert part in said
-    assert Path("submitted/7").read_text().startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
+    assert (
+        Path("submitted/7")
+        .read_text()
+        .startswith(f"--export=ALL,RUN_OFFSET=0{login_node}:elsewhere\n")
+    )
     last = Path("submitted/8").read_text()
     script = directives(last)
     assert script["dependency"] == "afterany:7"
@@ -156,7 +176,9 @@ def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
 ) -> None:
     output = "--pipeline.1.output_writer.output_folder=hf://datasets/org/data/part"
     assert run(output) == 1
-    assert "make it: hf repos create org/data --repo-type dataset --private" in capsys.readouterr().err
+    assert (
+        "make it: hf repos create org/data --repo-type dataset --private" in capsys.readouterr().err
+    )
     assert not list(Path("submitted").iterdir())
     hub.create_repo("org/data")
     assert run(output) == 0
@@ -175,7 +197,9 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert run("--executor.tasks=5") == 0
     assert "2 workers for 2 of 5 tasks. " in capsys.readouterr().out
     assert directives(Path("submitted/7").read_text())["array"] == "0-1"
-    assert run("--executor.tasks=5", "--executor.workers=1") == 0, "while the first ones are in the queue"
+    assert run("--executor.tasks=5", "--executor.workers=1") == 0, (
+        "while the first ones are in the queue"
+    )
     assert "Submitted job 9: 1 worker for 2 of 5 tasks. " in capsys.readouterr().out
     mark_as_finished(3, tasks=3)
     assert run("--executor.tasks=3", "--dry-run") == 0
@@ -211,7 +235,13 @@ def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
         folder.absolute(),
         0,
         1,
-        RunIdentity({name: value for name, value in read_run(folder / "00000/run.json").items() if name != "format"}),
+        RunIdentity(
+            {
+                name: value
+                for name, value in read_run(folder / "00000/run.json").items()
+                if name != "format"
+            }
+        ),
         lambda: None,
         lambda: None,
         mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
@@ -258,10 +288,17 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "there"),
-    [("8", "Already submitted: job 7, without the job that checks"), ("7", "Nothing was submitted.")],
+    [
+        ("8", "Already submitted: job 7, without the job that checks"),
+        ("7", "Nothing was submitted."),
+    ],
 )
 def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
-    login_node: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: str, there: str
+    login_node: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: str,
+    there: str,
 ) -> None:
     monkeypatch.setenv("REFUSED", number)
     assert run() == 1

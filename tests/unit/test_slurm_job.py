@@ -20,7 +20,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script.chmod(0o755)
     (tmp_path / "record").write_text(PREEMPTED)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name, value in (("JOB_ID", "17"), ("ARRAY_JOB_ID", "17"), ("ARRAY_TASK_ID", "3"), ("PROCID", "0")):
+    for name, value in (
+        ("JOB_ID", "17"),
+        ("ARRAY_JOB_ID", "17"),
+        ("ARRAY_TASK_ID", "3"),
+        ("PROCID", "0"),
+    ):
         monkeypatch.setenv(f"SLURM_{name}", value)
     return tmp_path / "asked"
 

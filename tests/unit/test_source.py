@@ -15,7 +15,9 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 
 @pytest.mark.parametrize("steps", range(6))
 async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
-    """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited without end."""
+    """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited without
+    end.
+    """
     blocked = threading.Event()
 
     def documents() -> Iterator[Document]:

@@ -7,7 +7,12 @@ import itertools
 from pathlib import Path
 
 from datatrove_ckpt.common.redaction import Redactor
-from datatrove_ckpt.inference.servers.server import last_line, read_log, starting_line, wait_for_first
+from datatrove_ckpt.inference.servers.server import (
+    last_line,
+    read_log,
+    starting_line,
+    wait_for_first,
+)
 
 
 async def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) -> None:
@@ -36,8 +41,12 @@ async def test_its_window_ends_the_wait_without_a_line(log: list[str]) -> None:
 
 def test_the_line_shows_the_end_of_the_log_without_secrets(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    path.write_text("an earlier server\nLoading shards: 10%\rLoading shards: 40% with key abcdefgh12345678\n\n")
-    line = starting_line("vllm", 61.4, 1800.0, path, Redactor("Bearer abcdefgh12345678")(read_log(path, 18)))
+    path.write_text(
+        "an earlier server\nLoading shards: 10%\rLoading shards: 40% with key abcdefgh12345678\n\n"
+    )
+    line = starting_line(
+        "vllm", 61.4, 1800.0, path, Redactor("Bearer abcdefgh12345678")(read_log(path, 18))
+    )
     assert line == (
         f"The vllm server is starting, 61 s of at most 1800 s. The last line of its log ({path}): "
         "Loading shards: 40% with key ***"

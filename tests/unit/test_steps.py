@@ -13,7 +13,12 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.readers.step_records import StepRecord, describe_pipeline, differences, plain_settings
+from datatrove_ckpt.readers.step_records import (
+    StepRecord,
+    describe_pipeline,
+    differences,
+    plain_settings,
+)
 
 
 class Filter(PipelineStep):

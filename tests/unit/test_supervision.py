@@ -1,4 +1,6 @@
-"""The parts of supervision, without a server: which target a request gets, what a lease contains, what metrics say."""
+"""The parts of supervision, without a server: which target a request gets, what a lease contains,
+what metrics say.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import node
-from datatrove_ckpt.inference.servers.probes import Metrics, parse_metrics, read_metrics, request_health
+from datatrove_ckpt.inference.servers.probes import (
+    Metrics,
+    parse_metrics,
+    read_metrics,
+    request_health,
+)
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.jobs import leased_gpus
@@ -31,7 +38,7 @@ def config(**settings: Any) -> InferenceConfig:
     return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
 
 
-# routing ---------------------------------------------------------------------------------------------------------
+# routing -----------------------------------------------------------------------------------------
 
 
 def router(targets: int = 1, limit: int = 100) -> Router:
@@ -124,7 +131,8 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
     waiting, next_one = acquire(made), acquire(made)
     await settle()
     waiting.cancel()
-    made.release(made.targets[0], Request())  # goes to `next_one`: the request before it is cancelled already
+    # Goes to `next_one`: the request before it is cancelled already.
+    made.release(made.targets[0], Request())
     await next_one
     granted = acquire(made)
     await settle()
@@ -226,7 +234,7 @@ async def test_when_no_server_will_come_back_every_request_fails() -> None:
             await task
 
 
-# leases ----------------------------------------------------------------------------------------------------------
+# leases ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -267,12 +275,16 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_replicas_get_gpus_of_their_own(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_get_gpus_of_their_own(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
 
     async with leased_gpus(config(replicas=2, tp=2)) as leases:
         assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
-    with pytest.raises(ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"):
+    with pytest.raises(
+        ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"
+    ):
         await gpus(replicas=3, tp=2)
 
 
@@ -312,14 +324,23 @@ def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
 
 
 def named(**models: dict[str, Any]) -> list[InferenceConfig]:
-    return [*models_of({name: InferenceConfig("vllm", "m", **settings) for name, settings in models.items()}).values()]
+    return [
+        *models_of(
+            {name: InferenceConfig("vllm", "m", **settings) for name, settings in models.items()}
+        ).values()
+    ]
 
 
 @asynccontextmanager
-async def leased(configs: list[InferenceConfig], without: Collection[str] = ()) -> AsyncIterator[dict[str, list[str]]]:
+async def leased(
+    configs: list[InferenceConfig], without: Collection[str] = ()
+) -> AsyncIterator[dict[str, list[str]]]:
     found = await node.lease_gpus(configs, without)
     try:
-        yield {name: [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] for name, leases in found.items()}
+        yield {
+            name: [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases]
+            for name, leases in found.items()
+        }
     finally:
         for lease in itertools.chain(*found.values()):
             lease.close()
@@ -332,8 +353,14 @@ async def leased(configs: list[InferenceConfig], without: Collection[str] = ()) 
     [
         ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
         ({"writer": {"gpus": 3}, "judge": {"gpus": 1}}, {"writer": ["0,1,2"], "judge": ["3"]}),
-        ({"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}}, {"writer": [""], "judge": ["0,1", "2,3"]}),
-        ({"writer": {"gpus": 2, "replicas": 2}, "judge": {}}, {"writer": ["0", "1"], "judge": ["2"]}),
+        (
+            {"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}},
+            {"writer": [""], "judge": ["0,1", "2,3"]},
+        ),
+        (
+            {"writer": {"gpus": 2, "replicas": 2}, "judge": {}},
+            {"writer": ["0", "1"], "judge": ["2"]},
+        ),
     ],
 )
 async def test_models_divide_the_gpus(
@@ -346,7 +373,9 @@ async def test_models_divide_the_gpus(
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_a_single_model_gets_the_gpus_that_it_asks_for(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_model_gets_the_gpus_that_it_asks_for(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     assert await gpus(gpus=2) == [("0", "1")]
     with pytest.raises(ConfigError, match="gpus: its servers need 5 GPUs, and this task sees 4"):
@@ -356,9 +385,15 @@ async def test_a_single_model_gets_the_gpus_that_it_asks_for(executor: str, monk
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tp": 2, "gpus": 1}, r"gpus: 1 GPUs cannot be divided among 1 servers with tp \* dp \* pp = 2"),
+        (
+            {"tp": 2, "gpus": 1},
+            r"gpus: 1 GPUs cannot be divided among 1 servers with tp \* dp \* pp = 2",
+        ),
         ({"replicas": 2, "gpus": 3}, "gpus: 3 GPUs cannot be divided among 2 servers"),
-        ({"server_type": "endpoint", "endpoint_url": "http://h", "gpus": 1}, "gpus: is for servers that the run"),
+        (
+            {"server_type": "endpoint", "endpoint_url": "http://h", "gpus": 1},
+            "gpus: is for servers that the run",
+        ),
     ],
 )
 def test_gpus_that_cannot_be_divided_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -390,7 +425,9 @@ async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("four_gpus")
 async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
-    """Two ranks that each held one model's share while they wait for the other's would wait for each other."""
+    """Two ranks that each held one model's share while they wait for the other's would wait for
+    each other.
+    """
     async with leased(named(writer={"tp": 2})) as first:
         with pytest.raises(ConfigError, match="workers: this rank needs 3 of the GPUs 0,1,2,3"):
             await node.lease_gpus(named(writer={"tp": 2}, judge={}))
@@ -415,7 +452,9 @@ async def test_a_lease_that_no_model_came_for_is_given_back() -> None:
 def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
-    server = subprocess.Popen([sys.executable, "-c", script], pass_fds=descriptors, stdin=pipe, stdout=pipe)
+    server = subprocess.Popen(
+        [sys.executable, "-c", script], pass_fds=descriptors, stdin=pipe, stdout=pipe
+    )
     server.stdout.readline()
     return server
 
@@ -457,7 +496,7 @@ def test_a_cache_folder_that_cannot_be_made_is_a_warning(
     assert "common cache folder" in log[0]
 
 
-# metrics ---------------------------------------------------------------------------------------------------------
+# metrics -----------------------------------------------------------------------------------------
 
 VLLM_METRICS = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -482,14 +521,18 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
         ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
     ],
 )
-def test_metrics_of_all_engines_of_a_server_are_added_up(server_type: Any, page: str, read: Metrics | None) -> None:
+def test_metrics_of_all_engines_of_a_server_are_added_up(
+    server_type: Any, page: str, read: Metrics | None
+) -> None:
     assert parse_metrics(ENGINES[server_type].metrics, page) == read
 
 
-# keys ------------------------------------------------------------------------------------------------------------
+# keys --------------------------------------------------------------------------------------------
 
 
-async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def at_the_limit(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 

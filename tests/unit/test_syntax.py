@@ -1,4 +1,7 @@
-"""Source is parsed by one thread at a time: CPython 3.11 fails with SystemError when two do it at once."""
+"""Source is parsed by one thread at a time:
+
+CPython 3.11 fails with SystemError when two do it at once.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most == 1
 
 
-def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     left = [SystemError("AST constructor recursion depth mismatch (before=139, after=79)")] * 3
     real = ast.parse
 

@@ -1,4 +1,7 @@
-"""datatrove logs the end of each task as an exception. What it says of ours is changed, and nothing else."""
+"""datatrove logs the end of each task as an exception.
+
+What it says of ours is changed, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,10 @@ def test_errors_of_others_stay_as_they_are(said: Any) -> None:
 
 
 def test_no_foreign_text_forges_a_line_or_moves_the_cursor(said: Any) -> None:
-    for error in (CheckpointMismatch("a\n2026 | ERROR | forged\x1b[2J"), ValueError("a\n2026 | ERROR | forged\x1b[2J")):
+    for error in (
+        CheckpointMismatch("a\n2026 | ERROR | forged\x1b[2J"),
+        ValueError("a\n2026 | ERROR | forged\x1b[2J"),
+    ):
         for text in said(error):
             assert "\n2026 |" not in text
             assert "\x1b[2J" not in text

@@ -1,4 +1,6 @@
-"""Percent, rates and time left of a command, and the bar that shows them as the last line of a terminal."""
+"""Percent, rates and time left of a command, and the bar that shows them as the last line of a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def rank(documents: int, done: int, total: int | None = 100, attempt: int = 1, **numbers: int) -> RankProgress:
+def rank(
+    documents: int, done: int, total: int | None = 100, attempt: int = 1, **numbers: int
+) -> RankProgress:
     share = None
     if total is not None:
         share = done / total if total else 1.0
@@ -51,7 +55,9 @@ def rank(documents: int, done: int, total: int | None = 100, attempt: int = 1, *
     return RankProgress(attempt, documents, work, share, total, "bytes")
 
 
-def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large_as_the_others(clock: Clock) -> None:
+def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large_as_the_others(
+    clock: Clock,
+) -> None:
     assert RunProgress(ranks=4, clock=clock).share is None
     progress = RunProgress(ranks=4, complete=1, clock=clock)
     assert progress.share == 0.25
@@ -65,7 +71,9 @@ def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large
     assert not progress.is_estimated
 
 
-def test_ranks_that_other_processes_complete_count_with_their_documents_and_pace(clock: Clock) -> None:
+def test_ranks_that_other_processes_complete_count_with_their_documents_and_pace(
+    clock: Clock,
+) -> None:
     progress = RunProgress(ranks=4, clock=clock)
     progress.update(0, rank(5, 50))
     clock.now += 100
@@ -125,7 +133,9 @@ def test_rates_are_those_of_the_last_minute(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("total", [100, 0])
-def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(clock: Clock, total: int) -> None:
+def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(
+    clock: Clock, total: int
+) -> None:
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(7, 90) if total else rank(0, 0, 0))
     progress.complete(0)
@@ -152,7 +162,9 @@ def test_the_bar_is_as_long_as_the_share(clock: Clock) -> None:
     clock.now += 60
     progress.update(0, rank(60, 50))
     shown = bar(progress, 140)
-    assert shown == f"50.0 % |{'█' * 20}{' ' * 20}| 60 docs, 1.0 doc/s, 2.0 req/s, 10 tok/s, 60 s left"
+    assert (
+        shown == f"50.0 % |{'█' * 20}{' ' * 20}| 60 docs, 1.0 doc/s, 2.0 req/s, 10 tok/s, 60 s left"
+    )
 
 
 def test_a_line_has_everything(clock: Clock) -> None:
@@ -165,7 +177,9 @@ def test_a_line_has_everything(clock: Clock) -> None:
     )
 
 
-def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_has_no_time_left(clock: Clock) -> None:
+def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_has_no_time_left(
+    clock: Clock,
+) -> None:
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(0, 0))
     clock.now += 10
@@ -173,14 +187,21 @@ def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_ha
     assert bar(progress, 140).endswith("10.8 s left")
     for seconds in (40.0, 41.0):
         clock.now += seconds
-        progress.update(0, rank(96, 96)._replace(state="the server is unreachable", seconds=seconds, is_outage=True))
+        progress.update(
+            0,
+            rank(96, 96)._replace(
+                state="the server is unreachable", seconds=seconds, is_outage=True
+            ),
+        )
         progress.update(1, rank(0, 0)._replace(state=WAITING))
         for columns in (60, 140):
             assert bar(progress, columns).endswith(f", the server is unreachable for {seconds:g} s")
     assert " left" not in progress.line()
 
 
-def test_nothing_is_left_to_be_said_of_the_time_once_nothing_has_come_for_longer(clock: Clock) -> None:
+def test_nothing_is_left_to_be_said_of_the_time_once_nothing_has_come_for_longer(
+    clock: Clock,
+) -> None:
     progress = RunProgress(clock=clock)
     progress.update(0, rank(0, 0))
     clock.now += 98
@@ -207,7 +228,9 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
     progress = RunProgress(clock=clock)
     for _ in range(50):
         clock.now += 1
-        progress.update(0, RankProgress(1, 0, share=0.0, size=100, unit="rows", state="waiting for the server"))
+        progress.update(
+            0, RankProgress(1, 0, share=0.0, size=100, unit="rows", state="waiting for the server")
+        )
         progress.sample()
     clock.now += 5
     progress.update(0, rank(10, 10))
@@ -216,12 +239,16 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("lasts", [0.5, 2.0])
-def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock: Clock, lasts: float) -> None:
+def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(
+    clock: Clock, lasts: float
+) -> None:
     """A task of half a second reports where it begins and where it ends, and nothing between."""
     progress = RunProgress(ranks=1000, clock=clock)
     for number in range(100):
         progress.update(number, RankProgress(1, 0, state=WAITING))
-        assert progress.state == ("" if number else WAITING), "the others finish documents meanwhile"
+        assert progress.state == ("" if number else WAITING), (
+            "the others finish documents meanwhile"
+        )
         clock.now += lasts
         progress.update(number, rank(10, 100))
         progress.complete(number)
@@ -230,7 +257,9 @@ def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock: Clock
 
 
 def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:
-    """It does not go faster when the others have finished, whose work of the last ten minutes is in the mean rate."""
+    """It does not go faster when the others have finished, whose work of the last ten minutes is in
+    the mean rate.
+    """
     progress = RunProgress(ranks=6, clock=clock)
     for second in range(1, 101):
         clock.now += 1
@@ -259,10 +288,12 @@ def test_the_first_answers_of_a_rank_are_no_pace(clock: Clock) -> None:
     clock.now += 1
     progress.update(50, rank(1, 1, 1000))
     progress.sample()
-    assert progress.seconds_left == pytest.approx(50 * 11, rel=0.1), "at this pace it would take 1000 s"
+    assert progress.seconds_left == pytest.approx(50 * 11, rel=0.1), (
+        "at this pace it would take 1000 s"
+    )
 
 
-# The bar is the last line of a terminal, and everything else stands above it, whoever prints it ----------------------
+# The bar is the last line of a terminal, and everything else stands above it, whoever prints it --
 
 
 @pytest.fixture
@@ -370,7 +401,7 @@ def test_without_a_terminal_there_is_no_bar(
         assert not has_terminal()
 
 
-# the screen ----------------------------------------------------------------------------------------------------------
+# the screen --------------------------------------------------------------------------------------
 
 
 def at(done: int, finished: int = 0) -> RankProgress:

@@ -13,7 +13,10 @@ from datatrove_ckpt.process.shutdown import get_within
 
 
 def test_a_wait_ends_also_if_its_time_is_over_before_it_begins() -> None:
-    burners = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(2 * (os.cpu_count() or 1))]
+    burners = [
+        subprocess.Popen(["sh", "-c", "while :; do :; done"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
     try:
         waiters = [threading.Thread(target=wait_often, daemon=True) for _ in range(4)]
         for waiter in waiters:

@@ -44,7 +44,9 @@ def make(root: Path, *runs: Run) -> Tracker:
     return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
 
 
-def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path: Path, now: list[float]) -> None:
+def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(
+    tmp_path: Path, now: list[float]
+) -> None:
     first, second = Run(), Run()
     tracked = make(tmp_path, first, second)
     write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)])
@@ -68,7 +70,9 @@ def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_pat
         ([stopped, lambda at: failed(at, "DiskFull")], "FAILED"),
     ],
 )
-def test_the_status_is_that_of_the_run(tmp_path: Path, now: list[float], ends: list[Any], status: str) -> None:
+def test_the_status_is_that_of_the_run(
+    tmp_path: Path, now: list[float], ends: list[Any], status: str
+) -> None:
     run = Run()
     tracked = make(tmp_path, run)
     for number, end in enumerate(ends):

@@ -1,4 +1,6 @@
-"""The order of an epoch: each row once, defined by seed, epoch and position, well mixed; dealt out to any topology."""
+"""The order of an epoch: each row once, defined by seed, epoch and position, well mixed; dealt out
+to any topology.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def blocks_of(*files: list[int], size: int = 10) -> list[Block]:
     return found
 
 
-def rows_in_order(table: BlockTable, order: EpochOrder, positions: Any = None) -> list[tuple[int, int]]:
+def rows_in_order(
+    table: BlockTable, order: EpochOrder, positions: Any = None
+) -> list[tuple[int, int]]:
     """(file, row in the file) at each position."""
     positions = np.arange(order.rows) if positions is None else positions
     shares, rows = order.locate(positions)
@@ -105,13 +109,17 @@ def test_skip_and_limit_count_rows_of_the_whole_input(skip: int, limit: int) -> 
     assert table.total == len(wanted)
 
 
-# Mixing --------------------------------------------------------------------------------------------------------
+# Mixing ------------------------------------------------------------------------------------------
 
 TEN_FILES = blocks_of(*([1000] * 100 for _ in range(10)), size=1000)
 
 
-def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) -> tuple[float, float]:
-    """How many files a batch of 32 spans on average, and the share of neighbours that are within 1 % of the input."""
+def span_and_neighbours(
+    rows: list[tuple[int, int]], per_file: int, files: int
+) -> tuple[float, float]:
+    """How many files a batch of 32 spans on average, and the share of neighbours that are within 1
+    % of the input.
+    """
     batches = [rows[at : at + 32] for at in range(0, len(rows) - 31, 32)]
     span = sum(len({file for file, _ in batch}) for batch in batches) / len(batches)
     places = np.array([file * per_file + row for file, row in rows])
@@ -125,7 +133,8 @@ def span_and_neighbours(rows: list[tuple[int, int]], per_file: int, files: int) 
     [
         (Window(rows=64_000, bytes=None), (), 8.5, 0.08),
         (Window(bytes=2**26), (), 8.5, 0.08),
-        # Files that cannot be entered take turns. Rows of one file within a window are near each other.
+        # Files that cannot be entered take turns. Rows of one file within a window are near each
+        # other.
         (Window(rows=10_000, bytes=None), range(10), 9.5, 0.06),
     ],
     ids=str,
@@ -137,7 +146,9 @@ def test_a_batch_spans_the_files_and_neighbours_are_far_apart(
     order = order_by_rows(table, 1, 0, window)
     topology = Topology(1, workers, batch)
     for first in (0, 500_000 // workers):
-        rows = rows_in_order(table, order, topology.places(0, workers - 1, np.arange(first, first + 3200)))
+        rows = rows_in_order(
+            table, order, topology.places(0, workers - 1, np.arange(first, first + 3200))
+        )
         span, near = span_and_neighbours(rows, 100_000, 10)
         assert span >= least_span
         assert near < most_near
@@ -148,7 +159,9 @@ def open_at_most(table: BlockTable, order: EpochOrder, window: Window) -> int:
     weights, taken = table.weights(window), []
     for share in order.shares:
         last = int(share.window_of(np.array([share.rows - 1]))[0])
-        taken.append(max(int(weights[share.window(number).pieces.block].sum()) for number in range(last + 1)))
+        taken.append(
+            max(int(weights[share.window(number).pieces.block].sum()) for number in range(last + 1))
+        )
     return sum(taken)
 
 
@@ -166,7 +179,9 @@ def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
     order = order_by_rows(table, 1, 0, Window(bytes=2**28))
     assert len(order.shares) == 6
     for slots in (1, 2, 3, 6):
-        shares = [set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)]
+        shares = [
+            set(order.locate(np.arange(slot, 1000, slots))[0].tolist()) for slot in range(slots)
+        ]
         assert sum(map(len, shares)) == 6
 
 
@@ -189,7 +204,7 @@ def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_en
     assert span > 12
 
 
-# Shares --------------------------------------------------------------------------------------------------------
+# Shares ------------------------------------------------------------------------------------------
 
 
 def test_whole_files_are_dealt_out_evenly() -> None:
@@ -209,7 +224,9 @@ def test_each_position_is_dealt_once_and_evenly(even: Even) -> None:
         dealt, ranks = [], []
         for rank in range(topology.ranks):
             ranks.append(topology.of_rank(rows, rank, even))
-            counts = [topology.of_worker(rows, rank, worker, even) for worker in range(topology.workers)]
+            counts = [
+                topology.of_worker(rows, rank, worker, even) for worker in range(topology.workers)
+            ]
             assert sum(counts) == ranks[-1]
             for worker, count in enumerate(counts):
                 places = topology.places(rank, worker, np.arange(count))
@@ -230,7 +247,9 @@ def test_a_global_batch_is_the_same_under_each_topology() -> None:
         for step in range(5):
             first = step // workers * topology.batch
             samples = np.arange(first, first + topology.batch)
-            positions = [topology.places(rank, step % workers, samples).tolist() for rank in range(ranks)]
+            positions = [
+                topology.places(rank, step % workers, samples).tolist() for rank in range(ranks)
+            ]
             found.append(sorted(chain.from_iterable(positions)))
         return found
 
@@ -238,13 +257,16 @@ def test_a_global_batch_is_the_same_under_each_topology() -> None:
     assert all(batches(*key) == wanted for key in product((1, 2, 3, 4, 8), (1, 2, 3)))
 
 
-# Elastic -------------------------------------------------------------------------------------------------------
+# Elastic -----------------------------------------------------------------------------------------
 
 
 def take(
     rows: int, rounds: list[Round], topology: Topology, counts: list[int], even: Even = None
 ) -> tuple[list[int], Round]:
-    """The positions that the slots read, and the round that results. Counts that are too high mean all."""
+    """The positions that the slots read, and the round that results.
+
+    Counts that are too high mean all.
+    """
     remaining = Remaining(rows, rounds)
     read, had = [], [0] * topology.slots
     for rank, worker in product(range(topology.ranks), range(topology.workers)):
@@ -255,13 +277,20 @@ def take(
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 400), st.lists(st.sampled_from(TOPOLOGIES), max_size=4), st.sampled_from(TOPOLOGIES), st.data())
+@given(
+    st.integers(0, 400),
+    st.lists(st.sampled_from(TOPOLOGIES), max_size=4),
+    st.sampled_from(TOPOLOGIES),
+    st.data(),
+)
 def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
     rows: int, before: list[Topology], last: Topology, data: st.DataObject
 ) -> None:
     rounds, read = list[Round](), list[int]()
     for topology in before:
-        counts = data.draw(st.lists(st.integers(0, 20), min_size=topology.slots, max_size=topology.slots))
+        counts = data.draw(
+            st.lists(st.integers(0, 20), min_size=topology.slots, max_size=topology.slots)
+        )
         more, done = take(rows, rounds, topology, counts)
         read += more
         rounds.append(done)
@@ -289,5 +318,9 @@ def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
     for ranks, workers in product((1, 2, 4), (1, 2)):
         topology = Topology(ranks, workers, 8 // ranks)
         counts = [topology.batch * 6 // workers] * topology.slots
-        rests.append(Remaining(1000, [take(1000, [], topology, counts)[1]]).positions(np.arange(900)).tolist())
+        rests.append(
+            Remaining(1000, [take(1000, [], topology, counts)[1]])
+            .positions(np.arange(900))
+            .tolist()
+        )
     assert all(rest == rests[0] for rest in rests)

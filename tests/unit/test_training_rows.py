@@ -27,19 +27,27 @@ from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]
-ROWS: list[dict[str, Any]] = [{"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))]
+ROWS: list[dict[str, Any]] = [
+    {"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))
+]
 
 
 def write(folder: Path, kind: str) -> SeekingReader:
     """Four files."""
     folder.mkdir()
     for number, last in enumerate(itertools.accumulate(SIZES)):
-        write_table(folder / f"{number}.{kind}", pa.Table.from_pylist(ROWS[last - SIZES[number] : last]), 6)
+        write_table(
+            folder / f"{number}.{kind}", pa.Table.from_pylist(ROWS[last - SIZES[number] : last]), 6
+        )
     return reader_of(folder, kind)
 
 
 @pytest.fixture(
-    params=["parquet", "jsonl.zst", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow", "jsonl"))]
+    params=[
+        "parquet",
+        "jsonl.zst",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow", "jsonl")),
+    ]
 )
 def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
     return write(tmp_path / "input", request.param)
@@ -82,7 +90,9 @@ ALONE = Slot(0, 1, 0, 1)
 
 
 def slots(ranks: int, workers: int) -> list[Slot]:
-    return [Slot(rank, ranks, worker, workers) for rank in range(ranks) for worker in range(workers)]
+    return [
+        Slot(rank, ranks, worker, workers) for rank in range(ranks) for worker in range(workers)
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -94,7 +104,10 @@ def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
         {"seed": None, "batch": 3},
     ]
     for changes, workers in itertools.product(options, (1, 2, 3)):
-        read = [[document.id for document in epoch(reader, slot, **changes)] for slot in slots(ranks, workers)]
+        read = [
+            [document.id for document in epoch(reader, slot, **changes)]
+            for slot in slots(ranks, workers)
+        ]
         assert sorted(itertools.chain(*read)) == sorted(row["id"] for row in ROWS)
         lengths = [len(ids) for ids in read]
         assert max(lengths) - min(lengths) <= changes.get("batch", 1)
@@ -124,18 +137,23 @@ def test_columns_give_rows_and_no_documents(reader: SeekingReader) -> None:
     assert {tuple(row) for row in read} == {("n",)}
 
 
-# Rows without a document ------------------------------------------------------------------------------------------
+# Rows without a document -------------------------------------------------------------------------
 
 
 def write_holes(folder: Path) -> JsonlReader:
     """12 lines, of which every third holds no document."""
     folder.mkdir()
-    lines = [("{", "7", '{"text": ""}')[i // 3 % 3] if i % 3 == 1 else f'{{"text": "{i}"}}' for i in range(12)]
+    lines = [
+        ("{", "7", '{"text": ""}')[i // 3 % 3] if i % 3 == 1 else f'{{"text": "{i}"}}'
+        for i in range(12)
+    ]
     (folder / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return JsonlReader(folder.as_posix())
 
 
-def test_rows_that_hold_no_document_are_left_out_and_named_once(tmp_path: Path, log: list[str]) -> None:
+def test_rows_that_hold_no_document_are_left_out_and_named_once(
+    tmp_path: Path, log: list[str]
+) -> None:
     read = [document.text for document in epoch(write_holes(tmp_path / "input"), ALONE)]
     assert sorted(read, key=int) == [str(i) for i in range(12) if i % 3 != 1]
     assert len([line for line in log if "a.jsonl' holds no document" in line]) == 1
@@ -149,7 +167,9 @@ def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path: Pat
         for stop in range(6):
             running = epoch(reader, slot, even="drop")
             assert [document.text for document in itertools.islice(running, stop)] == whole[:stop]
-            assert [document.text for document in epoch(reader, slot, running.state(), even="drop")] == whole[stop:]
+            assert [
+                document.text for document in epoch(reader, slot, running.state(), even="drop")
+            ] == whole[stop:]
 
 
 def test_even_ranks_without_any_document_are_an_error(tmp_path: Path) -> None:
@@ -158,10 +178,12 @@ def test_even_ranks_without_any_document_are_an_error(tmp_path: Path) -> None:
         next(epoch(JsonlReader(tmp_path.as_posix()), ALONE, even="drop"))
 
 
-# States -----------------------------------------------------------------------------------------------------------
+# States ------------------------------------------------------------------------------------------
 
 
-def states_of(reader: SeekingReader, topology: tuple[int, int], samples: int = 3, **changes: Any) -> list[Any]:
+def states_of(
+    reader: SeekingReader, topology: tuple[int, int], samples: int = 3, **changes: Any
+) -> list[Any]:
     found = []
     for slot in slots(*topology):
         running = epoch(reader, slot, **changes)
@@ -178,7 +200,9 @@ def parquet(tmp_path: Path) -> SeekingReader:
 def test_a_state_belongs_to_its_worker(parquet: SeekingReader) -> None:
     (state, *_) = states_of(parquet, (2, 2))
     for slot in (*slots(2, 2)[1:], *slots(2, 1), ALONE):
-        with pytest.raises(CheckpointMismatch, match=r"rank 0 of world_size=2, worker 0 of num_workers=2.*restore"):
+        with pytest.raises(
+            CheckpointMismatch, match=r"rank 0 of world_size=2, worker 0 of num_workers=2.*restore"
+        ):
             epoch(parquet, slot, state)
     for changes in ({"batch": 2}, {"even": "drop"}):
         with pytest.raises(CheckpointMismatch, match="batch_size=1, even=None"):
@@ -231,7 +255,9 @@ def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
     (state,) = states_of(reader, (1, 1))
     for changes in ({"skip": 2}, {"limit": 5}):
         (name,) = changes
-        with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"):
+        with pytest.raises(
+            CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"
+        ):
             Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
 
 
@@ -255,10 +281,22 @@ def write_new(folder: Path, *names: str) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (lambda folder: (folder / "3.parquet").unlink(), r"there were 4 files of \d+ bytes, and there are 3 of"),
-    "new": (lambda folder: write_new(folder, "4.parquet"), r"there were 4 files of \d+ bytes, and there are 5 of"),
-    "resized": (lambda folder: write_new(folder, "2.parquet"), r"there were 4 files of \d+ bytes, and there are 4 of"),
-    "renamed": (lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"), "there were 4 files"),
+    "gone": (
+        lambda folder: (folder / "3.parquet").unlink(),
+        r"there were 4 files of \d+ bytes, and there are 3 of",
+    ),
+    "new": (
+        lambda folder: write_new(folder, "4.parquet"),
+        r"there were 4 files of \d+ bytes, and there are 5 of",
+    ),
+    "resized": (
+        lambda folder: write_new(folder, "2.parquet"),
+        r"there were 4 files of \d+ bytes, and there are 4 of",
+    ),
+    "renamed": (
+        lambda folder: (folder / "2.parquet").rename(folder / "2b.parquet"),
+        "there were 4 files",
+    ),
     "rows": (write_other_row_groups, "there were 4 files|other row groups"),
 }
 
@@ -274,7 +312,11 @@ def test_files_that_changed_are_refused_read_or_not(parquet: SeekingReader, chan
 
 
 def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() -> None:
-    for window, rows, size in ((7, 7, None), ("256MB", None, 256_000_000), ("1.5 GiB", None, 3 * 2**29)):
+    for window, rows, size in (
+        (7, 7, None),
+        ("256MB", None, 256_000_000),
+        ("1.5 GiB", None, 3 * 2**29),
+    ):
         assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
     for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
@@ -287,14 +329,26 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() 
 @pytest.mark.slow
 def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
     for number in range(70):
-        (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(f'{{"text": "{number}"}}\n' * 20)
+        (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(
+            f'{{"text": "{number}"}}\n' * 20
+        )
     reader = JsonlReader(tmp_path.as_posix())
     state: Any = None
     for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
         states = []
         for slot in slots(ranks, workers):
-            plan = Plan(index_of(reader).table, settings(), slot, 0, DatasetState.from_json(state) if state else None)
-            states.append(plan.state(min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state).to_json())
+            plan = Plan(
+                index_of(reader).table,
+                settings(),
+                slot,
+                0,
+                DatasetState.from_json(state) if state else None,
+            )
+            states.append(
+                plan.state(
+                    min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state
+                ).to_json()
+            )
         assert max(len(json.dumps(one)) for one in states) < 1000
         state = merge(states)
 
@@ -318,7 +372,13 @@ def counted() -> Iterator[Any]:
 @pytest.mark.slow
 def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
     numbers = np.arange(160_000 * 64, dtype=np.int32)
-    table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
+    table = pa.table(
+        {
+            "ids": pa.ListArray.from_arrays(
+                np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers
+            )
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
     index = index_of(ParquetReader(tmp_path.as_posix()))
     order = order_of(index.table, settings(window=parse_window("1GB")))
@@ -332,7 +392,13 @@ def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
     numbers = np.arange(600_000 * 64, dtype=np.int32)
-    table = pa.table({"ids": pa.ListArray.from_arrays(np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers)})
+    table = pa.table(
+        {
+            "ids": pa.ListArray.from_arrays(
+                np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers
+            )
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
     index = index_of(ParquetReader(tmp_path.as_posix()))
     order = order_of(index.table, settings(window=parse_window("64MB")))
@@ -347,19 +413,25 @@ def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
 
 def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> None:
     """Each row's place in the order takes memory, too."""
-    pq.write_table(pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000)
+    pq.write_table(
+        pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000
+    )
     table = index_of(ParquetReader(tmp_path.as_posix())).table
     [share] = order_of(table, settings(window=parse_window("1MB"))).shares
     assert share.rows / len(share._ends) <= 2**20 / 64
 
 
 @pytest.mark.parametrize(("seed", "columns"), [(None, None), (1, None), (1, ["text"])])
-def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | None, columns: list[str] | None) -> None:
+def test_texts_that_pyarrow_cannot_take_are_read(
+    tmp_path: Path, seed: int | None, columns: list[str] | None
+) -> None:
     """Polars writes string views, of which pyarrow takes none."""
     texts = [f"text {number}" * 5 for number in range(60)]
     with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
         for first in range(0, 60, 20):
-            file.write_batch(pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())}))
+            file.write_batch(
+                pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())})
+            )
     reader = IpcReader(tmp_path.as_posix())
     ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
     found = [one["text"] if columns else one.text for rank in ranks for one in rank]
@@ -367,7 +439,9 @@ def test_texts_that_pyarrow_cannot_take_are_read(tmp_path: Path, seed: int | Non
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path: Path, seed: int | None) -> None:
+def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(
+    tmp_path: Path, seed: int | None
+) -> None:
     for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
         column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
@@ -388,14 +462,18 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> N
         if case == "compressed batches":
             table = pa.table({"x": pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))})
             options = pa.ipc.IpcWriteOptions(compression="zstd")
-            with pa.ipc.new_file(tmp_path / f"{number}.arrow", table.schema, options=options) as file:
+            with pa.ipc.new_file(
+                tmp_path / f"{number}.arrow", table.schema, options=options
+            ) as file:
                 file.write_table(table)
         else:
             count, length = (4000, 4000) if case == "repeated texts" else (4, 4_000_000)
             texts = [f"{number}{row % 3}" * (length // 2) for row in range(count)]
             pq.write_table(pa.table({"x": texts}), tmp_path / f"{number}.parquet")
     with counted() as pool:
-        index = Index((IpcReader if case == "compressed batches" else ParquetReader)(tmp_path.as_posix()))
+        index = Index(
+            (IpcReader if case == "compressed batches" else ParquetReader)(tmp_path.as_posix())
+        )
         order = order_of(index.table, settings(window=parse_window("16MB")))
         source = RowSource(index, order, ["x"])
         for place in range(0, index.table.total, index.table.total // 24):

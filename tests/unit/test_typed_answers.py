@@ -29,7 +29,10 @@ def data(*rows: Any, **more: Any) -> dict[str, Any]:
 
 
 def results(*pairs: tuple[Any, Any]) -> dict[str, Any]:
-    return {"results": [{"index": index, "relevance_score": score} for index, score in pairs], "usage": USAGE}
+    return {
+        "results": [{"index": index, "relevance_score": score} for index, score in pairs],
+        "usage": USAGE,
+    }
 
 
 SGLANG_RANKING = [
@@ -41,7 +44,9 @@ SGLANG_RANKING = [
 @pytest.mark.parametrize("vector", [VECTOR, BASE64], ids=["list", "base64"])
 def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> None:
     other = [4, 5, 6]
-    found = kept("embed", data({"index": 1, "embedding": vector}, {"index": 0, "embedding": other}), 2)
+    found = kept(
+        "embed", data({"index": 1, "embedding": vector}, {"index": 0, "embedding": other}), 2
+    )
     assert list(found) == ["embeddings"]
     arrays = [from_base64(text) for text in found["embeddings"]]
     assert arrays[0].tolist() == other
@@ -59,8 +64,16 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> No
             data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
             {"label": "good", "probabilities": [0.25, 0.75]},
         ),
-        ("classify", data({"label": "a", "probs": [0.7, 0.3]}), {"label": "a", "probabilities": [0.7, 0.3]}),
-        ("classify", data({"index": 0, "label": None, "probs": [1]}), {"label": None, "probabilities": [1]}),
+        (
+            "classify",
+            data({"label": "a", "probs": [0.7, 0.3]}),
+            {"label": "a", "probabilities": [0.7, 0.3]},
+        ),
+        (
+            "classify",
+            data({"index": 0, "label": None, "probs": [1]}),
+            {"label": None, "probabilities": [1]},
+        ),
     ],
 )
 def test_classes(name: str, answer: Any, expected: Any) -> None:

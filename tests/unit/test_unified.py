@@ -1,4 +1,6 @@
-"""Files with other types in one column: the types of all files count, not those of the rows that come together."""
+"""Files with other types in one column: the types of all files count, not those of the rows that
+come together.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,26 @@ def read(reader: SeekingReader, columns: list[str] | None = None) -> list[pa.Tab
         ([pa.nulls(2), pa.array(TEXTS)], pa.string()),
         ([pa.array(TEXTS), pa.nulls(2), pa.array(["x"])], pa.string()),
         ([pa.array([{"a": 1}]), pa.array([{"a": 2, "b": "x"}])], None),
-        ([pa.array([[1]], pa.list_(pa.int16())), pa.array([[2, 3]], pa.large_list(pa.int32()))], None),
-        ([pa.array([DAY], pa.timestamp("s")), pa.array([DAY], pa.timestamp("us"))], pa.timestamp("us")),
+        (
+            [pa.array([[1]], pa.list_(pa.int16())), pa.array([[2, 3]], pa.large_list(pa.int32()))],
+            None,
+        ),
+        (
+            [pa.array([DAY], pa.timestamp("s")), pa.array([DAY], pa.timestamp("us"))],
+            pa.timestamp("us"),
+        ),
     ],
 )
-def test_types_are_those_of_all_files(tmp_path: Path, kind: str, arrays: list[Any], unified: Any) -> None:
+def test_types_are_those_of_all_files(
+    tmp_path: Path, kind: str, arrays: list[Any], unified: Any
+) -> None:
     found = read(written(tmp_path, *(pa.table({"x": array}) for array in arrays), kind=kind), ["x"])
     assert unified is None or found[0].schema.field("x").type == unified
     for table, array in zip(found, arrays, strict=True):
-        wanted = [value | {"b": value.get("b")} if isinstance(value, dict) else value for value in array.to_pylist()]
+        wanted = [
+            value | {"b": value.get("b")} if isinstance(value, dict) else value
+            for value in array.to_pylist()
+        ]
         assert table["x"].to_pylist() == wanted
         table.validate(full=True)
 
@@ -77,9 +90,13 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path: Path
         (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC"))),
     ],
 )
-def test_types_that_are_no_values_of_one_column_are_named_at_the_start(tmp_path: Path, one: Any, other: Any) -> None:
+def test_types_that_are_no_values_of_one_column_are_named_at_the_start(
+    tmp_path: Path, one: Any, other: Any
+) -> None:
     tables = [pa.table({"x": one}), pa.table({"x": one}), pa.table({"x": other})]
-    said = r"'x' is .* in the input file '2.parquet' and .* in files before it.*without shuffle_seed"
+    said = (
+        r"'x' is .* in the input file '2.parquet' and .* in files before it.*without shuffle_seed"
+    )
     with pytest.raises(ConfigError, match=said):
         read(written(tmp_path, *tables), ["x"])
 
@@ -88,18 +105,24 @@ def test_a_column_that_a_file_lacks_or_has_twice_is_named_at_the_start(tmp_path:
     reader = written(tmp_path, pa.table({"a": [1]}), pa.table({"b": [1]}))
     with pytest.raises(ConfigError, match=r"'1.parquet' has no column 'a'"):
         read(reader, ["a"])
-    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["a", "a"]), tmp_path / "1.parquet")
+    pq.write_table(
+        pa.Table.from_arrays([pa.array([1])] * 2, names=["a", "a"]), tmp_path / "1.parquet"
+    )
     with pytest.raises(ConfigError, match=r"'1.parquet' has two columns 'a'"):
         read(reader, ["a"])
 
 
 def test_a_value_that_does_not_fit_is_an_input_error(tmp_path: Path) -> None:
     reader = written(tmp_path, pa.table({"x": [1.5]}), pa.table({"x": [2**60 + 1]}))
-    with pytest.raises(InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"):
+    with pytest.raises(
+        InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"
+    ):
         read(reader, ["x"])
 
 
-def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_group_is_not_read_ahead_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pyarrow does so since version 26, unless it is told not to."""
     table = pa.table({"text": ["x" * 1000] * 10_000})
     pq.write_table(table, tmp_path / "0.parquet", compression="none", use_dictionary=False)

@@ -15,18 +15,33 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import Fenced
-from datatrove_ckpt.mirror.manifests import Damaged, Version, Versions, contains_version, decode_answers, encode_answers
+from datatrove_ckpt.mirror.manifests import (
+    Damaged,
+    Version,
+    Versions,
+    contains_version,
+    decode_answers,
+    encode_answers,
+)
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.uploads import Uploads
 
 
 def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:
-    answer = Answer(f'{{"text":"ä {ordinal}"}}'.encode(), None) if number % 3 else Answer(None, "400 too long\n")
-    return CachedRequest(chunk, ordinal, f"id\n{ordinal}", AnswerKey(0, f"{number:032x}", 0), answer)
+    answer = (
+        Answer(f'{{"text":"ä {ordinal}"}}'.encode(), None)
+        if number % 3
+        else Answer(None, "400 too long\n")
+    )
+    return CachedRequest(
+        chunk, ordinal, f"id\n{ordinal}", AnswerKey(0, f"{number:032x}", 0), answer
+    )
 
 
 def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_path: Path) -> None:
-    """SQLite would give the numbers of dropped rows again, and a mirror would never see the new ones."""
+    """SQLite would give the numbers of dropped rows again, and a mirror would never see the new
+    ones.
+    """
     cache = RequestCache(tmp_path / "replay.sqlite3")
     cache.put([request(0, chunk=0), request(1, chunk=1)])
     seen = cache.last_answer
@@ -56,14 +71,18 @@ class Mirrored:
         self.content = b""
         self.rows: list[CachedRequest] = []
 
-    def upload(self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16) -> None:
+    def upload(
+        self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16
+    ) -> None:
         """What ``RemoteMirror`` does."""
         self.content += data
         self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
         self.uploads.compact()
         new = self.rows if not self.uploads.last_answer else rows
         count = self.uploads.last_answer + len(rows)
-        snapshot = Snapshot(b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1))
+        snapshot = Snapshot(
+            b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1)
+        )
         owner = {"nonce": nonce, "host": "here", "pid": 1, "earlier": {}}
         self.uploads.start_version({"format": 1, "owner": owner}, snapshot)
         if start := self.content[self.uploads.uploaded_bytes("chunk_00000.jsonl") :]:
@@ -79,8 +98,14 @@ class Mirrored:
 
     def newest(self) -> tuple[bytes, set[CachedRequest]]:
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
-        content = b"".join(map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", [])))
-        rows = {row for part in manifest.answers for row in decode_answers(self.versions.read_object(part))}
+        content = b"".join(
+            map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", []))
+        )
+        rows = {
+            row
+            for part in manifest.answers
+            for row in decode_answers(self.versions.read_object(part))
+        }
         return content, rows
 
     def parts(self) -> int:
@@ -110,19 +135,30 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
 
 
 def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path: Path) -> None:
-    """Also if that happened twice between two snapshots, or before this process uploaded anything."""
+    """Also if that happened twice between two snapshots, or before this process uploaded
+    anything.
+    """
 
     def of(generation: int) -> Snapshot:
         return Snapshot(
-            b"", {"history.jsonl": 3, "commits.jsonl": 3}, frozenset(), [], 1, {"history.jsonl": generation}
+            b"",
+            {"history.jsonl": 3, "commits.jsonl": 3},
+            frozenset(),
+            [],
+            1,
+            {"history.jsonl": generation},
         )
 
     uploads = Uploads(Versions(str(tmp_path / "00000")))
-    uploads.start_version({"format": 1, "owner": {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}}, of(0))
+    uploads.start_version(
+        {"format": 1, "owner": {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}}, of(0)
+    )
     left = []
     for generation in (0, 0, 2, 2, 3):
         uploads.forget_replaced(of(generation))
-        left.append((uploads.uploaded_bytes("history.jsonl"), uploads.uploaded_bytes("commits.jsonl")))
+        left.append(
+            (uploads.uploaded_bytes("history.jsonl"), uploads.uploaded_bytes("commits.jsonl"))
+        )
         uploads.add("history.jsonl", b"abc")
         uploads.add("commits.jsonl", b"abc")
     assert left == [(0, 0), (3, 3), (0, 6), (3, 9), (0, 12)]
@@ -134,20 +170,31 @@ def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
     (tmp_path / "00000" / "objects" / part.name).unlink()
     assert versions.read_object(part) == b"content"
     (tmp_path / "00000" / "copies" / part.name).write_bytes(b"Content")
-    with pytest.raises(Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"):
+    with pytest.raises(
+        Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"
+    ):
         versions.read_object(part)
 
 
 @pytest.mark.parametrize(
     ("earlier", "contained"),
-    [({}, False), ({"b": None}, True), ({"b": 4}, False), ({"b": 5}, True), ({"b": 6}, True), ({"c": None}, False)],
+    [
+        ({}, False),
+        ({"b": None}, True),
+        ({"b": 4}, False),
+        ({"b": 5}, True),
+        ({"b": 6}, True),
+        ({"c": None}, False),
+    ],
 )
-def test_an_owner_contains_the_versions_that_its_folder_holds(earlier: dict[str, Any], contained: bool) -> None:
+def test_an_owner_contains_the_versions_that_its_folder_holds(
+    earlier: dict[str, Any], contained: bool
+) -> None:
     assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "b")) is contained
     assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "a"))
 
 
-# Two processes of one rank at once ----------------------------------------------------------------------------------
+# Two processes of one rank at once ---------------------------------------------------------------
 
 
 class Process(threading.Thread):
@@ -166,9 +213,12 @@ class Process(threading.Thread):
     def run(self) -> None:
         try:
             for number in range(3):
-                # The other process may remove an object before it is copied. That is a warning; Fenced follows.
+                # The other process may remove an object before it is copied. That is a warning;
+                # Fenced follows.
                 with suppress(FileNotFoundError):
-                    self.mirrored.upload(b"%d of %s, " % (number, self.nonce.encode()), [], set(), self.nonce)
+                    self.mirrored.upload(
+                        b"%d of %s, " % (number, self.nonce.encode()), [], set(), self.nonce
+                    )
         except BaseException as error:
             self.error = error
         self.ended = True
@@ -179,7 +229,10 @@ class Process(threading.Thread):
         self._may_go.acquire()
 
     def go(self, requests: int) -> int:
-        """Lets the process make ``requests`` requests, or all that are left. Returns how many it made."""
+        """Lets the process make ``requests`` requests, or all that are left.
+
+        Returns how many it made.
+        """
         for number in range(requests):
             if self.ended:
                 return number
@@ -238,9 +291,11 @@ def check_mirror(one: Process, other: Process) -> None:
 def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_pause(
     paced_store: None, first: str, second: str, step: int
 ) -> None:
-    """The first process pauses before each of its requests in turn, the second before each of its own meanwhile.
+    """The first process pauses before each of its requests in turn, the second before each of its
+    own meanwhile.
 
-    With a step of 7, that is each seventh of its own, beginning with another one for the first process's next request.
+    With a step of 7, that is each seventh of its own, beginning with another one for the first
+    process's next request.
     """
     cases = at_first = at_second = 0
     while True:

@@ -1,4 +1,6 @@
-"""A rollout that cannot work is refused when the step is made; whatever worked before is still accepted."""
+"""A rollout that cannot work is refused when the step is made; whatever worked before is still
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -95,13 +97,25 @@ async def yields(document: Document, generate: Any) -> Any:
 @pytest.mark.parametrize(
     ("rollout", "context", "says"),
     [
-        (plain, None, "plain(document, generate) is not async. Write `async def rollout(document, generate)`"),
+        (
+            plain,
+            None,
+            "plain(document, generate) is not async. Write `async def rollout(document, generate)`",
+        ),
         (functools.partial(plain), None, "plain(document, generate) is not async"),
         (yields, None, "yields(document, generate) yields, so it cannot be awaited"),
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
-        (one_parameter, None, "one_parameter(document) cannot be called as rollout(document, generate): too many"),
+        (
+            one_parameter,
+            None,
+            "one_parameter(document) cannot be called as rollout(document, generate): too many",
+        ),
         (three_parameters, None, "missing a required argument: 'lexicon'"),
-        (three_parameters, {"words": 1}, "rollout(document, generate, words=...) (shared_context gives the names)"),
+        (
+            three_parameters,
+            {"words": 1},
+            "rollout(document, generate, words=...) (shared_context gives the names)",
+        ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
         (7, None, "rollout_fn: 7 is not callable"),
     ],
@@ -123,7 +137,9 @@ def test_a_plain_function_that_only_a_document_unmasks_stops_the_rank_and_blames
     step = runner(tmp_path, server, maybe, on_document_error=on_document_error)
     with pytest.raises(ConfigError) as stopped:
         step.run(documents(3))
-    assert "rollout_fn: maybe(document, generate) is not async: it returned a dict." in str(stopped.value)
+    assert "rollout_fn: maybe(document, generate) is not async: it returned a dict." in str(
+        stopped.value
+    )
     assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
 
 

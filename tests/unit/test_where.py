@@ -1,4 +1,6 @@
-"""WHAT a command looks at: a checkpoint folder, its mirror at a path or URL, or the YAML file of the run."""
+"""WHAT a command looks at: a checkpoint folder, its mirror at a path or URL, or the YAML file of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from datatrove_ckpt.maintenance.where import is_config, open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 
 NONCE = "0123456789abcdef"
-RUN = {"format": FORMAT, "tasks": 3, "owner": {"nonce": NONCE, "earlier": {}, "host": "node", "pid": 1, "fence": 1}}
+RUN = {
+    "format": FORMAT,
+    "tasks": 3,
+    "owner": {"nonce": NONCE, "earlier": {}, "host": "node", "pid": 1, "fence": 1},
+}
 
 
 pytestmark = pytest.mark.usefixtures("empty_memory_file_system")
@@ -31,7 +37,9 @@ def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) ->
         for index, (name, data) in enumerate(names.items())
     }
     versions.write_manifest(
-        Version(number, NONCE), Manifest(RUN, parts, [], finished), f"2026-01-01T00:00:{number:02d}Z"
+        Version(number, NONCE),
+        Manifest(RUN, parts, [], finished),
+        f"2026-01-01T00:00:{number:02d}Z",
     )
 
 
@@ -42,16 +50,29 @@ def rank(folder: Path, number: int = 0) -> Path:
     return rank
 
 
-def refused(message: str, what: str, found: dict[str, Any] | None = None, error: type[Exception] = ConfigError) -> None:
+def refused(
+    message: str,
+    what: str,
+    found: dict[str, Any] | None = None,
+    error: type[Exception] = ConfigError,
+) -> None:
     with pytest.raises(error, match=message):
         open_place(what, found).__enter__()
 
 
 def config(folder: str | None, remote: str | None = None, **executor: Any) -> dict[str, Any]:
     arguments = {"checkpoints_local_dir": folder, "checkpoints_remote_dir": remote}
-    runner = {"class_path": "InferenceRunner", "init_args": {k: v for k, v in arguments.items() if v is not None}}
+    runner = {
+        "class_path": "InferenceRunner",
+        "init_args": {k: v for k, v in arguments.items() if v is not None},
+    }
     pipeline = [{"class_path": "JsonlReader", "init_args": {"data_folder": "in"}}, runner]
-    return {"executor": {"class_path": "LocalPipelineExecutor", "init_args": {"pipeline": pipeline, **executor}}}
+    return {
+        "executor": {
+            "class_path": "LocalPipelineExecutor",
+            "init_args": {"pipeline": pipeline, **executor},
+        }
+    }
 
 
 def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path) -> None:
@@ -59,7 +80,9 @@ def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path)
     (tmp_path / "output").mkdir()
     with open_place(str(tmp_path)) as place:
         assert (place.folder, place.given) == (tmp_path / "checkpoints", [str(tmp_path)])
-        assert (place.output, place.logging_dir) == (f"{tmp_path}/output", None), "there are no logs"
+        assert (place.output, place.logging_dir) == (f"{tmp_path}/output", None), (
+            "there are no logs"
+        )
     rank(tmp_path)
     with open_place(str(tmp_path)) as place:
         assert (place.folder, place.output) == (tmp_path, None)
@@ -73,13 +96,21 @@ def test_a_mirror_in_a_run_folder_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
 def test_a_mirror_is_copied_and_the_copy_removed(tmp_path: Path, where: str) -> None:
-    url = {"folder": str(tmp_path / "m"), "file://": f"file://{tmp_path}/m", "memory://": "memory://where/m"}[where]
+    url = {
+        "folder": str(tmp_path / "m"),
+        "file://": f"file://{tmp_path}/m",
+        "memory://": "memory://where/m",
+    }[where]
     mirror(f"{url}/00000", commits_jsonl=b"old\n")
     mirror(f"{url}/00000", 2, commits_jsonl=b"new\n", dead_letters_jsonl=b"dead\n")
     mirror(f"{url}/retry-00001/00002", finished=True, commits_jsonl=b"retried\n")
     with open_place(url, wanted=lambda name, size: name == "commits.jsonl") as place:
         assert place.is_copy
-        found = {str(path.relative_to(place.folder)) for path in place.folder.rglob("*") if path.is_file()}
+        found = {
+            str(path.relative_to(place.folder))
+            for path in place.folder.rglob("*")
+            if path.is_file()
+        }
         assert found == {
             "00000/run.json",
             "00000/commits.jsonl",
@@ -102,7 +133,10 @@ def test_a_copy_is_brought_up_to_date(tmp_path: Path) -> None:
         mirror(f"{tmp_path}/00000", 2, finished=True, commits_jsonl=b"b\n")
         mirror(f"{tmp_path}/00001")
         place.refresh()
-        assert sorted(path.name for path in (place.folder / "00000").iterdir()) == ["commits.jsonl", "run.json"]
+        assert sorted(path.name for path in (place.folder / "00000").iterdir()) == [
+            "commits.jsonl",
+            "run.json",
+        ]
         assert (place.folder / "00001/run.json").exists()
 
 
@@ -114,7 +148,10 @@ def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> No
     with open_place(str(tmp_path)) as place:
         assert (place.folder / "00000/commits.jsonl").read_bytes() == b"a\n"
     (tmp_path / "00000" / Version(1, NONCE).file).unlink()
-    with pytest.raises(CheckpointCorrupt, match=r"No version at .*00000 is complete"), open_place(str(tmp_path)):
+    with (
+        pytest.raises(CheckpointCorrupt, match=r"No version at .*00000 is complete"),
+        open_place(str(tmp_path)),
+    ):
         pass
 
 
@@ -124,7 +161,7 @@ def test_a_url_that_cannot_work_is_refused() -> None:
     refused("WHAT: the URL holds a user or a password", "s3://key:secret@bucket/x")
 
 
-# YAML ----------------------------------------------------------------------------------------------------------------
+# YAML --------------------------------------------------------------------------------------------
 
 
 def test_a_yaml_file_is_told_from_a_folder(tmp_path: Path) -> None:
@@ -159,7 +196,9 @@ def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path
     refused("NO_SUCH_VARIABLE is not set here", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
 
 
-def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_network_the_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise OSError("no route to host")
 
@@ -175,11 +214,19 @@ def test_without_the_network_the_folder_is_read(tmp_path: Path, monkeypatch: pyt
 
 def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path: Path) -> None:
     missing = config(str(tmp_path / "checkpoints"))
-    refused(r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, ", "job.yaml", missing)
-    refused(r"job.yaml: no step of its pipeline has checkpoints_local_dir", "job.yaml", config(None))
+    refused(
+        r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, ",
+        "job.yaml",
+        missing,
+    )
+    refused(
+        r"job.yaml: no step of its pipeline has checkpoints_local_dir", "job.yaml", config(None)
+    )
     several = config("a")
     several["executor"]["init_args"]["pipeline"] += config("b")["executor"]["init_args"]["pipeline"]
-    refused(r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b", "job.yaml", several)
+    refused(
+        r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b", "job.yaml", several
+    )
     for odd in ({"executor": None}, {"executor": {"init_args": {"pipeline": "x"}}}):
         refused("no step of its pipeline", "job.yaml", odd)
 
@@ -206,5 +253,11 @@ def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_mach
 def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path: Path) -> None:
     mirror("memory://bucket/x/logs/checkpoints/00000")
     with open_place("memory://bucket/x/") as place:
-        assert (place.what, place.given) == ("memory://bucket/x/logs/checkpoints", ["memory://bucket/x/"])
-        assert (place.output, place.logging_dir) == ("memory://bucket/x/output", "memory://bucket/x/logs")
+        assert (place.what, place.given) == (
+            "memory://bucket/x/logs/checkpoints",
+            ["memory://bucket/x/"],
+        )
+        assert (place.output, place.logging_dir) == (
+            "memory://bucket/x/output",
+            "memory://bucket/x/logs",
+        )

@@ -28,14 +28,19 @@ from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-METHODS = ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver", "spawn"))]
+METHODS = [
+    "fork",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("forkserver", "spawn")),
+]
 
 
 def nothing() -> None:
     pass
 
 
-def in_a_worker(run: Callable[[int, int], Any], close: Callable[[], object], slot: int, tasks: Tasks) -> None:
+def in_a_worker(
+    run: Callable[[int, int], Any], close: Callable[[], object], slot: int, tasks: Tasks
+) -> None:
     try:
         in_turn(partial(run, slot), tasks)
     finally:
@@ -49,7 +54,9 @@ def group(
     close: Callable[[], object] = nothing,
     method: str = "fork",
 ) -> Workers:
-    return Workers(multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts)
+    return Workers(
+        multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts
+    )
 
 
 def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
@@ -60,7 +67,9 @@ def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_nobody(stop: bool) -> None:
+def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_nobody(
+    stop: bool,
+) -> None:
     def run(slot: int, task: int) -> int:
         report = reporter()
         for number in range(1000 if stop else 10):  # more than a pipe holds
@@ -84,7 +93,9 @@ def square(slot: int, task: int) -> int:
 
 
 @pytest.mark.parametrize("tasks", [0, 2])
-def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_comes_whole(tasks: int) -> None:
+def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_comes_whole(
+    tasks: int,
+) -> None:
     with group(lambda slot, task: (os.getpid(), b"x" * 3_000_000), 5) as workers:
         done = [value for _, value in workers.run(range(tasks))]
     assert len({pid for pid, _ in done}) <= tasks
@@ -114,7 +125,9 @@ def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
 
 
-def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(tmp_path: Path) -> None:
+def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(
+    tmp_path: Path,
+) -> None:
     """Task 1 kills its process. The first worker has three tasks then."""
 
     def work(slot: int, tasks: Tasks) -> None:
@@ -152,7 +165,14 @@ def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
     with several(work) as workers:
         done = dict(workers.run(range(6)))
     assert (tmp_path / "first").read_text() == "0 1"
-    assert done == {0: {0}, 1: {1}, 2: {2, 3, 4, 5}, 3: {2, 3, 4, 5}, 4: {2, 3, 4, 5}, 5: {2, 3, 4, 5}}
+    assert done == {
+        0: {0},
+        1: {1},
+        2: {2, 3, 4, 5},
+        3: {2, 3, 4, 5},
+        4: {2, 3, 4, 5},
+        5: {2, 3, 4, 5},
+    }
 
 
 async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
@@ -160,7 +180,9 @@ async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
     while (task := await tasks.wait_for_next()) is not None:
         mine = {task}
         waiting = asyncio.create_task(tasks.wait_for_next())
-        while (await asyncio.wait([waiting], timeout=0.5))[0] and (more := waiting.result()) is not None:
+        while (await asyncio.wait([waiting], timeout=0.5))[0] and (
+            more := waiting.result()
+        ) is not None:
             mine.add(more)
             waiting = asyncio.create_task(tasks.wait_for_next())
         for task in mine:
@@ -208,7 +230,9 @@ def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_p
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_path: Path, is_async: bool) -> None:
+def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(
+    tmp_path: Path, is_async: bool
+) -> None:
     def work(slot: int, tasks: Tasks) -> None:
         if not (tmp_path / "signalled").exists():
             (tmp_path / "signalled").touch()
@@ -240,7 +264,9 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
 
 
-def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path: Path) -> None:
+def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
+    tmp_path: Path,
+) -> None:
     def work(slot: int, tasks: Tasks) -> None:
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
@@ -283,7 +309,10 @@ def test_the_first_error_is_raised_once_the_others_have_drained(
 
     with pytest.raises(kind, match=said) as caught, group(run) as workers:
         assert list(workers.run(range(6))) == [(0, 0)]
-    assert "in run\n" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])]) or kind is UnexpectedExit
+    assert (
+        "in run\n" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        or kind is UnexpectedExit
+    )
     assert not (tmp_path / "5").exists()
 
 
@@ -336,7 +365,8 @@ def in_thread(*steps: Callable[[], object]) -> threading.Thread:
 def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
 ) -> None:
-    monkeypatch.setattr(module, "SAME_EVENT", 600.0)  # else a busy machine would make two events of one
+    # Else a busy machine would make two events of one.
+    monkeypatch.setattr(module, "SAME_EVENT", 600.0)
 
     def signal_again() -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # of the same event
@@ -364,9 +394,11 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
 
 
 def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) -> None:
-    """The kernel gives a signal to any thread. The main thread's wait for pipes is not interrupted by it then.
+    """The kernel gives a signal to any thread. The main thread's wait for pipes is not interrupted
+    by it then.
 
-    The same is so when it comes just before the wait: Python has looked for signals, and does not look again.
+    The same is so when it comes just before the wait: Python has looked for signals, and does not
+    look again.
     """
     workers = group(wait_for_stop(tmp_path))
     was_noticed: list[bool] = []
@@ -408,7 +440,8 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
     thread = in_thread(
         lambda: until_there(tmp_path / "started"),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
-        lambda: until(lambda: workers.signal is not None),  # two that wait together are one to Python
+        # Two that wait together are one to Python.
+        lambda: until(lambda: workers.signal is not None),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     began = time.monotonic()
@@ -423,7 +456,9 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
 def test_a_signal_while_workers_are_started_leaves_none(
     method: str, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each moment around two starts; among them is that when a process runs and nobody knows its number."""
+    """At each moment around two starts; among them is that when a process runs and nobody knows its
+    number.
+    """
     context = multiprocess.get_context(method)
     original, moments = context.Process.start, iter(range(100))
 
@@ -455,12 +490,18 @@ def test_signals_that_this_process_ignores_stay_ignored(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(tmp_path: Path) -> None:
+def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(
+    tmp_path: Path,
+) -> None:
     def run(slot: int, task: int) -> tuple[int, int, set[int]]:
         if (fork := os.fork()) == 0:
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
-        return os.getpgid(0), os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), signal.pthread_sigmask(0, [])
+        return (
+            os.getpgid(0),
+            os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]),
+            signal.pthread_sigmask(0, []),
+        )
 
     with group(run) as workers:
         (done,) = dict(workers.run([1])).values()
@@ -479,7 +520,9 @@ def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_TO_EXIT", 0.2)
 
     def run(slot: int, task: int) -> int:
@@ -511,7 +554,9 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
         os.close(handle)
 
 
-def test_a_process_ends_as_its_signal_asks_but_through_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_as_its_signal_asks_but_through_the_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)  # for pytest's threads
     previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
@@ -549,7 +594,9 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> Non
         (tmp_path / "started").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    thread = in_thread(lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    thread = in_thread(
+        lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     context, work = multiprocess.get_context("fork"), partial(in_a_worker, run, nothing)
     with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers:
         list(workers.run([0]))

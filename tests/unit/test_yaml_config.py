@@ -1,4 +1,6 @@
-"""YAML files: every config of the project builds, and every mistake is one line that a stranger understands."""
+"""YAML files: every config of the project builds, and every mistake is one line that a stranger
+understands.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.yaml_jobs import job_yaml
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat")
+JOB = job_yaml(
+    "server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat"
+)
 
 Build = Callable[..., Any]
 
@@ -85,9 +89,13 @@ def test_a_number_of_seconds_may_be_auto(job: Build) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
-def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name: str, tmp_path: Path) -> None:
+def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(
+    name: str, tmp_path: Path
+) -> None:
     text = (CONFIGS / name).read_text()
-    shown, lines = re.subn(r"^( +)# (checkpoints_remote_dir|mirror_seconds):", r"\1\2:", text, flags=re.MULTILINE)
+    shown, lines = re.subn(
+        r"^( +)# (checkpoints_remote_dir|mirror_seconds):", r"\1\2:", text, flags=re.MULTILINE
+    )
     assert lines == 2
     (tmp_path / name).write_text(shown)
     step = build(load(tmp_path / name)).pipeline[-1]
@@ -97,33 +105,50 @@ def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name: st
 
 @pytest.mark.parametrize("given", ["null", "{a: 1}", "my_module.my_rollout"])
 def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: str) -> None:
-    runner = job(("rollout_fn: chat", f"rollout_fn: chat\n          shared_context: {given}")).pipeline[1]
+    runner = job(
+        ("rollout_fn: chat", f"rollout_fn: chat\n          shared_context: {given}")
+    ).pipeline[1]
     expected = sys.modules["my_module"].my_rollout if "my" in given else read_value(given)
     assert runner.shared_context == expected
 
 
 def test_functions_are_import_paths_and_may_be_steps(job: Build) -> None:
-    reader, runner = job(("chat", "my_module.my_rollout"), ("documents}", "d, adapter: my_module.adapter}")).pipeline
+    reader, runner = job(
+        ("chat", "my_module.my_rollout"), ("documents}", "d, adapter: my_module.adapter}")
+    ).pipeline
     assert inspect.iscoroutinefunction(runner.rollout_fn)
     assert reader.adapter.__func__ is sys.modules["my_module"].adapter
-    executor = job(("- class_path: JsonlReader\n        init_args: {data_folder: documents}", "- my_module.my_rollout"))
+    executor = job(
+        (
+            "- class_path: JsonlReader\n        init_args: {data_folder: documents}",
+            "- my_module.my_rollout",
+        )
+    )
     assert executor.pipeline[0] is sys.modules["my_module"].my_rollout
 
 
 def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
-    reader, step = "JsonlReader\n        init_args: {data_folder: documents}", "my_module.Step\n        init_args: "
+    reader, step = (
+        "JsonlReader\n        init_args: {data_folder: documents}",
+        "my_module.Step\n        init_args: ",
+    )
     executor = job((reader, f"{step}{{size: 3, other: [1, x]}}"))
     assert executor.pipeline[0].got == (3, None, {"other": [1, "x"]})
 
 
 def test_a_folder_may_come_with_storage_options(job: Build) -> None:
-    reader = job(("data_folder: documents", "data_folder: [memory://d, {skip_instance_cache: true}]")).pipeline[0]
+    reader = job(
+        ("data_folder: documents", "data_folder: [memory://d, {skip_instance_cache: true}]")
+    ).pipeline[0]
     assert not reader.data_folder.is_local()
 
 
 def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:
     assert type(job()) is LocalPipelineExecutor
-    assert type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor"))) is DatatroveExecutor
+    assert (
+        type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor")))
+        is DatatroveExecutor
+    )
 
 
 def test_an_executor_may_depend_on_another_one(job: Build) -> None:
@@ -134,7 +159,22 @@ def test_an_executor_may_depend_on_another_one(job: Build) -> None:
 
 def test_yaml_is_read_by_the_rules_of_yaml_1_2() -> None:
     text = "[1e-3, 1.5, .5, -7, 1_000, 0x1F, 0123, no, on, true, null, ~, 12:30, 2024-01-02, .inf, 1.2.3, '4']"
-    expected = [0.001, 1.5, 0.5, -7, 1000, 31, "0123", "no", "on", True, None, None, "12:30", "2024-01-02"]
+    expected = [
+        0.001,
+        1.5,
+        0.5,
+        -7,
+        1000,
+        31,
+        "0123",
+        "no",
+        "on",
+        True,
+        None,
+        None,
+        "12:30",
+        "2024-01-02",
+    ]
     assert read_value(text) == [*expected, float("inf"), "1.2.3", "4"]
     assert read_value("") is None
 
@@ -197,7 +237,9 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("logging_dir: logs", "logging_dir: logs\n    local_tasks: 5", None),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_with_its_place(job: Build, old: str, new: str, message: str | None) -> None:
+def test_a_mistake_is_one_line_with_its_place(
+    job: Build, old: str, new: str, message: str | None
+) -> None:
     said = mistake(job, (old, new))
     assert "\n" not in said
     if message is None:  # a constructor's own words, after the place
@@ -211,13 +253,18 @@ def test_a_mistake_is_one_line_with_its_place(job: Build, old: str, new: str, me
 def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("1 / 0")
     said = mistake(job, ("rollout_fn: chat", "rollout_fn: broken_module.f"))
-    assert said == f'{RUNNER}.rollout_fn: importing "broken_module" failed: ZeroDivisionError: division by zero'
+    assert (
+        said
+        == f'{RUNNER}.rollout_fn: importing "broken_module" failed: ZeroDivisionError: division by zero'
+    )
 
 
 QUOTES = "Does a text need quotes?"
 
 
-TOO_LARGE = "not valid YAML: more than 100 levels, or 100,000 values with all that its aliases stand for."
+TOO_LARGE = (
+    "not valid YAML: more than 100 levels, or 100,000 values with all that its aliases stand for."
+)
 ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
     f"  a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 10)
 )
@@ -226,10 +273,23 @@ ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("executor: {a: 1", "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'."),
-        ("executor:\n\tx: 1", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token."),
-        ("prompt: @p.txt", "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. " + QUOTES),
-        ("prompt: Say: {text}", "job.yaml:1:12: not valid YAML: mapping values are not allowed here. " + QUOTES),
+        (
+            "executor: {a: 1",
+            "job.yaml:1:16: not valid YAML: expected ',' or '}', but got '<stream end>'.",
+        ),
+        (
+            "executor:\n\tx: 1",
+            "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token.",
+        ),
+        (
+            "prompt: @p.txt",
+            "job.yaml:1:9: not valid YAML: found character '@' that cannot start any token. "
+            + QUOTES,
+        ),
+        (
+            "prompt: Say: {text}",
+            "job.yaml:1:12: not valid YAML: mapping values are not allowed here. " + QUOTES,
+        ),
         ("executor: {a: 1, a: 2}", 'job.yaml:1:18: not valid YAML: key "a" twice.'),
         ("executor: " + "[" * 5000, f"job.yaml:1:111: {TOO_LARGE}"),
         (ALIASES, f"job.yaml:7:27: {TOO_LARGE}"),
@@ -239,7 +299,10 @@ ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
             'job.yaml: must have the key "executor" at the top, with class_path and init_args; or those of the short '
             "form: run_folder, input, prompt and model.",
         ),
-        ("executor: {}\npipeline: []", 'job.yaml: unknown key "pipeline"; allowed are executor, kubernetes.'),
+        (
+            "executor: {}\npipeline: []",
+            'job.yaml: unknown key "pipeline"; allowed are executor, kubernetes.',
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_line(
@@ -250,7 +313,11 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(
     with pytest.raises(ConfigError) as refused:
         load("job.yaml")
     said = str(refused.value)
-    assert said == message if message else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
+    assert (
+        said == message
+        if message
+        else said.startswith("job.yaml:1:11: not valid YAML: could not determine")
+    )
 
 
 def test_texts_in_an_open_mapping_stay_texts(job: Build) -> None:

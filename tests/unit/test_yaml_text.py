@@ -22,8 +22,35 @@ def test_any_value_comes_back(value: Any) -> None:
     assert read_value(dump(value)) == value
 
 
-TEXTS = ["no", "on", "null", "~", "", "1e-5", "20:00:00", "2024-01-02", "0123", "0x1F", "1_000", ".inf", "a: b", "# a"]
-TEXTS += ["- a", "{text}", "[[DOCUMENT]]", "a\n\n  b\n", " a", "a ", "a\tb\n", "é\u2028\x85\ufeff", "=", "<<", "!x"]
+TEXTS = [
+    "no",
+    "on",
+    "null",
+    "~",
+    "",
+    "1e-5",
+    "20:00:00",
+    "2024-01-02",
+    "0123",
+    "0x1F",
+    "1_000",
+    ".inf",
+    "a: b",
+    "# a",
+]
+TEXTS += [
+    "- a",
+    "{text}",
+    "[[DOCUMENT]]",
+    "a\n\n  b\n",
+    " a",
+    "a ",
+    "a\tb\n",
+    "é\u2028\x85\ufeff",
+    "=",
+    "<<",
+    "!x",
+]
 TEXTS += ["&a", "*a", "'", '"', "\\", "a\r\nb", "---", "...", "\x00", "?", "|"]
 
 
@@ -33,4 +60,7 @@ def test_a_text_stays_a_text() -> None:
 
 
 def test_a_text_of_several_lines_is_written_as_such() -> None:
-    assert dump({"prompt": "Rewrite this: é\n\n{text}"}) == "prompt: |-\n  Rewrite this: é\n\n  {text}\n"
+    assert (
+        dump({"prompt": "Rewrite this: é\n\n{text}"})
+        == "prompt: |-\n  Rewrite this: é\n\n  {text}\n"
+    )

@@ -1,4 +1,7 @@
-"""The engines: the values of ``server_type``. Each is one file, and one row here; ``Engine`` says what it may set."""
+"""The engines: the values of ``server_type``.
+
+Each is one file, and one row here; ``Engine`` says what it may set.
+"""
 
 from __future__ import annotations
 
@@ -8,4 +11,6 @@ from datatrove_ckpt.config.engines.sglang import SGLang
 from datatrove_ckpt.config.engines.vllm import Vllm
 from datatrove_ckpt.config.inference_config import ENGINES
 
-ENGINES |= {engine.name: engine for engine in (Llamacpp(), Vllm(), SGLang(), Endpoint(), Dummy(), Custom())}
+ENGINES |= {
+    engine.name: engine for engine in (Llamacpp(), Vllm(), SGLang(), Endpoint(), Dummy(), Custom())
+}

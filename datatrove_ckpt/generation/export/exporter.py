@@ -40,7 +40,12 @@ def check_monitoring(config: MonitoringConfig) -> None:
 
 
 def open_exports(
-    runner: Step, rank: int, world_size: int, checkpoint: Checkpoint, history: RankReporter, shutdown: Shutdown
+    runner: Step,
+    rank: int,
+    world_size: int,
+    checkpoint: Checkpoint,
+    history: RankReporter,
+    shutdown: Shutdown,
 ) -> Exports:
     """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
     exports = Exports(checkpoint, history, shutdown)
@@ -55,7 +60,9 @@ def open_exports(
         if port is not None:
             exports.stack.enter_context(port.shows(metrics))
     except Exception as error:  # such as too many open files
-        logger.warning(f"monitoring: could not be started: {error_text(error)}. The run goes on without it.")
+        logger.warning(
+            f"monitoring: could not be started: {error_text(error)}. The run goes on without it."
+        )
     return exports
 
 
@@ -96,7 +103,9 @@ class Exports:
             state = "starting"
         spread = self.history.spread()
         host = socket.gethostname()
-        return RankNow(run, rank, host, job_id() or "", started_at, ranks, state, time.time(), progress, spread)
+        return RankNow(
+            run, rank, host, job_id() or "", started_at, ranks, state, time.time(), progress, spread
+        )
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:

@@ -1,12 +1,14 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
-Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows. Those counters start
-from zero in each attempt, which Prometheus' ``rate`` and ``increase`` understand. What is summed over all attempts is a
-gauge: after a kill it may be a little lower than before, which would make a counter look as if it had started again.
+Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows.
+Those counters start from zero in each attempt, which Prometheus' ``rate`` and ``increase``
+understand. What is summed over all attempts is a gauge: after a kill it may be a little lower than
+before, which would make a counter look as if it had started again.
 
 Each process has a port of its own, the first free one from ``metrics_port`` on.
 
-A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look every minute only.
+A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look
+every minute only.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 
 
 class Histogram(NamedTuple):
-    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all values."""
+    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all
+    values.
+    """
 
     buckets: list[tuple[str, float]]
     sum: float
@@ -108,13 +112,20 @@ def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]
 
 
 def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
-    """``ends``: upper ends of the buckets, as powers of two from 1 on. The sum is of their middles, at most 9 % off."""
+    """``ends``: upper ends of the buckets, as powers of two from 1 on.
+
+    The sum is of their middles, at most 9 % off.
+    """
     found: list[tuple[str, float]] = []
     for power in range(ends):
-        upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)  # the last one below 2 ** power
+        # The last one below 2 ** power.
+        upto = sum(count for bucket, count in buckets.items() if bucket <= 4 * power)
         found.append((repr(2.0**power / divisor), upto))
     found.append(("+Inf", sum(buckets.values())))
-    middles = (count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2 for bucket, count in buckets.items())
+    middles = (
+        count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2
+        for bucket, count in buckets.items()
+    )
     return Histogram(found, sum(middles) / divisor)
 
 
@@ -134,10 +145,16 @@ METRICS = (
         ("state",),
     ),
     Metric(
-        "gauge", "job_ranks", "How many ranks the job has, those that work nowhere included.", lambda rank: rank.ranks
+        "gauge",
+        "job_ranks",
+        "How many ranks the job has, those that work nowhere included.",
+        lambda rank: rank.ranks,
     ),
     Metric(
-        "gauge", "updated_timestamp_seconds", "When these values were read, in Unix seconds.", lambda rank: rank.now
+        "gauge",
+        "updated_timestamp_seconds",
+        "When these values were read, in Unix seconds.",
+        lambda rank: rank.now,
     ),
     Metric(
         "gauge",
@@ -184,7 +201,12 @@ METRICS = (
         "Part of the rank's input that is done, from 0 to 1; missing if not known.",
         lambda rank: rank.progress.position.share,
     ),
-    Metric("counter", "documents_total", "Documents that this attempt has finished.", lambda rank: rank.own.documents),
+    Metric(
+        "counter",
+        "documents_total",
+        "Documents that this attempt has finished.",
+        lambda rank: rank.own.documents,
+    ),
     Metric(
         "gauge",
         "documents_in_progress",
@@ -198,7 +220,12 @@ METRICS = (
         lambda rank: {("answered",): rank.own.requests, ("failed",): rank.own.failed},
         ("outcome",),
     ),
-    Metric("gauge", "requests_in_flight", "Requests that servers work on now.", lambda rank: rank.progress.in_flight),
+    Metric(
+        "gauge",
+        "requests_in_flight",
+        "Requests that servers work on now.",
+        lambda rank: rank.progress.in_flight,
+    ),
     Metric(
         "gauge",
         "requests_waiting",
@@ -292,7 +319,7 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
 GetRank = Callable[[], RankNow]
 
 
-# the port -------------------------------------------------------------------------------------------------------------
+# the port ----------------------------------------------------------------------------------------
 
 
 class ShownRanks:
@@ -319,7 +346,9 @@ class ShownRanks:
     def collect(self) -> Iterator[Family]:
         """The ranks that are shown now. One that has ended and started again is there once."""
         with self._lock:
-            self._shown = {key: one for key, one in self._shown.items() if one[1] > time.monotonic()}
+            self._shown = {
+                key: one for key, one in self._shown.items() if one[1] > time.monotonic()
+            }
             shown = list(self._shown.values())
         return families([rank() for rank, _ in shown])
 
@@ -338,14 +367,21 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
                 continue
             why = error.strerror or str(error)
             break
-        os.register_at_fork(after_in_child=server.socket.close)  # a fork of a rollout's may outlive this process
+        # A fork of a rollout's may outlive this process.
+        os.register_at_fork(after_in_child=server.socket.close)
         if port != first:
             logger.info(f"metrics_port: {first} is taken; this process has {host}:{port}.")
         return shown
-    logger.warning(f"metrics_port: {host}:{first} cannot be used: {why}. The run goes on without metrics there.")
+    logger.warning(
+        f"metrics_port: {host}:{first} cannot be used: {why}. The run goes on without metrics "
+        "there."
+    )
     return None
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """What this process shows; None, with a warning, if none can be used. A fork has another one."""
+    """What this process shows; None, with a warning, if none can be used.
+
+    A fork has another one.
+    """
     return _port(os.getpid(), host, first)

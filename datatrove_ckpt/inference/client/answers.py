@@ -1,7 +1,8 @@
 """Parses completions, as datatrove parses them.
 
-An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
-values are corrected here, before they are cached: no count is a string, 2^64 or NaN, and each text can be encoded.
+An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with
+half a text. Odd values are corrected here, before they are cached: no count is a string, 2^64 or
+NaN, and each text can be encoded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from datatrove_ckpt.inference.client.urls import Extras
 # In lower case. Any other reason is an end.
 _UNFINISHED = frozenset(
     """
-    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null timeout unknown
+    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null
+    timeout unknown
     """.split()  # noqa: SIM905
 )
 # ``str | list`` would make a new object for each answer.
@@ -46,7 +48,8 @@ class Completion:
         text: a list, as the server sent it, if the content has parts that are no text.
         finish_reason: None or empty may mean that the server cut the answer off.
         usage: the server's token counts, without values that are no counts.
-        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice without a refusal.
+        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice
+            without a refusal.
         answer: of a request that is no completion, all JSON values but id and time.
         seconds: from sending the request to this answer.
     """
@@ -123,10 +126,12 @@ class Way(NamedTuple):
     """A kind of request.
 
     Attributes:
-        path: below the API's URL ("chat/completions"), or with a slash first below the server's ("/tokenize").
+        path: below the API's URL ("chat/completions"), or with a slash first below the server's
+            ("/tokenize").
         parse: reads the bytes of an answer.
         name: tells apart equal payloads of different ways.
-        is_shared: texts of several payloads may go into one request, as a list in place of ``input``.
+        is_shared: texts of several payloads may go into one request, as a list in place of
+            ``input``.
     """
 
     path: str
@@ -143,9 +148,13 @@ def way_to(path: str) -> Way:
         ValueError: it does not begin with a slash.
     """
     if not path.startswith("/"):
-        raise ValueError(f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize")
+        raise ValueError(
+            f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize"
+        )
     below = path.removeprefix("/v1/").rstrip("/")
-    return next((way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below))
+    return next(
+        (way for way in (CHAT, COMPLETIONS) if way.path == below), Way(below, parse_other, below)
+    )
 
 
 def parse_chat(raw: bytes) -> Completion:
@@ -179,7 +188,9 @@ def parse_other(raw: bytes) -> Completion:
     answer = _answer(raw)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
         raise RetryableError(f"the answer's status is {answer['status']!r}")
-    return other_than_text(answer, {name: value for name, value in answer.items() if name not in _DIFFERS})
+    return other_than_text(
+        answer, {name: value for name, value in answer.items() if name not in _DIFFERS}
+    )
 
 
 def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
@@ -208,8 +219,12 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
         raise RetryableError("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
-        # In the form of a chat's. With a key for each token, a table would have a column for each token.
-        choice["logprobs"] = {**logprobs, "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]]}
+        # In the form of a chat's. With a key for each token, a table would have a column for each
+        # token.
+        choice["logprobs"] = {
+            **logprobs,
+            "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]],
+        }
     return choice["text"] or "", "", None
 
 
@@ -237,8 +252,14 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
         for choice in choices:
             if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
                 raise RetryableError("the payload asks for logprobs, and the answer has none")
-            if must_call and choice["finish_reason"] == "stop" and not (choice["tool_calls"] or choice["text"]):
-                raise RetryableError(f"the payload has the tool_choice {tool_choice!r}, and the answer no tool_calls")
+            if (
+                must_call
+                and choice["finish_reason"] == "stop"
+                and not (choice["tool_calls"] or choice["text"])
+            ):
+                raise RetryableError(
+                    f"the payload has the tool_choice {tool_choice!r}, and the answer no tool_calls"
+                )
         return completion
 
     return way._replace(parse=parse)
@@ -246,7 +267,10 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
 
 def _check_number(found: int, number: object) -> None:
     if found == 1:
-        raise ServerRefused(f"The payload asks for n={number} choices, and the answer has one: the server ignores n.")
+        raise ServerRefused(
+            f"The payload asks for n={number} choices, and the answer has one: the server ignores "
+            "n."
+        )
     if found != number:
         raise RetryableError(f"the answer has {found} of {number} choices")
 
@@ -299,7 +323,9 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
-    if not (isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)):
+    if not (
+        isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)
+    ):
         raise RetryableError("the answer's text, reasoning or finish_reason is not a string")
     if not reason and not text and not usage:
         raise unfinished(reason)
@@ -322,7 +348,10 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
 
 def _has_name(call: object) -> bool:
     parts = call.values() if isinstance(call, dict) else ()
-    return any(isinstance(part, dict) and part.get("name") and isinstance(part["name"], str) for part in parts)
+    return any(
+        isinstance(part, dict) and part.get("name") and isinstance(part["name"], str)
+        for part in parts
+    )
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -398,7 +427,9 @@ def read_json(raw: bytes) -> object:
         answer = _parse(raw)
     except UnicodeDecodeError:
         # Replacement characters would be wrong in a text that looks complete.
-        raise RetryableError("the answer holds bytes that are not UTF-8, which JSON must be") from None
+        raise RetryableError(
+            "the answer holds bytes that are not UTF-8, which JSON must be"
+        ) from None
     except (ValueError, RecursionError):
         raise RetryableError(
             "the answer is not JSON", quoted=repr(raw[: 8 * _SHOWN].decode(errors="replace"))

@@ -1,7 +1,8 @@
 """Bodies of requests with media, and the limits on the bodies of answers.
 
-A thousand requests with pictures are in flight, and base64 makes 13 MB of a picture of 10 MB. So such a body holds
-references to the bytes, and becomes base64 piece by piece, as fast as the server takes it.
+A thousand requests with pictures are in flight, and base64 makes 13 MB of a picture of 10 MB. So
+such a body holds references to the bytes, and becomes base64 piece by piece, as fast as the server
+takes it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ LARGE_ANSWER_BYTES = 1 << 20
 
 
 class LargeAnswer:
-    """An answer of more than 1 MiB that is arriving. All in this process share an eighth of its memory."""
+    """An answer of more than 1 MiB that is arriving.
+
+    All in this process share an eighth of its memory.
+    """
 
     _sizes: ClassVar[dict[int, int]] = {}
 
@@ -61,8 +65,8 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Why an answer of so many bytes is refused, or "". The oldest may be as large as a single one: so each comes
-        in turn.
+        """Why an answer of so many bytes is refused, or "". The oldest may be as large as a single
+        one: so each comes in turn.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""
@@ -76,5 +80,8 @@ class LargeAnswer:
         if size > MAX_ANSWER_BYTES:
             return f"the body is longer than {MAX_ANSWER_BYTES} bytes"
         if sum(self._sizes.values()) > media_bytes() // 2 and next(iter(self._sizes)) != id(self):
-            return f"{len(self._sizes)} large answers arrive at one time: more bytes than an eighth of the memory"
+            return (
+                f"{len(self._sizes)} large answers arrive at one time: more bytes than an "
+                "eighth of the memory"
+            )
         return ""

@@ -1,41 +1,54 @@
-"""CompletionClient: sends one payload until there is an answer, or until it is clear that there will be none.
+"""CompletionClient: sends one payload until there is an answer, or until it is clear that there
+will be none.
 
     what happens                                                     then
-    400, 413, 414, 422, 431                                          RequestRejected: this request never succeeds
-    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; how long, see below; at the end
-    timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request is answered), or
-    two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are); both stop the run
-    finish_reason null, again and again, from a server that has      ServerRefused, with the setting that takes it as
+    400, 413, 414, 422, 431                                          RequestRejected: this request
+                                                                     never succeeds
+    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; how long, see below;
+                                                                     at the end
+    timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request
+                                                                     is answered), or
+    two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
+                                                                     both stop the run
+    finish_reason null, again and again, from a server that has      ServerRefused, with the setting
+                                                                     that takes it as
     never sent another one                                           an answer
-    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of this run succeeds
-    bytes without a request, for the third time                      ServerRefused: answers may be exchanged
-    the server we launched died, or hangs                            sent again, without using up an attempt
+    401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
+                                                                     this run succeeds
+    bytes without a request, for the third time                      ServerRefused: answers may be
+                                                                     exchanged
+    the server we launched died, or hangs                            sent again, without using up an
+                                                                     attempt
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, never words in a body, which may quote the document. One exception: llama.cpp answers 500
-to a text that is too long to be embedded, which is taken as a 413.
+Only the HTTP status decides, never words in a body, which may quote the document. One exception:
+llama.cpp answers 500 to a text that is too long to be embedded, which is taken as a 413.
 
-Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks (at most 120 s, and
-never beyond the patience). A sleeping request holds no slot. There is no task and no log line per request: each costs
-about 0.1 ms of CPU.
+Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
+(at most 120 s, and never beyond the patience). A sleeping request holds no slot. There is no task
+and no log line per request: each costs about 0.1 ms of CPU.
 
-A null finish_reason may mean that the answer is cut off, and some gateways never send another one. We do not guess
-which: ``accept_null_finish_reason`` says it, and ``generate.py`` stops the rank if such a server sends one after all.
+A null finish_reason may mean that the answer is cut off, and some gateways never send another one.
+We do not guess which: ``accept_null_finish_reason`` says it, and ``generate.py`` stops the rank if
+such a server sends one after all.
 
-An answer from a server that was given up is dropped, however complete it looks: servers that were asked to stop have
-answered 200 with half a text.
+An answer from a server that was given up is dropped, however complete it looks: servers that were
+asked to stop have answered 200 with half a text.
 
-A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two clocks end the
-retries; both run for ``server_patience_seconds``:
+A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two
+clocks end the retries; both run for ``server_patience_seconds``:
 
-    the outage clock   runs while no request at all is answered. At its end the run stops (``ServerUnavailable``).
-    a request's clock  adds up the time in which this request fails while others are answered. At its end, and after
-                       ``request_max_attempts`` such failures, the request is given up (``RequestFailed``).
+    the outage clock   runs while no request at all is answered. At its end the run stops
+                       (``ServerUnavailable``).
+    a request's clock  adds up the time in which this request fails while others are answered. At
+                       its end, and after
+                       ``request_max_attempts`` such failures, the request is given up
+                       (``RequestFailed``).
 
-Where many requests compete for a small rate, one of them may have bad luck for minutes. So failures of a busy server
-(429, 503, 529) have ten times the patience. A busy server that has worked on a request of ours for a minute is not
-away, either: long answers need minutes.
+Where many requests compete for a small rate, one of them may have bad luck for minutes. So failures
+of a busy server (429, 503, 529) have ten times the patience. A busy server that has worked on a
+request of ours for a minute is not away, either: long answers need minutes.
 """
 
 from __future__ import annotations
@@ -63,7 +76,14 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
 )
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.inference.client.answers import CHAT, COMPLETIONS, Completion, RetryableError, Way, unfinished
+from datatrove_ckpt.inference.client.answers import (
+    CHAT,
+    COMPLETIONS,
+    Completion,
+    RetryableError,
+    Way,
+    unfinished,
+)
 from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
@@ -81,8 +101,8 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds for which other URLs are preferred after a failed connection. A dead server has the fewest requests in flight,
-# because it fails at once, and would get all of them.
+# Seconds for which other URLs are preferred after a failed connection. A dead server has the fewest
+# requests in flight, because it fails at once, and would get all of them.
 _COOLDOWN = 5.0
 # Seconds. A server that stops is away by then: Slurm kills after 30.
 _STOPPING = 60.0
@@ -95,7 +115,8 @@ _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
 
 _HINT = (
-    "If this server never gives one, and its answers are complete, set accept_null_finish_reason to true; otherwise "
+    "If this server never gives one, and its answers are complete, set accept_null_finish_reason "
+    "to true; otherwise "
     "see why it cuts answers off"
 )
 
@@ -144,7 +165,8 @@ class Outage:
         self.answers = 0
         self.unreachable = False
         self._said = f"{model}: " if model else ""
-        # The log lines belong to all ranks that share the servers, not to the rank whose request fails first.
+        # The log lines belong to all ranks that share the servers, not to the rank whose request
+        # fails first.
         self._context = contextvars.copy_context()
         self._since: float | None = None
         self._said_at: float | None = None
@@ -175,8 +197,10 @@ class Outage:
             return
         if waited >= self.patience:
             raise ServerUnavailable(
-                f"No request was answered for {waited:.0f} s (server_patience_seconds={self.patience:g}). The last "
-                f"failure: {failure}. Check the server and the network, and run the same command again: finished "
+                f"No request was answered for {waited:.0f} s "
+                f"(server_patience_seconds={self.patience:g}). The last "
+                f"failure: {failure}. Check the server and the network, and run the same command "
+                "again: finished "
                 "work is saved, and no document is blamed for its server."
             )
         self.show(str(failure))
@@ -251,7 +275,8 @@ class RequestClock:
         self._answers = self._outage.answers
         if self.beside >= max_attempts and self.left(failure) <= 0:
             raise RequestFailed(
-                f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request failed while others "
+                f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request "
+                "failed while others "
                 f"were answered (request_max_attempts={max_attempts}, "
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
@@ -259,7 +284,10 @@ class RequestClock:
 
     def left(self, failure: RetryableError) -> float:
         """Seconds until this request's patience ends; 0 or less afterwards."""
-        return self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1) - self._seconds
+        return (
+            self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1)
+            - self._seconds
+        )
 
 
 class ModelServers:
@@ -273,7 +301,9 @@ class ModelServers:
         resent: attempts that were lost with their server, and whose request was sent again.
     """
 
-    def __init__(self, config: InferenceConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: InferenceConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
@@ -290,7 +320,8 @@ class ModelServers:
         for url in urls:
             if api_key is not None and url.has_credentials:
                 raise ConfigError(
-                    f"{written.endpoint_url}: {url} contains credentials, and an API key is set, too. Remove one."
+                    f"{written.endpoint_url}: {url} contains credentials, and an API key is set, "
+                    "too. Remove one."
                 )
         for url in urls:
             self.mark_up(self.add(), url, api_key)
@@ -312,7 +343,10 @@ class ModelServers:
         return target
 
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
-        """Sends requests to this URL from now on. A restarted server has another port and another key."""
+        """Sends requests to this URL from now on.
+
+        A restarted server has another port and another key.
+        """
         target.url = url
         target.api_key = api_key
         self.transport(target, usual_way(self.config))  # raises for a wrong URL now
@@ -345,7 +379,9 @@ class ModelServers:
 
     def oldest_in_flight(self) -> float:
         """0 if there is none."""
-        started = [attempt.started_at for target in self.router.targets for attempt in target.attempts]
+        started = [
+            attempt.started_at for target in self.router.targets for attempt in target.attempts
+        ]
         if started:
             return time.monotonic() - min(started)
         return 0.0
@@ -396,7 +432,9 @@ class CompletionClient:
     def waiting(self) -> int:
         return self._router.waiting_of(self.sender) + self.stats.pausing
 
-    async def complete(self, body: AnyBody, way: Way | None = None, request: Request | None = None) -> Completion:
+    async def complete(
+        self, body: AnyBody, way: Way | None = None, request: Request | None = None
+    ) -> Completion:
         """The answer to one request.
 
         Args:
@@ -404,9 +442,9 @@ class CompletionClient:
             request: its history; None: a new one.
 
         Raises:
-            MustDivide: a shared request was in flight at several deaths, or fails while others are answered.
-            RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable, ServerRefused, TooManyOpenFiles: see the
-                table.
+            MustDivide: a shared request was in flight at several deaths, or fails while others are
+            answered. RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable,
+                ServerRefused, TooManyOpenFiles: see the table.
             ServerDied: no server is left, and none may be restarted.
         """
         way = way or self.way
@@ -432,11 +470,14 @@ class CompletionClient:
                     raise MustDivide from None
                 continue
             except (RequestRejected, ServerRefused) as error:
-                self.stats.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
+                self.stats.errors[
+                    "refused" if error.status is None else f"HTTP {error.status}"
+                ] += 1
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1
-                if request.may_not_be_sent:  # a cluster stops our servers together with us: it is not at fault
+                # A cluster stops our servers together with us: it is not at fault.
+                if request.may_not_be_sent:
                     self._sent_again()
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers)
@@ -484,19 +525,25 @@ class CompletionClient:
         self._router.attribute_deaths(request)
         deaths = request.deaths
         return RequestPoisoned(
-            f"This request was in flight at {len(deaths)} deaths of its server, the last time alone. "
+            f"This request was in flight at {len(deaths)} deaths of its server, the last time "
+            "alone. "
             f"Last cause: {deaths[-1].cause}"
         )
 
-    async def _attempt(self, target: Target, request: Request, body: AnyBody, way: Way) -> Completion:
+    async def _attempt(
+        self, target: Target, request: Request, body: AnyBody, way: Way
+    ) -> Completion:
         if not target.up:
             raise AttemptLost
         transport = self.servers.transport(target, way)
         if transport.unasked >= _MAX_UNASKED:
             raise ServerRefused(
-                f"{transport.url} has sent an answer without a request {transport.unasked} times. So it, or a "
-                "gateway before it, sends answers late, and a late answer may be taken for that to the next request. "
-                f"Let the requests bypass the gateway ({written.endpoint_url}), or raise its timeout, and run the "
+                f"{transport.url} has sent an answer without a request {transport.unasked} times. "
+                "So it, or a "
+                "gateway before it, sends answers late, and a late answer may be taken for that to "
+                "the next request. "
+                f"Let the requests bypass the gateway ({written.endpoint_url}), or raise its "
+                "timeout, and run the "
                 "same command "
                 "again."
             )
@@ -525,7 +572,13 @@ class CompletionClient:
         return answer
 
     async def _send(
-        self, target: Target, transport: Transport, request: Request, body: AnyBody, started_at: float, way: Way
+        self,
+        target: Target,
+        transport: Transport,
+        request: Request,
+        body: AnyBody,
+        started_at: float,
+        way: Way,
     ) -> Completion:
         try:
             raw = await post(transport, body, self._config.model_name_or_path, way.extras)
@@ -548,9 +601,11 @@ class CompletionClient:
                 await target.probe(started_at, not failure.server_is_busy)
             raise
 
-    def _check_reason(self, answer: Completion, url: HiddenUrl, target: Target, request: Request) -> None:
-        """Raises RetryableError for an answer that may be cut off, and ServerRefused if this server gives no
-        finish_reason.
+    def _check_reason(
+        self, answer: Completion, url: HiddenUrl, target: Target, request: Request
+    ) -> None:
+        """Raises RetryableError for an answer that may be cut off, and ServerRefused if this server
+        gives no finish_reason.
         """
         if answer.finish_reason:
             target.gives_reasons = True
@@ -566,7 +621,8 @@ class CompletionClient:
         lasts = now - request.without_reason_since >= _STOPPING
         if lasts and request.without_reason >= self._config.request_max_attempts:
             raise ServerRefused(
-                f"{url} has answered one request {request.without_reason} times without a finish_reason, for "
+                f"{url} has answered one request {request.without_reason} times without a "
+                "finish_reason, for "
                 f"{now - request.without_reason_since:.0f} s. {_HINT}."
             )
         raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")

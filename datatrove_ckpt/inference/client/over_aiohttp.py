@@ -1,4 +1,7 @@
-"""HTTP over aiohttp: TLS, proxies, credentials in the URL. Imported when needed, as it takes a while."""
+"""HTTP over aiohttp: TLS, proxies, credentials in the URL.
+
+Imported when needed, as it takes a while.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ _STREAMED_SIZE = 1 << 20
 class _Connection(ResponseHandler):
     """Rests and closes as the connections of ``plain.py`` do.
 
-    aiohttp takes a late response for the next request's, and has no public way to watch a connection. So the class of
-    its connections is replaced.
+    aiohttp takes a late response for the next request's, and has no public way to watch a
+    connection. So the class of its connections is replaced.
     """
 
     def __init__(self, owner: AiohttpTransport) -> None:
@@ -70,7 +73,9 @@ class _Connection(ResponseHandler):
     def is_connected(self) -> bool:
         if self._owner.unasked:
             return False
-        return super().is_connected() and is_silent(self.transport.get_extra_info("socket").fileno())  # type: ignore[union-attr]
+        if not super().is_connected() or self.transport is None:
+            return False
+        return is_silent(self.transport.get_extra_info("socket").fileno())
 
 
 class AiohttpTransport(UnaskedCounter):
@@ -99,11 +104,13 @@ class AiohttpTransport(UnaskedCounter):
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=timeout, connect=connect_timeout, sock_connect=connect_timeout),
+            timeout=aiohttp.ClientTimeout(
+                total=timeout, connect=connect_timeout, sock_connect=connect_timeout
+            ),
             read_bufsize=_READ_BUFFER,
             auto_decompress=False,
-            # A proxy in the environment is never meant for our servers on 127.0.0.1. Where it applies, aiohttp reads
-            # the environment in a thread per request.
+            # A proxy in the environment is never meant for our servers on 127.0.0.1. Where it
+            # applies, aiohttp reads the environment in a thread per request.
             trust_env=proxied,
         )
 
@@ -124,7 +131,11 @@ class AiohttpTransport(UnaskedCounter):
         began_at = time.monotonic()
         try:
             async with self._session.request(
-                self._method, url.reveal(), data=data or None, headers=headers, allow_redirects=False
+                self._method,
+                url.reveal(),
+                data=data or None,
+                headers=headers,
+                allow_redirects=False,
             ) as response:
                 connection = response.connection.protocol  # type: ignore[union-attr]
                 assert isinstance(connection, _Connection)
@@ -146,7 +157,8 @@ class AiohttpTransport(UnaskedCounter):
             raise ConnectTimeout from None
 
     def explain(self, error: Exception) -> str:
-        return self.redact(str(error).replace(str(self.url.reveal()), str(self.url)))  # as yarl writes it
+        # As yarl writes it.
+        return self.redact(str(error).replace(str(self.url.reveal()), str(self.url)))
 
     async def close(self) -> None:
         await self._session.close()

@@ -1,23 +1,24 @@
 """An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
 
-aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client costs 20 us
-(measured).
+aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client
+costs 20 us (measured).
 
-Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about retries. After any
-error, and after any answer that is no 2xx, a connection is closed: a gateway that gives up sends a 504, and may pass on
-the real answer later.
+Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about
+retries. After any error, and after any answer that is no 2xx, a connection is closed: a gateway
+that gives up sends a 504, and may pass on the real answer later.
 
-HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests for ``QUIET`` seconds
-after each response that took ``SHORT`` seconds or longer. If more bytes arrive by then, the response is dropped, and
-from then on no connection carries a second request. A response that comes later still is noticed where each answer has
-an ``id`` of its own: it equals the response before it.
+HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests
+for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
+arrive by then, the response is dropped, and from then on no connection carries a second request. A
+response that comes later still is noticed where each answer has an ``id`` of its own: it equals the
+response before it.
 
-httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed responses, protocol
-upgrades, and transfer codings other than ``chunked``. A regular expression recognises an answer of the usual form that
-arrives in one piece, for a fifth of the cost.
+httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
+responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression
+recognises an answer of the usual form that arrives in one piece, for a fifth of the cost.
 
-Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of 100, 102 and 103. So
-this module skips them itself.
+Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of
+100, 102 and 103. So this module skips them itself.
 """
 
 from __future__ import annotations
@@ -52,26 +53,31 @@ _MAX_FRAMING_BYTES = 1 << 16
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 _WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
-_FIELDS = frozenset((b"connection", b"content-encoding", b"content-length", b"transfer-encoding", *_WAIT_FIELDS))
+_FIELDS = frozenset(
+    (b"connection", b"content-encoding", b"content-length", b"transfer-encoding", *_WAIT_FIELDS)
+)
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
 _STATUS_END = len("HTTP/1.1 200")
 _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another protocol follows
-_INTERIM_HEAD = re.compile(rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*")
+_INTERIM_HEAD = re.compile(
+    rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*"
+)
 # 200, header fields that say nothing to llhttp or to us, and one length.
 _SILENT = (
     rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:)"
     rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
 )
 _USUAL_HEAD = re.compile(
-    rb"(?-i:HTTP/1\.1) 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n" % (_SILENT, _SILENT),
+    rb"(?-i:HTTP/1\.1) 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n"
+    % (_SILENT, _SILENT),
     re.IGNORECASE,
 )
 
 
 class Response(NamedTuple):
-    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden from tracebacks: a
-    server may quote the key.
+    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden
+    from tracebacks: a server may quote the key.
 
     Attributes:
         wait: the seconds that an error asks to wait.
@@ -103,8 +109,8 @@ def usual_response(data: bytes) -> Response | None:
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
-    The result does not depend on how the bytes are split, with one exception: the limit on framing is not checked for
-    the piece that completes the response.
+    The result does not depend on how the bytes are split, with one exception: the limit on framing
+    is not checked for the piece that completes the response.
     """
 
     def __init__(self) -> None:
@@ -144,11 +150,15 @@ class ResponseParser:
             return True
         framing = self._received_bytes - len(builder.body)
         if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * builder.chunks:
-            raise RemoteProtocolError(f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes")
+            raise RemoteProtocolError(
+                f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes"
+            )
         return False
 
     def end(self, properly: bool = True) -> bool:
-        """Whether the response is complete at the connection's end, ``properly`` if the server closed it."""
+        """Whether the response is complete at the connection's end, ``properly`` if the server
+        closed it.
+        """
         return self._builder.complete or (properly and self._builder.ends_at_close)
 
     def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
@@ -166,16 +176,20 @@ class ResponseParser:
             if end < 0:
                 return b""
             if not _INTERIM_HEAD.fullmatch(start, 0, end):
-                raise RemoteProtocolError(f"not HTTP/1.1 (interim response): {bytes(start[:end][:100])!r}")
+                raise RemoteProtocolError(
+                    f"not HTTP/1.1 (interim response): {bytes(start[:end][:100])!r}"
+                )
             del start[: end + 4]
 
     def _parse(self, data: bytes) -> None:
         builder = self._builder
         if self._llhttp is None:
             self._llhttp = llhttp = _LlhttpParser(builder)
-            # RFC 9112 allows both: Transfer-Encoding overrides Content-Length (section 6.3), and spaces may follow the
-            # size of a chunk (section 7.1.1).
-            llhttp.set_dangerous_leniencies(lenient_chunked_length=True, lenient_spaces_after_chunk_size=True)
+            # RFC 9112 allows both: Transfer-Encoding overrides Content-Length (section 6.3), and
+            # spaces may follow the size of a chunk (section 7.1.1).
+            llhttp.set_dangerous_leniencies(
+                lenient_chunked_length=True, lenient_spaces_after_chunk_size=True
+            )
             builder.llhttp = weakref.ref(llhttp)
         try:
             self._llhttp.feed_data(data)
@@ -200,8 +214,8 @@ class _StopParsing(Exception):
 class _ResponseBuilder:
     """The callbacks of llhttp.
 
-    llhttp holds the bound methods. The reference in the other direction is weak: the cycle would leave each response to
-    the garbage collector.
+    llhttp holds the bound methods. The reference in the other direction is weak: the cycle would
+    leave each response to the garbage collector.
     """
 
     def __init__(self) -> None:
@@ -247,7 +261,9 @@ class _ResponseBuilder:
             pass  # neither has a body, whatever the fields say
         elif coding is not None:
             if coding.lower() != b"chunked" or version == "1.0":
-                self._refuse(f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1")
+                self._refuse(
+                    f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1"
+                )
         elif length is not None:
             self._check_size(int(length))  # llhttp has checked that these are digits
         else:
@@ -258,7 +274,9 @@ class _ResponseBuilder:
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
         if status >= 300:
-            self.wait = asked_wait({name.decode(): value.decode("latin-1") for name, value in fields.items()})
+            self.wait = asked_wait(
+                {name.decode(): value.decode("latin-1") for name, value in fields.items()}
+            )
         self.status = status
 
     def on_chunk_header(self) -> None:
@@ -282,7 +300,8 @@ class _ResponseBuilder:
 
 # Up to this size, one ``send`` with a copy of header and body is cheaper than two.
 _MAX_COPIED_BYTES = 1 << 16
-# uvicorn's socket queues 2048 connections. The kernel retries one that found the queue full after 1 s.
+# uvicorn's socket queues 2048 connections. The kernel retries one that found the queue full after 1
+# s.
 _MAX_CONCURRENT_CONNECTS = 1000
 # Connections are opened in thousands, and each lookup takes a thread.
 _ADDRESS_CACHE_SECONDS = 10.0
@@ -348,7 +367,8 @@ class _Connection(asyncio.Protocol):
         self._response = None
         if response is None or response.done():
             return
-        if self._status >= 300:  # the status alone decides; the body is only shown, and may be a part
+        # The status alone decides; the body is only shown, and may be a part.
+        if self._status >= 300:
             assert self._parser is not None
             response.set_result(self._parser.response())
         elif error is not None:
@@ -393,7 +413,8 @@ class _Connection(asyncio.Protocol):
         return self._parser.status
 
     def _finish(self, reusable: bool) -> None:
-        # A server may refuse a request before it has read all of it. The rest is still in the write buffer then.
+        # A server may refuse a request before it has read all of it. The rest is still in the write
+        # buffer then.
         if self._status >= 300 or not reusable or self._transport.get_write_buffer_size():
             self.deliver()
             self.abort()
@@ -422,7 +443,11 @@ class _Connection(asyncio.Protocol):
                 when = "inside the response"
             else:
                 when = "before the response"
-            self.abort(RemoteProtocolError(f"the connection was closed {when}" + (f": {error}" if error else "")))
+            self.abort(
+                RemoteProtocolError(
+                    f"the connection was closed {when}" + (f": {error}" if error else "")
+                )
+            )
         else:
             self.abort()
 
@@ -441,7 +466,9 @@ class UnaskedCounter:
     _first_id: bytes | None = None
 
     def refuse_late(self, connection: Carrier, request: AnyBody, answer: bytes | bytearray) -> None:
-        """Raises UnaskedBytes if the answer equals the one before it, which answered another request."""
+        """Raises UnaskedBytes if the answer equals the one before it, which answered another
+        request.
+        """
         if self._first_id is None:
             found = _ID.search(answer)
             self._first_id = found[0] if found else b""
@@ -463,8 +490,10 @@ class UnaskedCounter:
     def note_unasked(self) -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent an answer without a request. The answer before it on that connection is dropped "
-                "and requested again, unless a document has it already. From now on, each request to this server has "
+                f"{self.url} has sent an answer without a request. The answer before it on that "
+                "connection is dropped "
+                "and requested again, unless a document has it already. From now on, each request "
+                "to this server has "
                 "a connection of its own."
             )
         self.unasked += 1
@@ -506,8 +535,8 @@ class PlainTransport(UnaskedCounter):
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
-        # The deadline of each connection's request. All have the same timeout, so they are in order, and one timer is
-        # enough.
+        # The deadline of each connection's request. All have the same timeout, so they are in
+        # order, and one timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
@@ -521,7 +550,8 @@ class PlainTransport(UnaskedCounter):
         Raises:
             ConnectTimeout: no connection within ``connect_timeout``.
             TimeoutError: no response within ``timeout``.
-            OSError: the connection was refused or broke, the response was malformed, or the client was closed.
+            OSError: the connection was refused or broke, the response was malformed, or the client
+                was closed.
         """
         head = self._head
         if extras:
@@ -584,8 +614,11 @@ class PlainTransport(UnaskedCounter):
     async def _connect(self) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout), self._connecting:
-                # The address that accepted the last connection goes first. Each gets a share of the time.
-                *others, last = sorted(await self._resolve(), key=lambda address: address != self._last_connected)
+                # The address that accepted the last connection goes first. Each gets a share of the
+                # time.
+                *others, last = sorted(
+                    await self._resolve(), key=lambda address: address != self._last_connected
+                )
                 for address in others:
                     with contextlib.suppress(OSError):
                         async with asyncio.timeout(self._connect_timeout / (1 + len(others))):
@@ -596,14 +629,19 @@ class PlainTransport(UnaskedCounter):
 
     async def _connect_to(self, address: Any) -> _Connection:
         family, *_, (host, port, *_) = address
-        _, connection = await self._loop.create_connection(partial(_Connection, self), host, port, family=family)
+        _, connection = await self._loop.create_connection(
+            partial(_Connection, self), host, port, family=family
+        )
         self._last_connected = address
         return connection
 
     async def _resolve(self) -> list[Any]:
         with contextlib.suppress(socket.gaierror):  # raised unless the host is an IP address
             return socket.getaddrinfo(
-                self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+                self._host,
+                self._port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
             )
         now = self._loop.time()
         lookup = self._lookup

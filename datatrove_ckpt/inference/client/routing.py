@@ -1,17 +1,21 @@
 """Which server takes the next request, and which requests wait.
 
-Requests wait here, not at a server. So an outage of a minute uses up no attempts, and the requests that a dead server
-had in flight (``mark_dead``) go to the next server that is up.
+Requests wait here, not at a server. So an outage of a minute uses up no attempts, and the requests
+that a dead server had in flight (``mark_dead``) go to the next server that is up.
 
-    waiting      in order of arrival, until a server is up and a slot of ``max_concurrent_generations`` is free
-    quarantined  requests that were in flight at two deaths of a server. They run apart from all others, on a server
-                 that first finishes its other requests. The youngest at its first death goes first: a request that
-                 kills a server mostly does so soon. A death of one request alone is attributed to it, with its
-                 earlier deaths, and the other requests leave the quarantine.
+    waiting      in order of arrival, until a server is up and a slot of
+                 ``max_concurrent_generations`` is free
+    quarantined  requests that were in flight at two deaths of a server. They run apart from all
+                 others, on a server
+                 that first finishes its other requests. The youngest at its first death goes first:
+                 a request that kills a server mostly does so soon. A death of one request alone is
+                 attributed to it, with its earlier deaths, and the other requests leave the
+                 quarantine.
 
-Quarantined requests run in groups: one first, and each answer makes room for one more, up to the square root of their
-peak number. If the server dies of a group, its members run alone. One by one, thousands of them would leave the server
-nearly idle for hours; halving the groups would need more deaths than ``server_max_restarts`` allows.
+Quarantined requests run in groups: one first, and each answer makes room for one more, up to the
+square root of their peak number. If the server dies of a group, its members run alone. One by one,
+thousands of them would leave the server nearly idle for hours; halving the groups would need more
+deaths than ``server_max_restarts`` allows.
 """
 
 from __future__ import annotations
@@ -33,8 +37,10 @@ FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
-"""Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe is aborted. Takes
-the time at which the failed attempt started, and whether to wait for proof that the server accepts new requests."""
+"""Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
+is aborted. Takes the time at which the failed attempt started, and whether to wait for proof that
+the server accepts new requests.
+"""
 
 
 class AttemptLost(Exception):
@@ -60,8 +66,9 @@ class Death:
 
 
 OnServer = Callable[[str, str, str | None, str], None]
-"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the server's name within the
-rank, its URL without secrets or None, and why it died or ""."""
+"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the
+server's name within the rank, its URL without secrets or None, and why it died or "".
+"""
 
 
 class Sender:
@@ -103,7 +110,15 @@ class Request:
         is_shared: by several texts. It is divided before it is given up.
     """
 
-    __slots__ = ("age", "deaths", "document", "is_shared", "sender", "without_reason", "without_reason_since")
+    __slots__ = (
+        "age",
+        "deaths",
+        "document",
+        "is_shared",
+        "sender",
+        "without_reason",
+        "without_reason_since",
+    )
 
     def __init__(self, sender: Sender | None = None, document: str = "") -> None:
         self.sender = sender or Sender()
@@ -142,7 +157,10 @@ class Request:
 
 
 class Attempt:
-    """One sending of a request. ``lost``: its server is given up, and its answer would be dropped."""
+    """One sending of a request.
+
+    ``lost``: its server is given up, and its answer would be dropped.
+    """
 
     __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
@@ -187,7 +205,8 @@ class Target:
         limit: how many requests may be in flight here.
         reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
-        alive_at: when the server last showed that it works, or got its first request after an idle time.
+        alive_at: when the server last showed that it works, or got its first request after an idle
+            time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer of it had a finish_reason.
     """
@@ -389,7 +408,9 @@ class Router:
         return death
 
     def attribute_deaths(self, request: Request) -> None:
-        """This request caused all deaths at which it was in flight: they count against no other request."""
+        """This request caused all deaths at which it was in flight: they count against no other
+        request.
+        """
         for death in request.deaths:
             death.attributed = True
         for other, future in self._quarantine.clear():
@@ -436,7 +457,11 @@ class Router:
             return
         reserved.reserved = quarantine.has_waiting() or reserved.in_flight > 0
         # The target has answered its other requests when all that it has in flight are quarantined.
-        while quarantine.has_room() and reserved.in_flight == quarantine.in_flight and self._in_flight < self._limit:
+        while (
+            quarantine.has_room()
+            and reserved.in_flight == quarantine.in_flight
+            and self._in_flight < self._limit
+        ):
             request, future = quarantine.start_next()
             future.set_result(self._assign(reserved, request))
 

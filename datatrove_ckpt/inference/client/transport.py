@@ -1,6 +1,7 @@
 """One HTTP exchange: returns the body of a whole answer, or raises the error that the status means.
 
-Errors raised here have no cause: the frames of their causes hold headers, and headers hold the API key.
+Errors raised here have no cause: the frames of their causes hold headers, and headers hold the API
+key.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
 _CONNECT_TIMEOUT = 30.0  # seconds
-# Seconds. uvicorn closes idle connections after 5 s. A request sent into a closing connection is a failed attempt.
+# Seconds. uvicorn closes idle connections after 5 s. A request sent into a closing connection is a
+# failed attempt.
 _KEEPALIVE = 4.0
 # 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part.
 _ANSWERED = frozenset({200, 201, 203})
 _SHOWN_BODY = 2000
 # llama.cpp's 500 for a text that it cannot embed. All of the body, which quotes no text.
 _TOO_LARGE = re.compile(
-    rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. increase the physical batch '
+    rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. '
+    rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
 _CONTENT_TOO_LARGE = 413
@@ -42,7 +45,11 @@ Transport: TypeAlias = "PlainTransport | AiohttpTransport"
 
 
 def make_transport(
-    url: HiddenUrl, headers: HiddenDict | None, timeout: float, proxied: bool = False, method: str = "POST"
+    url: HiddenUrl,
+    headers: HiddenDict | None,
+    timeout: float,
+    proxied: bool = False,
+    method: str = "POST",
 ) -> Transport:
     """The cheapest transport for this URL. ``proxied``: the environment names a proxy for it."""
     settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
@@ -66,7 +73,9 @@ class ExchangeFailed(Exception):
         super().__init__(details or kind)
 
 
-async def get(url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False) -> Response:
+async def get(
+    url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False
+) -> Response:
     """The response to one GET, whatever its status.
 
     Raises:
@@ -95,7 +104,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     """The body of an answer. ``model`` appears in error messages only.
 
     Raises:
-        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in ``client.py``.
+        RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in
+        ``client.py``.
     """
     url = transport.url
     try:
@@ -106,7 +116,9 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
             kind = "connection"
         else:
             kind = "answer"
-        raise RetryableError(f"no {kind} in time from {url}", unreachable=True, timed_out=True) from None
+        raise RetryableError(
+            f"no {kind} in time from {url}", unreachable=True, timed_out=True
+        ) from None
     except transport.errors as error:
         note_sent(extras)
         failure = _failure(transport, error)
@@ -122,7 +134,9 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     raise _error(response, url, model, transport.redact)
 
 
-def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> RetryableError | CkptError:
+def _error(
+    response: Response, url: HiddenUrl, model: str, redact: Redactor
+) -> RetryableError | CkptError:
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
@@ -132,7 +146,9 @@ def _error(response: Response, url: HiddenUrl, model: str, redact: Redactor) -> 
         return RequestRejected(status, text)
     text = " ".join(text.split())
     if status in retrying.SERVER.retried:
-        return RetryableError(f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status)
+        return RetryableError(
+            f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status
+        )
     refused = ServerRefused(
         f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
         f"The server's answer: {text or '(empty)'}"
@@ -152,6 +168,7 @@ def _hint(status: int, url: HiddenUrl, text: str) -> str:
         if "model" in text.lower():
             return f"Check {written.model_name_or_path} and {written.endpoint_url}."
         return (
-            f"This server may not have the path {path}: check {written.endpoint_url} and {written.model_name_or_path}."
+            f"This server may not have the path {path}: check {written.endpoint_url} and "
+            f"{written.model_name_or_path}."
         )
     return f"Check {written.model_name_or_path}, {written.endpoint_url} and use_chat."

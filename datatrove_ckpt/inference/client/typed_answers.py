@@ -1,12 +1,13 @@
 """Parses answers that are numbers: embeddings, classes and scores, in the forms of all engines.
 
-    way       OpenAI, vLLM                      SGLang                       llama.cpp
-    embed     data[] index, embedding           the same                     the same
-    classify  data[] index, label, probs        the same
-    score     data[] index, score               [] index, score (rerank)     results[] index, relevance_score (rerank)
+    way       OpenAI, vLLM                  SGLang                     llama.cpp
+    embed     data[] index, embedding       the same                   the same
+    classify  data[] index, label, probs    the same
+    score     data[] index, score           [] index, score (rerank)   results[] index, relevance_score
+                                                                       (rerank)
 
-What is kept is small, equal in each run, and exact: an array is base64 of its float32 values, little-endian. An answer
-that lacks a value, or has NaN or infinity (null in JSON), is retried.
+What is kept is small, equal in each run, and exact: an array is base64 of its float32 values,
+little-endian. An answer that lacks a value, or has NaN or infinity (null in JSON), is retried.
 """
 
 from __future__ import annotations
@@ -38,18 +39,29 @@ _ROWS = ("data", "results")
 
 def typed_way(name: str, path: str, count: int) -> Way:
     """The way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
-    return Way(way_to(path).path, partial(_PARSERS[name], count=count), f"{name}()", is_shared=name == "embed")
+    return Way(
+        way_to(path).path,
+        partial(_PARSERS[name], count=count),
+        f"{name}()",
+        is_shared=name == "embed",
+    )
 
 
 class Base64(str):
-    """An array as it is kept, with the array: decoding takes longer than all else about an answer."""
+    """An array as it is kept, with the array: decoding takes longer than all else about an
+    answer.
+    """
 
     __slots__ = ("values",)
     values: Floats
 
 
 def to_base64(values: Floats, text: str | None = None) -> Base64:
-    kept = Base64(base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode() if text is None else text)
+    kept = Base64(
+        base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode()
+        if text is None
+        else text
+    )
     kept.values = values
     return kept
 
@@ -72,19 +84,24 @@ def parse_embeddings(raw: bytes, *, count: int) -> Completion:
 
 
 def parse_classes(raw: bytes, *, count: int) -> Completion:
-    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the model's order."""
+    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the
+    model's order.
+    """
     answer, (row,) = _rows(raw, count)
     label = row.get("label")
     if not (label is None or isinstance(label, str)):
         raise RetryableError("the answer's label is no text")
-    probabilities = _numbers(row.get("probs"), "probs", np.float64).tolist()  # as sent: a threshold may be equal
+    # As sent: a threshold may be equal.
+    probabilities = _numbers(row.get("probs"), "probs", np.float64).tolist()
     return other_than_text(answer, {"label": label, "probabilities": probabilities})
 
 
 def parse_scores(raw: bytes, *, count: int) -> Completion:
     """``scores`` in the order of the texts, base64."""
     answer, rows = _rows(raw, count)
-    return other_than_text(answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores", np.float32))})
+    return other_than_text(
+        answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores", np.float32))}
+    )
 
 
 _PARSERS: dict[str, Callable[..., Completion]] = {
@@ -105,8 +122,12 @@ def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
     if not in_order or any("index" in row for row in rows):
         indices = [row.get("index", "missing") for row in rows]
     if not all(type(index) is int for index in indices) or sorted(indices) != list(range(count)):
-        raise RetryableError(f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text")
-    return answer, [row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])]
+        raise RetryableError(
+            f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text"
+        )
+    return answer, [
+        row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])
+    ]
 
 
 def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:

@@ -1,4 +1,5 @@
-"""URLs of endpoints, which may hold a secret: a user and password, or a query such as ``?code=...``.
+"""URLs of endpoints, which may hold a secret: a user and password, or a query such as
+``?code=...``.
 
 Frames hold a ``HiddenUrl``: a traceback with values would show a ``str`` or a yarl ``URL`` whole.
 """
@@ -44,7 +45,8 @@ class HiddenUrl:
         del url  # hidden from the frame that raises
         if not self._url.host:
             raise ConfigError(
-                f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or https://HOST. In a user, a "
+                f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or "
+                "https://HOST. In a user, a "
                 "password or a query, write %2F for /, %40 for @, and %23 for #."
             )
 
@@ -57,10 +59,11 @@ class HiddenUrl:
         return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
 
     def api(self, path: str) -> HiddenUrl:
-        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions"; "/tokenize" beside it.
+        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions";
+        "/tokenize" beside it.
 
-        A URL without a path gets /v1, any other one is taken as given. It may also be the whole address of the
-        completions, or of the embeddings.
+        A URL without a path gets /v1, any other one is taken as given. It may also be the whole
+        address of the completions, or of the embeddings.
         """
         names = [name for name in self._url.raw_parts if name.strip("/")]
         if not names:
@@ -69,7 +72,9 @@ class HiddenUrl:
             names = names[: -2 if names[-2:] == ["chat", "completions"] else -1]
         if path.startswith("/") and names and _VERSION.fullmatch(names[-1]):
             del names[-1]
-        url = self._url.with_path("/" + "/".join([*names, *path.strip("/").split("/")]), encoded=True)
+        url = self._url.with_path(
+            "/" + "/".join([*names, *path.strip("/").split("/")]), encoded=True
+        )
         return HiddenUrl(url.with_query(self._url.query))
 
     @property
@@ -117,10 +122,14 @@ def _parsed(url: str) -> URL:
 def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
     """``extras`` replace equal ones."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
-    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict({**headers, **fields})
+    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict(
+        {**headers, **fields}
+    )
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
     """Whether the environment names a proxy for any of the URLs."""
     proxies = HiddenDict(getproxies())
-    return any(url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls)
+    return any(
+        url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls
+    )

@@ -1,4 +1,5 @@
-"""Model servers: start, readiness, health, restart, GPUs, several nodes. Their engines are in ``config.engines``.
+"""Model servers: start, readiness, health, restart, GPUs, several nodes. Their engines are in
+``config.engines``.
 
 Start at ``host.py``, whose ``ServerHost`` lends a rank a client that is ready. From there:
 

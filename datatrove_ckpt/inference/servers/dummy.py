@@ -1,7 +1,9 @@
-"""``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug pipelines without a model.
+"""``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug
+pipelines without a model.
 
-Its completions are those of datatrove's own dummy server, token counts included. Its embeddings, classes and scores
-depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is set.
+Its completions are those of datatrove's own dummy server, token counts included. Its embeddings,
+classes and scores depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is
+set.
 """
 
 from __future__ import annotations
@@ -22,19 +24,28 @@ from aiohttp import web
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
-TEXT = "This is dummy text content for debugging purposes. Page contains sample text to simulate OCR output."
+TEXT = (
+    "This is dummy text content for debugging purposes. Page contains sample text to simulate "
+    "OCR output."
+)
 _COMPLETION_TOKENS = 100
 _MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses images
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """The server. ``latency``: seconds each answer takes; ``api_key``: bearer token for requests to /v1."""
+    """The server. ``latency``: seconds each answer takes; ``api_key``: bearer token for requests to
+    /v1.
+    """
 
     @web.middleware
     async def check_key(request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
-        if api_key and request.path != "/health" and not hmac.compare_digest(given, f"Bearer {api_key}"):
+        if (
+            api_key
+            and request.path != "/health"
+            and not hmac.compare_digest(given, f"Bearer {api_key}")
+        ):
             return _json({"error": {"message": "Invalid API key", "code": 401}}, status=401)
         return await handler(request)
 
@@ -48,7 +59,9 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             await asyncio.sleep(latency)
         if (other := _NUMBERS.get(request.path)) is not None and isinstance(payload, dict):
             usage = {"prompt_tokens": len(body) // 4, "total_tokens": len(body) // 4}
-            return _json({"object": "list", "model": payload.get("model"), **other(payload), "usage": usage})
+            return _json(
+                {"object": "list", "model": payload.get("model"), **other(payload), "usage": usage}
+            )
         return _json(_completion(payload, len(body), chat=request.path == "/v1/chat/completions"))
 
     app = web.Application(middlewares=[check_key], client_max_size=_MAX_BODY)
@@ -70,12 +83,16 @@ async def _models(_: web.Request) -> web.Response:
 
 
 def _completion(payload: object, size: int, *, chat: bool) -> JsonObject:
-    content: JsonObject = {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+    content: JsonObject = (
+        {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
+    )
     prompt_tokens = size // 4
     return {
         "id": "dummy",
         "object": "chat.completion" if chat else "text_completion",
-        "model": payload.get("model", "dummy-model") if isinstance(payload, dict) else "dummy-model",
+        "model": payload.get("model", "dummy-model")
+        if isinstance(payload, dict)
+        else "dummy-model",
         "choices": [{"index": 0, **content, "finish_reason": "stop"}],
         "usage": {
             "prompt_tokens": prompt_tokens,
@@ -103,20 +120,37 @@ def _listed(texts: object) -> list[object]:
 def _embeddings(payload: JsonObject) -> JsonObject:
     dimensions = payload.get("dimensions") or _DIMENSIONS
     vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
-    return {"data": [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)]}
+    return {
+        "data": [
+            {"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(vectors)
+        ]
+    }
 
 
 def _classes(payload: JsonObject) -> JsonObject:
     data = []
     for at, text in enumerate(_listed(payload.get("input"))):
         (score,) = _numbers(text, 1)
-        data.append({"index": at, "label": f"LABEL_{score > 0.5:d}", "probs": [1 - score, score], "num_classes": 2})
+        data.append(
+            {
+                "index": at,
+                "label": f"LABEL_{score > 0.5:d}",
+                "probs": [1 - score, score],
+                "num_classes": 2,
+            }
+        )
     return {"data": data}
 
 
 def _scores(payload: JsonObject) -> JsonObject:
-    scores = [_numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))]
-    return {"data": [{"index": at, "object": "score", "score": score} for at, score in enumerate(scores)]}
+    scores = [
+        _numbers([payload.get("text_1"), text], 1)[0] for text in _listed(payload.get("text_2"))
+    ]
+    return {
+        "data": [
+            {"index": at, "object": "score", "score": score} for at, score in enumerate(scores)
+        ]
+    }
 
 
 _NUMBERS = {

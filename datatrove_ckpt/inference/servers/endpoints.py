@@ -1,4 +1,6 @@
-"""Servers that run already: nothing to launch or stop, only a check that they answer before the first request."""
+"""Servers that run already: nothing to launch or stop, only a check that they answer before the
+first request.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,9 @@ class ExternalServers:
     async def start(self) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Every status except 401, 403 and those that may pass (429, 5xx) counts as an answer: some gateways do not list
-        models. An endpoint gets no requests while it is not known whether its API is below /v1.
+        Every status except 401, 403 and those that may pass (429, 5xx) counts as an answer: some
+        gateways do not list models. An endpoint gets no requests while it is not known whether its
+        API is below /v1.
 
         Raises:
             ServerRefused: a server answered 401 or 403.
@@ -73,8 +76,10 @@ class ExternalServers:
                 self.outage.answered()
                 if causes:
                     logger.warning(
-                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not answer: "
-                        f"{'; '.join(causes)}. Those whose path has no version get no requests: their API may be there "
+                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
+                        "answer: "
+                        f"{'; '.join(causes)}. Those whose path has no version get no requests: "
+                        "their API may be there "
                         "or below /v1."
                     )
                 self.urls = [answer.api for answer in answers if answer.api is not None]
@@ -85,8 +90,10 @@ class ExternalServers:
             if delay > self.outage.left():
                 each = "".join(f"  {cause}\n" for cause in causes)
                 raise ServerStartFailed(
-                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server runs, that this "
-                    f"machine can reach it, and {written.endpoint_url}. One that answers 429 limits "
+                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server "
+                    "runs, that this "
+                    f"machine can reach it, and {written.endpoint_url}. One that answers 429 "
+                    "limits "
                     "requests: start later."
                 )
             self.outage.show(causes[0])
@@ -101,14 +108,22 @@ class ExternalServers:
         for answer in answers:
             if answer.refused:
                 raise ServerRefused(
-                    f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check api_key_env and what its "
+                    f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check "
+                    "api_key_env and what its "
                     f"variable holds, or the secret in {written.endpoint_url}."
                 )
-        return [f"{url}: {answer.cause}" for url, answer in zip(self.urls, answers, strict=True) if answer.cause]
+        return [
+            f"{url}: {answer.cause}"
+            for url, answer in zip(self.urls, answers, strict=True)
+            if answer.cause
+        ]
 
 
 def ready_window(config: InferenceConfig) -> float:
-    return min(config.server_patience_seconds, config.server_ready_max_attempts * config.server_ready_delay_sec)
+    return min(
+        config.server_patience_seconds,
+        config.server_ready_max_attempts * config.server_ready_delay_sec,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,14 +166,18 @@ async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> End
     status = response.status
     if status in (401, 403):
         return EndpointAnswer(str(target), "it refuses this run's API key", refused=status)
-    return EndpointAnswer(str(target), api=url, models=_listed(response.body) if status == 200 else None)
+    return EndpointAnswer(
+        str(target), api=url, models=_listed(response.body) if status == 200 else None
+    )
 
 
 async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
     """Raises ExchangeFailed if there is no response, or if another one may come later."""
     response = await get(target, headers, _PROBE_TIMEOUT, proxied)
     if (status := response.status) in retrying.SERVER.retried:
-        raise ExchangeFailed(f"HTTP {status}{', which means too many requests' if status == 429 else ''}")
+        raise ExchangeFailed(
+            f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
+        )
     return response
 
 
@@ -182,7 +201,8 @@ def _with_environment(url: str) -> HiddenUrl:
     for name in _VARIABLE.findall(url):
         if name not in os.environ:
             raise ConfigError(
-                f"{written.endpoint_url}: {url} names the environment variable {name}, which is not set. Export it "
+                f"{written.endpoint_url}: {url} names the environment variable {name}, which is "
+                "not set. Export it "
                 "where the tasks run."
             )
     return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)

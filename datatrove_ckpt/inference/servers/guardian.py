@@ -1,13 +1,14 @@
 """The process between a runner and its server: no server outlives its runner.
 
-The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``. Its standard input is
-the lifeline pipe, whose write end the runner holds. When that end closes, the server's process group gets SIGTERM, and
-after the timeout every descendant gets SIGKILL. A byte in the pipe asks for SIGKILL now. If the server ends by itself,
-its descendants are killed, too. The exit code is the server's (128 + n for signal n).
+The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``.
+Its standard input is the lifeline pipe, whose write end the runner holds. When that end closes, the
+server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte in
+the pipe asks for SIGKILL now. If the server ends by itself, its descendants are killed, too. The
+exit code is the server's (128 + n for signal n).
 
-PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that called setsid() has left
-its group. So the guardian is a child subreaper, and /proc shows the whole tree. Without both (macOS) only the server's
-process group is killed.
+PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that
+called setsid() has left its group. So the guardian is a child subreaper, and /proc shows the whole
+tree. Without both (macOS) only the server's process group is killed.
 
 It uses the standard library only, and one thread: it is up in about 20 ms, and uses 10 MB.
 """
@@ -27,7 +28,14 @@ from typing import NamedTuple, NoReturn
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
-_CAUGHT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+_CAUGHT = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+)
 KILL_NOW = b"k"
 # Seconds. Needed only if a fork of the runner keeps the lifeline pipe open.
 _PARENT_CHECK = 1.0
@@ -63,7 +71,9 @@ def process_table() -> list[Process]:
         name, _, rest = rest.rpartition(b") ")
         state, parent, _group, session, *more = rest.split()
         shown = name.decode(errors="replace")
-        table.append(Process(int(pid), int(parent), int(session), state in b"ZX", int(more[15]), shown))
+        table.append(
+            Process(int(pid), int(parent), int(session), state in b"ZX", int(more[15]), shown)
+        )
     return table
 
 
@@ -112,8 +122,9 @@ class Guardian:
         signal.set_wakeup_fd(wakeup_write)
 
     def run(self) -> int:
-        # A cluster signals all processes of a job. The runner then drains, and needs its server, so only the closed
-        # pipe ends the guardian. Handlers, not SIG_IGN, which the server would inherit.
+        # A cluster signals all processes of a job. The runner then drains, and needs its server, so
+        # only the closed pipe ends the guardian. Handlers, not SIG_IGN, which the server would
+        # inherit.
         for number in _CAUGHT:
             signal.signal(number, lambda *_: None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -149,7 +160,8 @@ class Guardian:
             if os.getppid() != guardian:
                 os._exit(1)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            for number in (signal.SIGPIPE, *_CAUGHT):  # Python ignores SIGPIPE, and exec keeps ignored signals ignored
+            # Python ignores SIGPIPE, and exec keeps ignored signals ignored.
+            for number in (signal.SIGPIPE, *_CAUGHT):
                 signal.signal(number, signal.SIG_DFL)
             for number in (signal.SIGUSR1, signal.SIGUSR2):
                 signal.signal(number, signal.SIG_IGN)  # "the job ends soon" is for the runner
@@ -178,7 +190,10 @@ class Guardian:
         _kill_group(self.server, signal.SIGTERM)
         terminated_at = time.monotonic()
         self._reap()
-        while self.server_status is None and (left := terminated_at + self._grace_seconds() - time.monotonic()) > 0:
+        while (
+            self.server_status is None
+            and (left := terminated_at + self._grace_seconds() - time.monotonic()) > 0
+        ):
             select.select([self._wakeup_read], [], [], min(left, _PARENT_CHECK))
             self._drain_wakeups()
             self._reap()
@@ -200,10 +215,13 @@ class Guardian:
                 self._reap()
                 return
             for process in running:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+                # It has ended, or is another user's.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.005)
-        print("guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True)
+        print(
+            "guardian: some processes of the server cannot be killed", file=sys.stderr, flush=True
+        )
 
     def _reap(self) -> None:
         while True:

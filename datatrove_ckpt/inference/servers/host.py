@@ -1,6 +1,8 @@
-"""The servers of a process: launched, or running already, for one rank or for several that run at once.
+"""The servers of a process: launched, or running already, for one rank or for several that run at
+once.
 
-``ServerHost.lend`` is what a rank calls. What launches servers is imported where servers are launched.
+``ServerHost.lend`` is what a rank calls. What launches servers is imported where servers are
+launched.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ def check_servers(config: InferenceConfig) -> None:
 
 @asynccontextmanager
 async def running(
-    servers: ModelServers, rank: int, shutdown: Shutdown, models: RankModels, on_outage: Callable[[Outage], None]
+    servers: ModelServers,
+    rank: int,
+    shutdown: Shutdown,
+    models: RankModels,
+    on_outage: Callable[[Outage], None],
 ) -> AsyncIterator[Watch]:
     """The servers are ready for requests in this block. See ``ServerHost.lend``."""
     config = servers.config
@@ -98,7 +104,9 @@ class ServerHost:
     @property
     def has_room(self) -> bool:
         routers = [one.servers.router for one in self._running.values()]
-        return routers != [] and all(one.in_flight < one.capacity and not one.waiting for one in routers)
+        return routers != [] and all(
+            one.in_flight < one.capacity and not one.waiting for one in routers
+        )
 
     @asynccontextmanager
     async def lend(
@@ -113,17 +121,20 @@ class ServerHost:
 
         Args:
             configs: of all models of the rank.
-            on_outage: gets the outage clock of endpoints that are waited for before the client is there.
+            on_outage: gets the outage clock of endpoints that are waited for before the client is
+                there.
 
         Raises:
-            ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and ``ExternalServers.start``.
+            ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
+                ``ExternalServers.start``.
         """
         one = self._running.get(config.name)
         if one is None:
             model_servers = self._context.copy().run(ModelServers, config)
             one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
-            serve = self._serve(one, configs, rank, on_outage)  # begins once this rank has joined below
+            # Begins once this rank has joined below.
+            serve = self._serve(one, configs, rank, on_outage)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
@@ -142,7 +153,11 @@ class ServerHost:
             client.leave()
 
     async def _serve(
-        self, one: _Running, configs: Sequence[InferenceConfig], rank: int, on_outage: Callable[[Outage], None]
+        self,
+        one: _Running,
+        configs: Sequence[InferenceConfig],
+        rank: int,
+        on_outage: Callable[[Outage], None],
     ) -> None:
         if self._models is None:
             self._models = RankModels(configs, rank, self._keeps)
@@ -153,7 +168,8 @@ class ServerHost:
         except Exception as error:
             if one.ready.done():
                 raise
-            one.ready.set_exception(error)  # for later ranks, too: what these servers had leased is gone
+            # For later ranks, too: what these servers had leased is gone.
+            one.ready.set_exception(error)
 
     async def close(self, ends_well: bool = False) -> None:
         """Stops all servers, or keeps them after a good end. Returns when they have ended."""
@@ -162,6 +178,8 @@ class ServerHost:
         for one in self._running.values():
             if not ends_well or not one.ready.done():
                 one.serving.cancel()
-        await asyncio.gather(*(one.serving for one in self._running.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(one.serving for one in self._running.values()), return_exceptions=True
+        )
         if self._models is not None:
             self._models.close()

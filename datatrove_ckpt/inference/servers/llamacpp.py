@@ -1,11 +1,11 @@
 """``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp contains llama.cpp and its OpenAI server. A crash of native code must not end the runner. The API key comes
-from DATATROVE_CKPT_API_KEY.
+xllamacpp contains llama.cpp and its OpenAI server. A crash of native code must not end the runner.
+The API key comes from DATATROVE_CKPT_API_KEY.
 
-Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params (``--n-batch=512``):
-``model_kwargs`` reaches all of llama.cpp. A field that is an enum takes the end of a member's name:
-``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
+Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
+(``--n-batch=512``): ``model_kwargs`` reaches all of llama.cpp. A field that is an enum takes the
+end of a member's name: ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
 from __future__ import annotations
@@ -47,11 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
 def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams:
     """llama.cpp's settings. A wrong argument ends the process with exit code 2."""
     usage = (
-        "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain fields of common_params"
+        "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain "
+        "fields of common_params"
     )
     # "resolve": a flag of ours has the name of a field, and ``--no-x`` may be a field, too.
     parser = argparse.ArgumentParser(
-        usage=usage, argument_default=argparse.SUPPRESS, conflict_handler="resolve", allow_abbrev=False
+        usage=usage,
+        argument_default=argparse.SUPPRESS,
+        conflict_handler="resolve",
+        allow_abbrev=False,
     )
     kinds = {name: type(getattr(params, name)) for name in dir(params) if not name.startswith("_")}
     fields = {
@@ -62,7 +66,8 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     for flag, (name, kind) in fields.items():
         if kind is bool:
             parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
-    for flag, (name, kind) in fields.items():  # last, because a field called no_x is not the opposite of x
+    # Last, because a field called no_x is not the opposite of x.
+    for flag, (name, kind) in fields.items():
         if kind is bool:
             parser.add_argument(f"--{flag}", dest=name, action="store_true")
         else:
@@ -72,13 +77,16 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--context", type=int, default=2048, help="tokens per request")
     parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
-    parser.add_argument("--threads", type=int, default=usable_cores(), help="threads; default: all usable cores")
+    parser.add_argument(
+        "--threads", type=int, default=usable_cores(), help="threads; default: all usable cores"
+    )
     given = vars(parser.parse_args(arguments))
     params.model.path = given.pop("model")
     params.model_alias = {given.pop("alias")}
     params.hostnames = [HOST]
     params.n_parallel = given.pop("parallel")
-    params.n_ctx = given.pop("context") * params.n_parallel  # llama.cpp divides it among its parallel requests
+    # llama.cpp divides it among its parallel requests.
+    params.n_ctx = given.pop("context") * params.n_parallel
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.pop("threads")
     params.endpoint_metrics = True
     params.ui = False
@@ -98,7 +106,9 @@ def _reader(kind: type) -> Callable[[str], object]:
     if not issubclass(kind, Enum):
         return kind
     prefix = f"{kind.__name__.upper()}_"
-    members = {name.removeprefix(prefix).lower(): member for name, member in kind.__members__.items()}
+    members = {
+        name.removeprefix(prefix).lower(): member for name, member in kind.__members__.items()
+    }
 
     def read(text: str) -> Enum:
         if text.lower() not in members:

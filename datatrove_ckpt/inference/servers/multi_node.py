@@ -1,14 +1,16 @@
-"""Connects the head node of a task with its worker nodes, when several nodes serve one model together.
+"""Connects the head node of a task with its worker nodes, when several nodes serve one model
+together.
 
-The workers run the engine's other parts, without an HTTP server (``run_worker_node``). Each worker holds a TCP
-connection to the head node (port ``master_port + 1``), which closes however the process at its other end came to an
-end.
+The workers run the engine's other parts, without an HTTP server (``run_worker_node``). Each worker
+holds a TCP connection to the head node (port ``master_port + 1``), which closes however the process
+at its other end came to an end.
 
-    to the workers     "start": (re)start your part of the engine;    closed: the head node has ended, or failed
-    to the head node   "died": my part of the engine ended;           closed: this worker is lost
+    to the workers     "start": (re)start your part of the engine    closed: the head node has ended
+    to the head node   "died": my part of the engine ended           closed: this worker is lost
 
-A part that dies counts as a death of the server, which is then restarted on all nodes. A lost worker node ends the run.
-A process that can write to these connections can end the run, so both ends first prove who they are.
+A part that dies counts as a death of the server, which is then restarted on all nodes. A lost
+worker node ends the run. A process that can write to these connections can end the run, so both
+ends first prove who they are.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from datatrove_ckpt.process.shutdown import Shutdown
 _START = b"start\n"
 _DIED = b"died\n"
 _RETRY_DELAY = 0.5  # seconds
-# TCP keepalive: seconds of silence, seconds between probes, and failed probes. A host that loses power closes no
-# connection.
+# TCP keepalive: seconds of silence, seconds between probes, and failed probes. A host that loses
+# power closes no connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -48,7 +50,9 @@ class HeadNode:
 
     def __init__(self, config: InferenceConfig, nodes: Nodes) -> None:
         if config.replicas > 1:
-            raise ConfigError("replicas: a server on several nodes cannot have replicas; use more tasks instead.")
+            raise ConfigError(
+                "replicas: a server on several nodes cannot have replicas; use more tasks instead."
+            )
         self.nodes = nodes
         self.on_worker_death: Callable[[str], None] = lambda cause: None
         self._port = config.master_port + 1
@@ -60,10 +64,13 @@ class HeadNode:
     async def __aenter__(self) -> Self:
         require_link_key()
         try:
-            self._listener = await asyncio.start_server(self._handle, None, self._port, limit=MAX_LINE)
+            self._listener = await asyncio.start_server(
+                self._handle, None, self._port, limit=MAX_LINE
+            )
         except OSError as error:
             raise ServerStartFailed(
-                f"The worker nodes of this task cannot reach its head node: port {self._port} (master_port + 1): "
+                f"The worker nodes of this task cannot reach its head node: port {self._port} "
+                "(master_port + 1): "
                 f"{error}. Choose another master_port."
             ) from None
         return self
@@ -77,7 +84,10 @@ class HeadNode:
         await asyncio.gather(*self._handlers)
 
     def start_workers(self) -> None:
-        """Makes every worker start its part of the engine now. Workers that connect later start immediately."""
+        """Makes every worker start its part of the engine now.
+
+        Workers that connect later start immediately.
+        """
         self._started = True
         for writer in self._writers:
             writer.write(_START)
@@ -95,26 +105,34 @@ class HeadNode:
             await self._follow(reader, writer, host)
         elif self._listener.is_serving():
             logger.warning(
-                f"Refused a connection from {host} to port {self._port}: its other end is no node of this task, or did "
+                f"Refused a connection from {host} to port {self._port}: its other end is no node "
+                "of this task, or did "
                 f"not prove that it knows this task's {LINK_KEY_VARIABLE}."
             )
         writer.close()
         del self._handlers[task]
 
-    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
+    async def _follow(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+    ) -> None:
         self._writers.add(writer)
         _enable_keepalive(writer)
         if self._started:
             writer.write(_START)
         while await read_line(reader) == _DIED:
-            self.on_worker_death(f"lost its part on node {host}, which ended by itself; see that node's log")
+            self.on_worker_death(
+                f"lost its part on node {host}, which ended by itself; see that node's log"
+            )
         self._writers.discard(writer)
         if not self._lost_node.done():
-            self._lost_node.set_result(f"Node {host}, which serves a part of the model, is lost. See that node's log.")
+            self._lost_node.set_result(
+                f"Node {host}, which serves a part of the model, is lost. See that node's log."
+            )
 
 
 async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:
-    """Serves until the head node ends. On a stop request, the head node needs this one during its drain.
+    """Serves until the head node ends. On a stop request, the head node needs this one during its
+    drain.
 
     Raises:
         ServerStartFailed: see ``run_worker_node``.
@@ -165,8 +183,11 @@ async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -
     writer.write(_DIED)
 
 
-async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """The connection to the head node. None if the head node never listens: it failed, or has no document left.
+async def _connect(
+    config: InferenceConfig, nodes: Nodes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    """The connection to the head node. None if the head node never listens: it failed, or has no
+    document left.
 
     Raises:
         ServerStartFailed: the head node has another link key than this one.
@@ -187,14 +208,18 @@ async def _connect(config: InferenceConfig, nodes: Nodes) -> tuple[asyncio.Strea
                     if proven is False:
                         raise ServerStartFailed(
                             f"The head node, {head}, and this one have different values of "
-                            f"{LINK_KEY_VARIABLE} (or another program answers on port {port}, master_port + 1). Submit "
-                            "the run again; or, if you start the nodes yourself, export one random value to all of "
+                            f"{LINK_KEY_VARIABLE} (or another program answers on port {port}, "
+                            "master_port + 1). Submit "
+                            "the run again; or, if you start the nodes yourself, export one random "
+                            "value to all of "
                             "them."
                         )
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
         where = f"{head} on port {port} (master_port + 1)"
-        logger.warning(f"The head node did not listen at {where} within {window:g} s, so this node stops.")
+        logger.warning(
+            f"The head node did not listen at {where} within {window:g} s, so this node stops."
+        )
         return None
 
 
@@ -206,13 +231,17 @@ def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random number that the other
-# end chose. ``InferenceConfig`` makes the key where a run is submitted; others can read argv and the pickled step.
+# The nodes of one task prove that they know DATATROVE_CKPT_LINK_KEY by HMAC-SHA256 of a random
+# number that the other end chose. ``InferenceConfig`` makes the key where a run is submitted;
+# others can read argv and the pickled step.
 
 
 HEAD = b"head"
 WORKER = b"worker"
-"""The role of the node that makes a proof. It is part of the proof, so that no proof can be sent back to its maker."""
+"""The role of the node that makes a proof.
+
+It is part of the proof, so that no proof can be sent back to its maker.
+"""
 
 MAX_LINE = 1024
 """Bytes of a line; what is longer is not ours."""
@@ -224,16 +253,22 @@ def require_link_key() -> None:
     """Raises ServerStartFailed if this node has no key."""
     if not os.environ.get(LINK_KEY_VARIABLE):
         raise ServerStartFailed(
-            f"{LINK_KEY_VARIABLE} is not set on this node, so the nodes of this task cannot prove that they belong "
-            "together. A run makes the key when it is submitted, and sbatch passes it on (--export=ALL, its default). "
-            "Submit the run again; or, if you start the nodes yourself, export one random value to all of them."
+            f"{LINK_KEY_VARIABLE} is not set on this node, so the nodes of this task cannot prove "
+            "that they belong "
+            "together. A run makes the key when it is submitted, and sbatch passes it on "
+            "(--export=ALL, its default). "
+            "Submit the run again; or, if you start the nodes yourself, export one random value to "
+            "all of them."
         )
 
 
 async def authenticate(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: bytes, peer: bytes
 ) -> bool | None:
-    """Whether the other end knows our key; None if it ended, or proved nothing in time. It gets our proof, too."""
+    """Whether the other end knows our key; None if it ended, or proved nothing in time.
+
+    It gets our proof, too.
+    """
     challenge = secrets.token_hex(16).encode()
     try:
         async with asyncio.timeout(_PROOF_TIMEOUT):
@@ -252,7 +287,9 @@ async def authenticate(
 
 def _proof(role: bytes, challenge: bytes) -> bytes:
     # Without a name: tracebacks show the values of names.
-    digest = hmac.digest(os.environ.get(LINK_KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256")
+    digest = hmac.digest(
+        os.environ.get(LINK_KEY_VARIABLE, "").encode(), role + b" " + challenge, "sha256"
+    )
     return digest.hex().encode()
 
 

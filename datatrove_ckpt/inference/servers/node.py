@@ -1,12 +1,14 @@
-"""What the user's runs have on this node: a folder, descriptors that no fork keeps, records of servers, GPUs.
+"""What the user's runs have on this node: a folder, descriptors that no fork keeps, records of
+servers, GPUs.
 
-The records serve to end what is left of a server whose runner and guardian were killed together. A record names the
-server's runner, guardian and log file. If neither process is alive, the next start on the node kills the processes of
-the guardian's session whose output is that log. The environment would be no proof: vLLM overwrites it with its process
-title.
+The records serve to end what is left of a server whose runner and guardian were killed together. A
+record names the server's runner, guardian and log file. If neither process is alive, the next start
+on the node kills the processes of the guardian's session whose output is that log. The environment
+would be no proof: vLLM overwrites it with its process title.
 
-A process is only itself together with its start time, because process ids are reused. Each host or container has its
-own records in a shared folder. Without /proc (macOS) nothing is recorded and nothing is killed.
+A process is only itself together with its start time, because process ids are reused. Each host or
+container has its own records in a shared folder. Without /proc (macOS) nothing is recorded and
+nothing is killed.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _KILL_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """One server of one runner. Processes are pairs of a process id and a start time (clock ticks since the boot).
+    """One server of one runner. Processes are pairs of a process id and a start time (clock ticks
+    since the boot).
 
     Attributes:
         guardian: also the number of the server's session.
@@ -71,7 +74,10 @@ class ServerRecord:
         try:
             record._path.write_text(json.dumps(asdict(record)))
         except (OSError, ConfigError) as error:
-            logger.warning(f"Should this process and the guardian be killed together, nobody will end {name}: {error}")
+            logger.warning(
+                f"Should this process and the guardian be killed together, nobody will end {name}: "
+                f"{error}"
+            )
             return None
         return record
 
@@ -80,7 +86,9 @@ class ServerRecord:
         """None if the file holds no record."""
         try:
             found: JsonObject = json.loads(path.read_bytes())
-            return cls(**{**found, **{key: tuple(found[key]) for key in ("runner", "guardian", "log")}})
+            return cls(
+                **{**found, **{key: tuple(found[key]) for key in ("runner", "guardian", "log")}}
+            )
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -105,18 +113,26 @@ class ServerRecord:
 
 
 def kill_session(session: int, name: str) -> None:
-    """Kills what a killed guardian left behind: its session, whose number the kernel does not reuse meanwhile."""
+    """Kills what a killed guardian left behind: its session, whose number the kernel does not reuse
+    meanwhile.
+    """
     _kill_all(lambda process: process.session == session and process.pid != os.getpid(), name)
 
 
 def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
-    """Kills the processes of a server until none is found: a dying one may fork. Returns each as "process 7 (name)"."""
+    """Kills the processes of a server until none is found: a dying one may fork.
+
+    Returns each as "process 7 (name)".
+    """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while ours := [process for process in process_table() if not process.zombie and is_one(process)]:
+    while ours := [
+        process for process in process_table() if not process.zombie and is_one(process)
+    ]:
         for process in ours:
             killed[process.pid] = f"process {process.pid} ({process.name})"
-            with suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
+            # It has ended, or belongs to another user.
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             logger.warning(
@@ -136,11 +152,14 @@ def end_leftovers() -> None:
         logger.warning(f"What killed runs may have left on this node is not looked for: {error}")
         return
     for record in filter(None, map(ServerRecord.read, paths)):
-        alive = {(process.pid, process.started) for process in process_table() if not process.zombie}
+        alive = {
+            (process.pid, process.started) for process in process_table() if not process.zombie
+        }
         if alive.isdisjoint({record.runner, record.guardian}):
             if killed := _kill_all(record.owns, record.name):
                 logger.warning(
-                    f"Ended what a killed run had left on this node: {', '.join(killed)} of the server of "
+                    f"Ended what a killed run had left on this node: {', '.join(killed)} of the "
+                    "server of "
                     f"{record.name}, whose runner was process {record.runner[0]}."
                 )
             record.remove()
@@ -155,8 +174,9 @@ def _folder() -> Path:
     return folder
 
 
-# File descriptors of this process alone: a fork closes its copies. A lifeline pipe's copy would keep a server running,
-# and a lock's copy a GPU taken. Programs get only what is passed on (``pass_fds``).
+# File descriptors of this process alone: a fork closes its copies. A lifeline pipe's copy would
+# keep a server running, and a lock's copy a GPU taken. Programs get only what is passed on
+# (``pass_fds``).
 
 
 _ours: set[int] = set()
@@ -192,23 +212,29 @@ def runtime_folder(part: str = "") -> Path:
     Raises:
         ConfigError: somebody else has made it.
     """
-    folder = Path(tempfile.gettempdir()) / (f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else ""))
+    folder = Path(tempfile.gettempdir()) / (
+        f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else "")
+    )
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"TMPDIR: {folder} belongs to another user; point TMPDIR at a folder of your own.")
+        raise ConfigError(
+            f"TMPDIR: {folder} belongs to another user; point TMPDIR at a folder of your own."
+        )
     return folder
 
 
 # Leases a server its share of the node.
 #
-# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided. Slurm and Ray give each
-# task its own GPUs, but LocalPipelineExecutor starts several ranks that all see all of them. There, each server locks
-# its GPUs by a file lock per GPU, which becomes free exactly when its holder has ended. The server's processes inherit
-# the lock, so GPUs count as taken until the last of them has freed its memory.
+# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided. Slurm
+# and Ray give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see
+# all of them. There, each server locks its GPUs by a file lock per GPU, which becomes free exactly
+# when its holder has ended. The server's processes inherit the lock, so GPUs count as taken until
+# the last of them has freed its memory.
 #
-# **vLLM's cache.** Servers that start together write the same files of torch.compile in ~/.cache/vllm. datatrove lets
-# the others wait for the first. Here every server has its own cache folder, the first free one.
+# **vLLM's cache.** Servers that start together write the same files of torch.compile in
+# ~/.cache/vllm. datatrove lets the others wait for the first. Here every server has its own cache
+# folder, the first free one.
 
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
@@ -238,8 +264,11 @@ class GpuLease:
             close_descriptor(self.locks.pop())
 
 
-async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str] = ()) -> dict[str, list[GpuLease]]:
-    """One lease per server of a rank's models, by their names. First ends what killed runs have left on this node.
+async def lease_gpus(
+    configs: Sequence[InferenceConfig], without: Collection[str] = ()
+) -> dict[str, list[GpuLease]]:
+    """One lease per server of a rank's models, by their names. First ends what killed runs have
+    left on this node.
 
     Args:
         configs: of all models whose servers the rank launches, in their order.
@@ -266,13 +295,19 @@ async def lease_gpus(configs: Sequence[InferenceConfig], without: Collection[str
     return leases
 
 
-async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]) -> None:
+async def _share_gpus(
+    configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]
+) -> None:
     """Without locks each server has its place among the GPUs; with locks it gets free ones."""
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
     divided = ranks_share_them or sum(config.replicas for config in configs) > 1
-    if not visible or not leases or not (divided or any(config.gpus is not None for config in configs)):
+    if (
+        not visible
+        or not leases
+        or not (divided or any(config.gpus is not None for config in configs))
+    ):
         return
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
@@ -291,13 +326,18 @@ async def _share_gpus(configs: Sequence[InferenceConfig], leases: Mapping[str, l
 
 
 def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[str]) -> str:
-    there = f"{needed} GPUs, and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
+    there = (
+        f"{needed} GPUs, and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
+    )
     if len(configs) > 1:
         each = " and ".join(f"{one.name} ({one.gpus_each * one.replicas})" for one in configs)
         return f"gpus: the models {each} together need {there}"
     if configs[0].gpus is not None:
         return f"gpus: its servers need {there}"
-    return f"replicas: {configs[0].replicas} servers with tp * dp * pp = {configs[0].gpus_each} need {there}"
+    return (
+        f"replicas: {configs[0].replicas} servers with tp * dp * pp = {configs[0].gpus_each} "
+        f"need {there}"
+    )
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
@@ -317,19 +357,22 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
         if waited > _SILENT_WAIT and not said:
             said = True
             logger.info(
-                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on this node hold (locks "
+                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on "
+                "this node hold (locks "
                 f"in {folder}), {_LEASE_TIMEOUT:g} s at most."
             )
         if waited > _LEASE_TIMEOUT:
             raise ConfigError(
-                f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other ranks on this node "
+                f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other "
+                "ranks on this node "
                 f"hold too many of them (locks in {folder}). Run fewer workers at once."
             )
         await asyncio.sleep(_LEASE_POLL)
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """All or nothing: two ranks that each keep a part while they wait for the rest could wait forever.
+    """All or nothing: two ranks that each keep a part while they wait for the rest could wait
+    forever.
 
     One rank at a time: two that lock at once could get every other GPU each, or both find too few.
     """
@@ -370,7 +413,10 @@ def _try_lock(path: Path) -> int | None:
 
 
 def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
-    """Locks a cache folder that no other running server uses. The arguments are ``Engine.cache``."""
+    """Locks a cache folder that no other running server uses.
+
+    The arguments are ``Engine.cache``.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
     root = Path(os.environ.get(variable) or default) / "datatrove-ckpt"
     try:
@@ -384,5 +430,6 @@ def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
                 return
     except OSError as error:  # no write permission, or a file system without locks
         logger.warning(
-            f"{name} uses its common cache folder: {error}. Servers that start together may write to the same files."
+            f"{name} uses its common cache folder: {error}. Servers that start together may write "
+            "to the same files."
         )

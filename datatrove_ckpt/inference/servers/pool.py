@@ -1,6 +1,7 @@
 """The servers that one rank launches, or takes over from the rank before (see ``warm.py``).
 
-Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or wait.
+Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or
+wait.
 """
 
 from __future__ import annotations
@@ -54,9 +55,11 @@ class ServerPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Servers run in this block. If it ends without an exception, they may stay for the next rank.
+        """Servers run in this block. If it ends without an exception, they may stay for the next
+        rank.
 
-        Yields a function to await: it raises ServerDied once none is left, and none may be restarted.
+        Yields a function to await: it raises ServerDied once none is left, and none may be
+        restarted.
         """
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
@@ -95,7 +98,10 @@ class ServerPool:
                 left -= 1
                 if not left:
                     raise
-                logger.error(f"{error}\nThe run goes on without this server, with {left} of {len(self.supervisors)}.")
+                logger.error(
+                    f"{error}\nThe run goes on without this server, with {left} of "
+                    f"{len(self.supervisors)}."
+                )
 
         try:
             await self._run_all(supervise(supervisor) for supervisor in self.supervisors)
@@ -126,18 +132,31 @@ class ServerPool:
         if (head := self._head) is not None:
             nodes = head.nodes
             launch = head.start_workers
-            return [InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)]
-        return [InferenceServer(self.config, self.rank, index, lease) for index, lease in enumerate(leases)]
+            return [
+                InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
+            ]
+        return [
+            InferenceServer(self.config, self.rank, index, lease)
+            for index, lease in enumerate(leases)
+        ]
 
     async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
         if self.restarts:
             resent = self.model_servers.resent
-            line = f"Servers were restarted {self.restarts} times, and {resent} requests were sent again."
+            line = (
+                f"Servers were restarted {self.restarts} times, and {resent} requests were sent "
+                "again."
+            )
             logger.info(self.config.said + line)
         for supervisor in self.supervisors:
             self.model_servers.router.mark_dead(supervisor.target, "the run ends")
         if ends_well and self.models.keep(self.config, servers):
-            await asyncio.gather(*(self.model_servers.disconnect(supervisor.target) for supervisor in self.supervisors))
+            await asyncio.gather(
+                *(
+                    self.model_servers.disconnect(supervisor.target)
+                    for supervisor in self.supervisors
+                )
+            )
             return
         try:
             await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
@@ -167,12 +186,13 @@ class ServerSupervisor:
     The requests that were in flight at its end are sent again. A server counts as dead when
 
     - its process ends;
-    - its health address answers 5xx or refuses connections, probed after failures that may be the server's fault, and
-      every few seconds while requests are in flight: vLLM's HTTP process may outlive its engine;
+    - its health address answers 5xx or refuses connections, probed after failures that may be the
+      server's fault, and every few seconds while requests are in flight: vLLM's HTTP process may
+      outlive its engine;
     - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request poisonous does not
-    count.
+    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request
+    poisonous does not count.
 
     Args:
         rank: the server may have been started for an earlier one.
@@ -214,12 +234,15 @@ class ServerSupervisor:
 
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
-        self.model_servers.tell(what, self.config.server_name(self.index), url, why.partition("\n")[0])
+        self.model_servers.tell(
+            what, self.config.server_name(self.index), url, why.partition("\n")[0]
+        )
 
     async def stop(self) -> None:
         await self.model_servers.disconnect(self.target)
         with self.shutdown.closing():
-            is_late = self.shutdown.is_fast or self.shutdown.late  # it has no time to stop by itself
+            # It has no time to stop by itself.
+            is_late = self.shutdown.is_fast or self.shutdown.late
             await (self.server.kill() if is_late else self.server.stop())
 
     async def supervise(self) -> NoReturn:
@@ -232,7 +255,10 @@ class ServerSupervisor:
                 # A cluster signals the server, too, so it may end before we do.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
-            logger.warning(f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent again.")
+            logger.warning(
+                f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent "
+                "again."
+            )
             await self.server.kill()
             await self._restart(cause)
 
@@ -243,7 +269,9 @@ class ServerSupervisor:
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.max_concurrent_generations == "auto":
             router = self.model_servers.router
-            watchers.append(adapt_admission(self._name, self.target, router, self._metrics, Admission()))
+            watchers.append(
+                adapt_admission(self._name, self.target, router, self._metrics, Admission())
+            )
         tasks = [asyncio.create_task(watcher) for watcher in watchers]
         waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
         try:
@@ -277,7 +305,9 @@ class ServerSupervisor:
                 logger.warning(f"{self._name} could not be restarted: {cause}")
             else:
                 number = len(self._recent_restarts)
-                logger.info(f"{self._name} is back (restart {number} of {self.config.server_max_restarts}).")
+                logger.info(
+                    f"{self._name} is back (restart {number} of {self.config.server_max_restarts})."
+                )
                 return
 
     def _next_backoff(self, cause: str) -> float:
@@ -286,12 +316,14 @@ class ServerSupervisor:
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
             self._recent_restarts.popleft()
-        if self._death.attributed:  # no sign that the next start will fail: the request is a dead letter now
+        # No sign that the next start will fail: the request is a dead letter now.
+        if self._death.attributed:
             self._death = Death("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
-                f"{self._name} was restarted {len(self._recent_restarts)} times within {_RESTART_WINDOW_SECONDS:g} s, "
+                f"{self._name} was restarted {len(self._recent_restarts)} times within "
+                f"{_RESTART_WINDOW_SECONDS:g} s, "
                 f"and died again (server_max_restarts={allowed}). Last cause: {cause}"
             )
         self._recent_restarts.append(now)
@@ -315,7 +347,10 @@ class ServerSupervisor:
             tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
 
     async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs. Returns the tokens it has counted; None without metrics or requests."""
+        """Marks the server dead if it hangs.
+
+        Returns the tokens it has counted; None without metrics or requests.
+        """
         if self.target.attempts:
             metrics = await self._metrics(seconds)
         else:
@@ -326,7 +361,8 @@ class ServerSupervisor:
         timeout = self.config.hang_timeout
         if in_flight and time.monotonic() - self.target.alive_at >= timeout:
             self.mark_dead(
-                f"hangs: it has {in_flight} requests, and answered none and counted no token for {timeout:g} s "
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for "
+                f"{timeout:g} s "
                 "(hang_timeout)"
             )
         if metrics is not None:
@@ -338,11 +374,12 @@ class ServerSupervisor:
         return await read_metrics(server.url, server.headers, self.config.engine, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
-        """Returns once the server is known to be alive. If it is dead, the attempts that wait here are aborted.
+        """Returns once the server is known to be alive. If it is dead, the attempts that wait here
+        are aborted.
 
-        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the proof of health is
-        an answer to an attempt that started after ``since``. Without one, the server counts as alive if it still runs
-        after the time that a SIGTERM leaves it.
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
+        proof of health is an answer to an attempt that started after ``since``. Without one, the
+        server counts as alive if it still runs after the time that a SIGTERM leaves it.
 
         Args:
             since: when the failed attempt started.
@@ -359,7 +396,8 @@ class ServerSupervisor:
             return  # nothing is sent again
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_PROBE_PAUSE)  # rare; with an event, each answer would look for waiters
+            # Rare; with an event, each answer would look for waiters.
+            await asyncio.sleep(_PROBE_PAUSE)
 
     async def _run_probes(self) -> None:
         problem: str | None = None
@@ -367,10 +405,14 @@ class ServerSupervisor:
             if number:
                 await asyncio.sleep(_PROBE_PAUSE)
             server = self.server
-            problem = await request_health(server.url, server.headers, self.config.engine, _PROBE_TIMEOUT)
+            problem = await request_health(
+                server.url, server.headers, self.config.engine, _PROBE_TIMEOUT
+            )
             if problem is None:
                 return
-        # A server that is too busy to answer a probe is dead only if it has answered no request either, since the
-        # youngest of the failed attempts started.
+        # A server that is too busy to answer a probe is dead only if it has answered no request
+        # either, since the youngest of the failed attempts started.
         if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
-            self.mark_dead(f"is dead, although its process is running: its health address {problem}")
+            self.mark_dead(
+                f"is dead, although its process is running: its health address {problem}"
+            )

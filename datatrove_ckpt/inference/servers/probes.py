@@ -30,7 +30,9 @@ async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
         return False
 
 
-async def request_health(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> str | None:
+async def request_health(
+    url: str, headers: HiddenDict, engine: Engine, seconds: float
+) -> str | None:
     """None if the server reports itself healthy, else what is wrong."""
     try:
         status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
@@ -78,10 +80,14 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     if not found:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)
-    return Metrics(found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0))
+    return Metrics(
+        found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0)
+    )
 
 
-async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: float) -> Metrics | None:
+async def read_metrics(
+    url: str, headers: HiddenDict, engine: Engine, seconds: float
+) -> Metrics | None:
     """None if the engine has no metrics, or does not answer in time."""
     if engine.metrics is None:
         return None
@@ -94,7 +100,8 @@ async def read_metrics(url: str, headers: HiddenDict, engine: Engine, seconds: f
         return None
 
 
-_LEAST_TARGET = FIRST_LIMIT // 2  # no more than twice the target wait, even if the engine runs one at a time
+# No more than twice the target wait, even if the engine runs one at a time.
+_LEAST_TARGET = FIRST_LIMIT // 2
 _RUNNING_PER_WAITING = 8
 _USUAL_SAMPLES = 5
 # Requests per sample: one in 2.5 seconds, twice as many after 9 s without a preemption.
@@ -110,21 +117,23 @@ _WAIT_FOR_METRICS_SECONDS = 30.0
 class Admission:
     """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
 
-    An engine is busiest when a few requests always wait in its own queue; more only add to what a dead server loses. So
-    the limit follows the engine's metrics.
+    An engine is busiest when a few requests always wait in its own queue; more only add to what a
+    dead server loses. So the limit follows the engine's metrics.
 
-    - All that is on the way to the queue, or back, may reach the queue at once. So only as much as is always on the way
-      counts as normal, and the limit grows by at most ``target`` per sample: the queue stays below twice the target.
-    - vLLM's numbers are those of its last step. A sample that equals the one before changes nothing.
+    - All that is on the way to the queue, or back, may reach the queue at once. So only as much as
+      is always on the way counts as normal, and the limit grows by at most ``target`` per sample:
+      the queue stays below twice the target.
+    - vLLM's numbers are those of its last step. A sample that equals the one before changes
+      nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
-    - An engine that runs more than its KV cache can hold preempts requests, which lose their work and wait again. So
-      after a preemption the limit is what runs, and grows slowly from there: up to a fifth more throughput in
-      ``tests/unit/test_admission.py`` if prompts are expensive.
+    - An engine that runs more than its KV cache can hold preempts requests, which lose their work
+      and wait again. So after a preemption the limit is what runs, and grows slowly from there: up
+      to a fifth more throughput in ``tests/unit/test_admission.py`` if prompts are expensive.
 
     Attributes:
         limit: requests that may be in flight.
-        target: requests that should wait in the engine: at least 8, an eighth of those that run, and as many as are
-            always on the way.
+        target: requests that should wait in the engine: at least 8, an eighth of those that run,
+            and as many as are always on the way.
     """
 
     def __init__(self) -> None:
@@ -161,7 +170,11 @@ class Admission:
 
 
 async def adapt_admission(
-    name: str, target: Target, router: Router, read: Callable[[float], Awaitable[Metrics | None]], admission: Admission
+    name: str,
+    target: Target,
+    router: Router,
+    read: Callable[[float], Awaitable[Metrics | None]],
+    admission: Admission,
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
@@ -186,6 +199,7 @@ async def adapt_admission(
     router.admit()
     logger.warning(
         f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
-        f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its metrics, or set a number."
+        f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
+        "metrics, or set a number."
     )
     await wait_until_cancelled()

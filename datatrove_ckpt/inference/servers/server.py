@@ -1,10 +1,11 @@
 """InferenceServer: one server that this process launches.
 
-Every engine is launched on 127.0.0.1, on a free port, with a fresh API key in its environment, with its output appended
-to a log file, and under a guardian (see ``guardian.py``). It is ready when GET /v1/models answers 200.
+Every engine is launched on 127.0.0.1, on a free port, with a fresh API key in its environment, with
+its output appended to a log file, and under a guardian (see ``guardian.py``). It is ready when GET
+/v1/models answers 200.
 
-A server can be started again after ``stop``, with another port and another key. It belongs to no event loop: a rank can
-pass it on to the next one of its process (see ``warm.py``).
+A server can be started again after ``stop``, with another port and another key. It belongs to no
+event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import HIDDEN, MIRROR_KEY_VARIABLE, HiddenDict, Key, Redactor, may_name_secret
+from datatrove_ckpt.common.redaction import (
+    HIDDEN,
+    MIRROR_KEY_VARIABLE,
+    HiddenDict,
+    Key,
+    Redactor,
+    may_name_secret,
+)
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
@@ -56,7 +64,8 @@ from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
-# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we chose it.
+# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we
+# chose it.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
 _PROBE_TIMEOUT = 5.0  # seconds
@@ -140,7 +149,8 @@ class InferenceServer:
             which = "the server"
         if problem is not None:
             logger.warning(
-                f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is started anew."
+                f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is "
+                "started anew."
             )
             await self.kill()
             return False
@@ -155,7 +165,9 @@ class InferenceServer:
                 return "has ended"
             if number:
                 await asyncio.sleep(retrying.RELAUNCH.first)
-            problem = await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
+            problem = await request_health(
+                self.url, self.headers, self.config.engine, _PROBE_TIMEOUT
+            )
             if problem is None:
                 break
         return problem
@@ -169,11 +181,16 @@ class InferenceServer:
             except _StartAttemptFailed as failure:
                 if failure.is_permanent or attempt == attempts:
                     raise ServerStartFailed(str(failure)) from None
-                logger.warning(f"{failure}\nStarting it again (attempt {attempt + 1} of {attempts}).")
+                logger.warning(
+                    f"{failure}\nStarting it again (attempt {attempt + 1} of {attempts})."
+                )
                 await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def _start_once(self) -> None:
-        """Raises _StartAttemptFailed if the server does not become ready. No process of it is left then."""
+        """Raises _StartAttemptFailed if the server does not become ready.
+
+        No process of it is left then.
+        """
         await self.stop()
         try:
             await self.launch()
@@ -187,7 +204,9 @@ class InferenceServer:
         port = free_port()
         key = Key(secrets.token_urlsafe(32))
         # It looks for files and packages, which may be on a slow shared disk.
-        self._command = await asyncio.to_thread(self.config.engine.launch, self.config, port, key, self.nodes)
+        self._command = await asyncio.to_thread(
+            self.config.engine.launch, self.config, port, key, self.nodes
+        )
         self.api_key = key if self._command.takes_key else None
         self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
@@ -196,7 +215,9 @@ class InferenceServer:
         try:
             self._process = self._spawn(log)
             self.started_by = self.rank
-            self._record = await asyncio.to_thread(ServerRecord.create, self.name, self._process.pid, log)
+            self._record = await asyncio.to_thread(
+                ServerRecord.create, self.name, self._process.pid, log
+            )
         finally:
             os.close(log)
 
@@ -204,7 +225,11 @@ class InferenceServer:
         locks = self.lease.locks  # held until the last process of the server has ended
         try:
             return GuardedProcess(
-                self._command.argv, self._environment(), log, locks, self.config.server_stop_timeout_sec
+                self._command.argv,
+                self._environment(),
+                log,
+                locks,
+                self.config.server_stop_timeout_sec,
             )
         except OSError as error:
             if is_caused_by_limit(error):
@@ -228,7 +253,8 @@ class InferenceServer:
             folder = expand_path("server_log_folder", self.config.server_log_folder)
             self._log_path = folder / f"server_{self.name}.log"
             folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)  # logs may show prompts; an existing folder keeps its mode
+            # Logs may show prompts; an existing folder keeps its mode.
+            folder.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size
         return descriptor
@@ -256,7 +282,10 @@ class InferenceServer:
             exit_code.cancel()
             answer.cancel()
             await asyncio.gather(exit_code, answer, return_exceptions=True)
-        logger.info(f"{self.config.said}{self.config.server_type} server ready on {self.url} after {seconds:.1f} s")
+        logger.info(
+            f"{self.config.said}{self.config.server_type} server ready on {self.url} after "
+            f"{seconds:.1f} s"
+        )
 
     def _starting_line(self, window: float, waited: float) -> str:
         line = starting_line(self.config.server_type, waited, window, self._log_path, self._log())
@@ -276,7 +305,9 @@ class InferenceServer:
         return ""
 
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
-        """``what`` is wrong with the server, with its command and the end of its log; and the cause, if it is known."""
+        """``what`` is wrong with the server, with its command and the end of its log; and the
+        cause, if it is known.
+        """
         log = await asyncio.to_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {what}."]
@@ -284,7 +315,11 @@ class InferenceServer:
             lines.append(f"Cause: {cause.text}")
         lines.append(f"Command: {redacted_command(self._command.argv)}")
         tail = log.rstrip().splitlines()[-LOG_TAIL_LINES:]
-        lines.append(f"End of its log ({self._log_path}):" if tail else f"Its log is empty ({self._log_path}).")
+        lines.append(
+            f"End of its log ({self._log_path}):"
+            if tail
+            else f"Its log is empty ({self._log_path})."
+        )
         lines += [f"  {line}" for line in tail]
         return "\n".join(lines), cause
 
@@ -309,11 +344,15 @@ class InferenceServer:
 
     async def stop(self) -> None:
         self.request_stop()
-        await asyncio.to_thread(self._wait_until_stopped)  # cancelled here, it waits in the next call
+        # Cancelled here, it waits in the next call.
+        await asyncio.to_thread(self._wait_until_stopped)
         self._forget()
 
     def stop_blocking(self) -> None:
-        """``stop`` without an event loop. After ``request_stop`` of several servers, they stop together."""
+        """``stop`` without an event loop.
+
+        After ``request_stop`` of several servers, they stop together.
+        """
         self.request_stop()
         self._wait_until_stopped()
         self._forget()
@@ -344,7 +383,8 @@ class InferenceServer:
 def free_port() -> int:
     """A port of 127.0.0.1 that no process listens on now.
 
-    Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same ports.
+    Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same
+    ports.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
@@ -357,7 +397,8 @@ def free_port() -> int:
                 continue
             return port
     raise ServerStartFailed(
-        f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met only ports in use. "
+        f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met "
+        "only ports in use. "
         "Stop other programs on this node."
     )
 
@@ -369,9 +410,13 @@ _SAY_EVERY = 30.0  # seconds
 
 
 async def wait_for_first(
-    tasks: tuple[asyncio.Task[object], ...], window: float, line: Callable[[float], str], every: float = _SAY_EVERY
+    tasks: tuple[asyncio.Task[object], ...],
+    window: float,
+    line: Callable[[float], str],
+    every: float = _SAY_EVERY,
 ) -> None:
-    """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each interval.
+    """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each
+    interval.
 
     Args:
         line: makes it from the seconds so far. Called in a thread.
@@ -380,7 +425,9 @@ async def wait_for_first(
     while True:
         waited = time.monotonic() - started
         done, _ = await asyncio.wait(
-            tasks, timeout=max(0.0, min(every, window - waited)), return_when=asyncio.FIRST_COMPLETED
+            tasks,
+            timeout=max(0.0, min(every, window - waited)),
+            return_when=asyncio.FIRST_COMPLETED,
         )
         waited = time.monotonic() - started
         if done or waited >= window:
@@ -399,7 +446,8 @@ def starting_line(name: str, waited: float, window: float, path: Path | None, lo
 
 
 _POLL = 0.05  # seconds
-# Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining processes.
+# Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining
+# processes.
 _GUARDIAN_MARGIN = 12.0
 
 
@@ -420,11 +468,17 @@ class GuardedProcess:
     """
 
     def __init__(
-        self, argv: Sequence[str], env: HiddenDict, log: int, locks: Sequence[int], stop_timeout: float
+        self,
+        argv: Sequence[str],
+        env: HiddenDict,
+        log: int,
+        locks: Sequence[int],
+        stop_timeout: float,
     ) -> None:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
-        # The guardian stops the server when this end closes: the kernel closes it even if this process is killed.
+        # The guardian stops the server when this end closes: the kernel closes it even if this
+        # process is killed.
         self.lifeline: int | None = own_descriptor(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
@@ -475,8 +529,8 @@ class GuardedProcess:
             return self._process.wait()
 
 
-# Why a server did not start. Engines bury the cause under pages of traceback, and each wrong guess costs another
-# start-up on a GPU node.
+# Why a server did not start. Engines bury the cause under pages of traceback, and each wrong guess
+# costs another start-up on a GPU node.
 
 
 LOG_TAIL_LINES = 20
@@ -494,25 +548,34 @@ _EXIT_KILLED = 137
 _COMMON = (
     (
         Cause(
-            "The server does not know a flag or its value. Check model_kwargs against its --help. To leave out a "
+            "The server does not know a flag or its value. Check model_kwargs against its --help. "
+            "To leave out a "
             "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
             True,
         ),
-        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) argument"
+        r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "
+        r"argument"
         r"|arguments are required|ignored explicit argument|invalid \w+ value:",
     ),
     (PORT_TAKEN, r"address already in use|errno 98\b"),
     (
-        Cause("The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True),
+        Cause(
+            "The model hub refuses access. Accept the model's licence and export HF_TOKEN.", True
+        ),
         r"gated ?repo|access to model .* is restricted|401 client error",
     ),
     (
-        Cause("There is no such model. Check its name: a name on the hub, or a folder on this node.", True),
-        r"repository ?not ?found|not a valid model identifier|incorrect path_or_model_id|hfvalidationerror",
+        Cause(
+            "There is no such model. Check its name: a name on the hub, or a folder on this node.",
+            True,
+        ),
+        r"repository ?not ?found|not a valid model identifier|incorrect "
+        r"path_or_model_id|hfvalidationerror",
     ),
     (
         Cause("The model brings its own code. If you trust it, set trust_remote_code: true.", True),
-        r"contains custom code which must be executed|(?:pass the argument|set the option) .?trust_remote_code",
+        r"contains custom code which must be executed|(?:pass the argument|set the option) "
+        r".?trust_remote_code",
     ),
     (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
     (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
@@ -530,12 +593,17 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
             package = f"'datatrove-ckpt[{_EXTRAS[name]}]'"
         else:
             package = name.partition(".")[0]
-        return Cause(f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True)
+        return Cause(
+            f"The Python package {name!r} is missing. Run: pip install {package}", permanent=True
+        )
     for cause, pattern in _CAUSES:
         if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
             return cause
     if exit_code == _EXIT_KILLED:
-        return Cause("It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more --mem.")
+        return Cause(
+            "It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more "
+            "--mem."
+        )
     return None
 
 
@@ -553,7 +621,9 @@ def read_log(path: Path, start: int) -> str:
 def last_line(log: str) -> str:
     """The last line that says something, fit for a terminal; of a progress bar its last state."""
     for line in reversed(log.replace("\r", "\n").split("\n")):
-        shown = "".join(part if part.isprintable() else " " for part in _ESCAPE.sub("", line)).strip()
+        shown = "".join(
+            part if part.isprintable() else " " for part in _ESCAPE.sub("", line)
+        ).strip()
         if shown:
             if len(shown) <= _SHOWN_LINE:
                 return shown

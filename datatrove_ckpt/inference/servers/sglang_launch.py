@@ -1,7 +1,8 @@
-"""``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key that appears in no process list and no log.
+"""``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key that appears in no process
+list and no log.
 
-SGLang takes its key only from ``--api-key`` or a file, and logs all its settings. So this script puts the key from
-DATATROVE_CKPT_API_KEY into the settings after SGLang has parsed its arguments.
+SGLang takes its key only from ``--api-key`` or a file, and logs all its settings. So this script
+puts the key from DATATROVE_CKPT_API_KEY into the settings after SGLang has parsed its arguments.
 
 It imports nothing of this package: with ``server_python`` it runs in another environment.
 """
@@ -20,7 +21,8 @@ _VARIABLE = "DATATROVE_CKPT_API_KEY"  # config.inference_config.API_KEY_VARIABLE
 class Hidden(str):
     """A string that is printed as ``***`` with the settings that contain it.
 
-    Pickled for the engine's other processes, it is empty: only the process that answers HTTP has it.
+    Pickled for the engine's other processes, it is empty: only the process that answers HTTP has
+    it.
     """
 
     __slots__ = ()
@@ -53,7 +55,8 @@ def _set_key(api_key: Hidden) -> None:
 
 def main() -> None:
     # This script's folder is in the path, and its modules have names that other packages use, too.
-    sys.path[:] = [entry for entry in sys.path if entry != os.path.dirname(os.path.abspath(__file__))]  # noqa: PTH100, PTH120
+    own_folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    sys.path[:] = [entry for entry in sys.path if entry != own_folder]
     if _VARIABLE in os.environ:
         _set_key(Hidden(os.environ.pop(_VARIABLE)))
     # As the main module: the processes that SGLang spawns import it again.

@@ -1,16 +1,21 @@
-"""Warm servers: the servers of a rank that ended well, kept for the next rank of this process (``reuse_servers``).
+"""Warm servers: the servers of a rank that ended well, kept for the next rank of this process
+(``reuse_servers``).
 
-For processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with several runners. Each rank
-has an event loop and a ``ServerHost`` of its own then, and only servers pass over:
+For processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with several
+runners. Each rank has an event loop and a ``ServerHost`` of its own then, and only servers pass
+over:
 
-    a rank's end                    its servers become warm (``RankModels.keep``), if the rank succeeds (``one_rank``)
-    the next rank needs a server    it gets the warm ones (``take``) if its own would have the same settings, and asks
+    a rank's end                    its servers become warm (``RankModels.keep``), if the rank
+                                    succeeds (``one_rank``)
+    the next rank needs a server    it gets the warm ones (``take``) if its own would have the same
+                                    settings, and asks
                                     each for its health; otherwise the warm ones are stopped first
     an error, a stop request        warm servers are stopped
-    the process ends                it stops them and waits for that; if it is killed, the guardians do the rest
+    the process ends                it stops them and waits for that; if it is killed, the guardians
+                                    do the rest
 
-Servers that serve one model on several nodes are not kept: their other parts belong to processes that end with the
-rank.
+Servers that serve one model on several nodes are not kept: their other parts belong to processes
+that end with the rank.
 
 A fork of this process has no warm servers: it would stop those of its parent.
 """
@@ -57,12 +62,15 @@ class ServerSet:
 
     def __str__(self) -> str:
         of_model = f" of {self.model}" if self.model else ""
-        return f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of rank {self.rank}"
+        return (
+            f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of rank {self.rank}"
+        )
 
 
 class _State:
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler may close the servers while its thread holds the lock
+        # A signal handler may close the servers while its thread holds the lock.
+        self.lock = threading.RLock()
         self.warm: dict[str, ServerSet] = {}
         self.ends_with_process = False
 
@@ -98,7 +106,9 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         config.server_log_folder,
         str(Path.cwd()),
         [config.gpus, *gpus],
-        sorted((name, value) for name, value in environment.items() if name not in _NOT_FOR_SERVERS),
+        sorted(
+            (name, value) for name, value in environment.items() if name not in _NOT_FOR_SERVERS
+        ),
     )
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
@@ -136,8 +146,8 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
 def close_warm_servers() -> None:
     """Stops the servers that this process keeps for its next rank. Returns when they have ended.
 
-    A process that ends by ``os._exit`` should call it first, and one that has other work to do once its ranks are done.
-    Any thread may call it at any time.
+    A process that ends by ``os._exit`` should call it first, and one that has other work to do once
+    its ranks are done. Any thread may call it at any time.
     """
     _stop(_take_all().values())
 
@@ -159,10 +169,11 @@ def _take_all() -> dict[str, ServerSet]:
 
 
 class RankModels:
-    """What the models of a rank get of the node: the servers of the rank before, or leases for new ones.
+    """What the models of a rank get of the node: the servers of the rank before, or leases for new
+    ones.
 
-    Found for all models at once: two ranks that each lease GPUs for one model while they wait for the other's could
-    wait for each other.
+    Found for all models at once: two ranks that each lease GPUs for one model while they wait for
+    the other's could wait for each other.
 
     Args:
         configs: of all models of the rank, in their order.

@@ -1,4 +1,7 @@
-"""From the state of a run and the histories of its ranks to the page. Start reading at ``gather``."""
+"""From the state of a run and the histories of its ranks to the page.
+
+Start reading at ``gather``.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,19 @@ from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
-"""Lines about progress to read in sum. More of them would cost seconds, and no screen could show them."""
+"""Lines about progress to read in sum.
+
+More of them would cost seconds, and no screen could show them.
+"""
 _LEAST_LINES = 30  # of one rank
 _MOST_LINES = 400
 _MAX_ATTEMPTS = 30
-_TONES: dict[str, Tone] = {"finished": "good", "running": "good", "damaged": "critical", "failed": "critical"}
+_TONES: dict[str, Tone] = {
+    "finished": "good",
+    "running": "good",
+    "damaged": "critical",
+    "failed": "critical",
+}
 
 
 @dataclass
@@ -42,7 +53,11 @@ class _Rank:
     @property
     def ended_early(self) -> list[AttemptSummary]:
         last = self.history.attempts[-1:] if self.runs else []
-        return [attempt for attempt in self.history.attempts if attempt.why != "done" and attempt not in last]
+        return [
+            attempt
+            for attempt in self.history.attempts
+            if attempt.why != "done" and attempt not in last
+        ]
 
 
 def gather(run: RunState) -> Page:
@@ -50,14 +65,20 @@ def gather(run: RunState) -> Page:
     lines = min(_MOST_LINES, max(_LEAST_LINES, _PROGRESS_LINES // max(1, len(states))))
     ranks = [_Rank(state, _history(state.folder / HISTORY, lines)) for state in states]
     ended = [
-        (f"{one.state.root}/{one.state.rank}".lstrip("/"), attempt) for one in ranks for attempt in one.ended_early
+        (f"{one.state.root}/{one.state.rank}".lstrip("/"), attempt)
+        for one in ranks
+        for attempt in one.ended_early
     ]
     state = _overall(run)
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     tables = (_attempts(ended), _spreads([one.history for one in ranks], requests))
     return Page(
         where=run.what,
-        model=", ".join(dict.fromkeys(str(run.identity[name]) for name in run.identity if of_model(name) == "model")),
+        model=", ".join(
+            dict.fromkeys(
+                str(run.identity[name]) for name in run.identity if of_model(name) == "model"
+            )
+        ),
         state=state,
         tone=_TONES.get(state, "warning"),
         made_at=run.read_at,
@@ -84,7 +105,7 @@ def _overall(run: RunState) -> str:
     return next((state for state in order if run.totals.states[state]), "unfinished")
 
 
-# charts and tables ---------------------------------------------------------------------------------------------------
+# charts and tables -------------------------------------------------------------------------------
 
 
 def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
@@ -97,8 +118,13 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
             time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
     cuts = time.count(ended)
-    yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts)
-    tokens = {"prompt": time.rate(time.prompt_tokens), "completion": time.rate(time.completion_tokens)}
+    yield Chart(
+        "Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts
+    )
+    tokens = {
+        "prompt": time.rate(time.prompt_tokens),
+        "completion": time.rate(time.completion_tokens),
+    }
     yield Chart("Tokens per second", edges, tokens, cuts)
     if time.errors.any():
         yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
@@ -106,10 +132,21 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
 
 def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
     newest = sorted(ended, key=lambda pair: pair[1].last_seen)[-_MAX_ATTEMPTS:]
-    note = "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were sent again."
+    note = (
+        "Killed: kill -9, out of memory, or a node that is gone. In flight: requests that were "
+        "sent again."
+    )
     if len(newest) < len(ended):
         note += f" These are the last {len(newest)} of {len(ended)}."
-    columns = ("rank", "attempt#", "started", "last sign of life", "how it ended", "where", "in flight#")
+    columns = (
+        "rank",
+        "attempt#",
+        "started",
+        "last sign of life",
+        "how it ended",
+        "where",
+        "in flight#",
+    )
     rows = []
     for rank, one in newest:
         times = (clock(one.started), clock(one.last_seen))
@@ -121,12 +158,17 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
 
 
 def _spreads(histories: Sequence[History], requests: int) -> Table:
-    """Latency and tokens of all requests that servers answered, from the histograms of each attempt.
+    """Latency and tokens of all requests that servers answered, from the histograms of each
+    attempt.
 
     ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
     """
     found = [spread for history in histories for spread in history.spreads]
-    kinds = {"latency, ms": "milliseconds", "prompt tokens": "prompt_tokens", "completion tokens": "completion_tokens"}
+    kinds = {
+        "latency, ms": "milliseconds",
+        "prompt tokens": "prompt_tokens",
+        "completion tokens": "completion_tokens",
+    }
     rows = []
     counted = 0
     for kind, name in kinds.items():
@@ -136,8 +178,16 @@ def _spreads(histories: Sequence[History], requests: int) -> Table:
             counted = max(counted, number)
             limits = [_limit(buckets, share * number) for share in (0.5, 0.9, 0.99, 1.0)]
             rows.append([kind, *map(figure, limits)])
-    note = f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth at most."
-    return Table("Requests", ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"), rows, note)
+    note = (
+        f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth "
+        "at most."
+    )
+    return Table(
+        "Requests",
+        ("", "50 % at most#", "90 % at most#", "99 % at most#", "all at most#"),
+        rows,
+        note,
+    )
 
 
 def _limit(buckets: Buckets, number: float) -> float:

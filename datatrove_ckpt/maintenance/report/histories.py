@@ -1,8 +1,9 @@
-"""What the histories of all ranks say together: how far they were at each time, and what interrupted them.
+"""What the histories of all ranks say together: how far they were at each time, and what
+interrupted them.
 
-Between two lines a sum is taken to grow evenly. While no attempt runs it stands still. What an attempt did between its
-last line and a kill is known from the first line of the next attempt; it counts for the minute after the last line (or
-for as long as between its last two lines).
+Between two lines a sum is taken to grow evenly. While no attempt runs it stands still. What an
+attempt did between its last line and a kill is known from the first line of the next attempt; it
+counts for the minute after the last line (or for as long as between its last two lines).
 """
 
 from __future__ import annotations
@@ -40,13 +41,17 @@ class OverTime:
         if until is not None and spans:
             spans[-1][1] = max(spans[-1][1], until)
         for start, end in spans:
-            self._ran += np.clip(np.minimum(self.edges[1:], end) - np.maximum(self.edges[:-1], start), 0.0, None)
+            self._ran += np.clip(
+                np.minimum(self.edges[1:], end) - np.maximum(self.edges[:-1], start), 0.0, None
+            )
         times, lines = _lines(history)
         if not lines:
             return
 
         def grown(value: Callable[[Progress], int]) -> Floats:
-            """Left out is what was there before the first line; a clock that was set back does no harm."""
+            """Left out is what was there before the first line; a clock that was set back does no
+            harm.
+            """
             rising = np.maximum.accumulate([float(value(line)) for line in lines])
             return np.diff(np.interp(self.edges, np.maximum.accumulate(times), rising))
 
@@ -57,7 +62,9 @@ class OverTime:
 
     def rate(self, grown: Floats) -> list[float | None]:
         values = grown / np.diff(self.edges)
-        return [float(value) if ran else None for value, ran in zip(values, self._ran > 0, strict=True)]
+        return [
+            float(value) if ran else None for value, ran in zip(values, self._ran > 0, strict=True)
+        ]
 
     def count(self, times: Iterable[float]) -> list[int]:
         inside = np.clip(list(times), self.edges[0], self.edges[-1])
@@ -66,7 +73,11 @@ class OverTime:
 
 def time_axis(histories: Iterable[History], now: float | None = None) -> OverTime | None:
     """From the first line to the last one, or to ``now``; None without lines."""
-    spans = [(attempt.started, attempt.last_seen) for history in histories for attempt in history.attempts]
+    spans = [
+        (attempt.started, attempt.last_seen)
+        for history in histories
+        for attempt in history.attempts
+    ]
     if not spans:
         return None
     first = min(first for first, _ in spans)
@@ -82,7 +93,8 @@ def _lines(history: History) -> tuple[list[float], list[Progress]]:
     for number, group in groupby(history.minutes, key=lambda minute: minute.attempt):
         minutes: Sequence[Progress] = list(group)
         if lines:
-            # What the attempt before did after its last line was done soon after that, and not in the pause.
+            # What the attempt before did after its last line was done soon after that, and not in
+            # the pause.
             times.append(min(ended, minutes[0].at))
             lines.append(minutes[0])
         times += [minute.at for minute in minutes]

@@ -1,7 +1,8 @@
-"""One HTML page of figures, charts over time and tables. It holds its style, loads nothing and runs no script.
+"""One HTML page of figures, charts over time and tables. It holds its style, loads nothing and runs
+no script.
 
-Names of documents, ranks and errors are not trusted: text becomes markup in ``element`` alone, which escapes it, and
-the page's own policy forbids scripts and requests.
+Names of documents, ranks and errors are not trusted: text becomes markup in ``element`` alone,
+which escapes it, and the page's own policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Page:
 
     def html(self) -> str:
         as_of = f", as of {clock(self.made_at)}"
-        topics = (element("div", element("dt", topic), element("dd", text)) for topic, text in self.sums)
+        topics = (
+            element("div", element("dt", topic), element("dd", text)) for topic, text in self.sums
+        )
         parts = {
             "title": escaped(f"{self.model or 'run'}: {self.state}, {shortened(self.where, 80)}"),
             "name": name(self.model or self.where),
@@ -94,17 +97,23 @@ class Page:
 def _table(table: Table) -> Markup:
     kinds = ["n" if column.endswith("#") else None for column in table.columns]
     heads = zip(table.columns, kinds, strict=True)
-    lines = [element("tr", *(element("th", head.removesuffix("#"), class_=kind) for head, kind in heads))]
+    lines = [
+        element("tr", *(element("th", head.removesuffix("#"), class_=kind) for head, kind in heads))
+    ]
     for row in table.rows:
         pairs = zip(row, kinds, strict=True)
-        cells = (element("td", cell if kind else name(cell, _MAX_CELL), class_=kind) for cell, kind in pairs)
+        cells = (
+            element("td", cell if kind else name(cell, _MAX_CELL), class_=kind)
+            for cell, kind in pairs
+        )
         lines.append(element("tr", *cells))
     body = element("div", element("table", *lines), class_="table")
     note = element("p", table.note) if table.note else ""
     return element("section", element("h2", table.title), note, body, class_="wide")
 
 
-# charts: each interval has an invisible column above it, whose tooltip names the values: that needs no script --------
+# charts: each interval has an invisible column above it, whose tooltip names the values: that needs
+# no script --------
 
 _WIDTH = 508
 _HEIGHT = 210
@@ -128,7 +137,9 @@ def _chart(chart: Chart) -> Markup:
     parts: list[Markup] = []
     for value in marks:
         kind = "grid" if value else "axis"
-        parts.append(element("path", d=f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}", class_=kind))
+        parts.append(
+            element("path", d=f"M{_LEFT} {number(y(value))}H{_WIDTH - _RIGHT}", class_=kind)
+        )
         parts.append(element("text", short(value), x=_LEFT - 8, y=y(value) + 4, text_anchor="end"))
     for at, anchor in ((edges[0], "start"), (edges[-1], "end")):
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
@@ -138,20 +149,40 @@ def _chart(chart: Chart) -> Markup:
     if any(chart.interruptions):
         note = element("p", "Red triangles: attempts that ended unfinished.")
         cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
-        parts.append(element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut"))
+        parts.append(
+            element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut")
+        )
     for index, values in enumerate(chart.lines.values()):
-        places = [None if value is None else (at, y(value)) for at, value in zip(middles, values, strict=True)]
+        places = [
+            None if value is None else (at, y(value))
+            for at, value in zip(middles, values, strict=True)
+        ]
         parts.append(element("path", d=_line(places), class_=f"line s{index}"))
     for index, (low, end) in enumerate(pairwise(edges)):
         lines = [clock(low)]
-        lines += [f"{figure(values[index] or 0)} {line}" for line, values in chart.lines.items() if values[index]]
+        lines += [
+            f"{figure(values[index] or 0)} {line}"
+            for line, values in chart.lines.items()
+            if values[index]
+        ]
         if chart.interruptions[index]:
             lines.append(f"interruptions: {chart.interruptions[index]}")
         title = element("title", "\n".join(lines))
-        parts.append(element("rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"))
-    keys = [element("span", element("i", class_=f"key s{index}"), line) for index, line in enumerate(chart.lines)]
-    drawing = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title)
-    return element("section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing)
+        parts.append(
+            element(
+                "rect", title, x=x(low), y=_TOP, width=x(end) - x(low), height=_FLOOR, class_="hit"
+            )
+        )
+    keys = [
+        element("span", element("i", class_=f"key s{index}"), line)
+        for index, line in enumerate(chart.lines)
+    ]
+    drawing = element(
+        "svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title
+    )
+    return element(
+        "section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing
+    )
 
 
 def _line(places: Iterable[tuple[float, float] | None]) -> str:
@@ -169,7 +200,9 @@ def ticks(high: float) -> list[float]:
     if not 0 < high < math.inf:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(high / 5))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 5 >= high * (1 - 1e-9))
+    step = next(
+        power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * 5 >= high * (1 - 1e-9)
+    )
     return [step * index for index in range(math.ceil(high / step - 1e-9) + 1)]
 
 
@@ -177,10 +210,12 @@ def clock(at: float) -> str:
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-# markup --------------------------------------------------------------------------------------------------------------
+# markup ------------------------------------------------------------------------------------------
 
 # Control characters, and those that turn the direction of the text around them.
-_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+_UNSHOWN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
 
 
 class Markup(str):
@@ -190,20 +225,29 @@ class Markup(str):
 
 
 def element(tag: str, /, *children: str, **attributes: Value) -> Markup:
-    """One element. An underscore in an attribute's name stands for a hyphen, and one at its end is left out.
+    """One element. An underscore in an attribute's name stands for a hyphen, and one at its end is
+    left out.
 
     ``Markup`` among the children is taken as it is; any other text is escaped.
     """
     given = [
-        f' {key.rstrip("_").replace("_", "-")}="{escaped(value if isinstance(value, str) else number(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
         if value is not None
     ]
     return Markup(f"<{tag}{''.join(given)}>{joined(children)}</{tag}>")
 
 
+def _attribute(value: str | float) -> str:
+    if isinstance(value, str):
+        return escaped(value)
+    return number(value)
+
+
 def joined(children: Iterable[str]) -> Markup:
-    return Markup("".join(child if isinstance(child, Markup) else escaped(child) for child in children))
+    return Markup(
+        "".join(child if isinstance(child, Markup) else escaped(child) for child in children)
+    )
 
 
 def escaped(text: str) -> Markup:

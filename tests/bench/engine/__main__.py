@@ -1,14 +1,17 @@
-"""`python -m tests.bench.engine --engine vllm|sglang|llamacpp --model M`: what of the engine's own speed is left.
+"""`python -m tests.bench.engine --engine vllm|sglang|llamacpp --model M`: what of the engine's own
+speed is left.
 
     offline    the engine's own batch tool: the speed to reach
     bare       the engine's HTTP server and a bare client: what HTTP itself costs
     ours       InferenceRunner with checkpoints, from a JSONL file to JSONL files
     datatrove  the same with datatrove's InferenceRunner
 
-Each row is a fresh process with a fresh engine, one after the other, so that each has the whole machine. What counts
-are ratios within a round: the rows of a round follow each other, and every second round runs them backwards.
+Each row is a fresh process with a fresh engine, one after the other, so that each has the whole
+machine. What counts are ratios within a round: the rows of a round follow each other, and every
+second round runs them backwards.
 
-Without --model: SmolLM2-135M on the CPU, in the environment of tests/real (made if it is not there).
+Without --model: SmolLM2-135M on the CPU, in the environment of tests/real (made if it is not
+there).
 """
 
 from __future__ import annotations
@@ -27,7 +30,16 @@ from pathlib import Path
 from datatrove_ckpt.errors import CkptError
 from tests.bench import tables
 from tests.bench.engine import offline
-from tests.bench.engine.table import OFFLINE, Result, Results, gpus, machine, markdown, rate, unequal_work
+from tests.bench.engine.table import (
+    OFFLINE,
+    Result,
+    Results,
+    gpus,
+    machine,
+    markdown,
+    rate,
+    unequal_work,
+)
 from tests.bench.engine.work import Work, make_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +85,10 @@ def _small_model(engine: str) -> tuple[str, str | None]:
 
     if engine == "llamacpp":
         return _GGUF, None
-    return environment.model(), environment.vllm_python() if engine == "vllm" else environment.sglang_python()
+    return (
+        environment.model(),
+        environment.vllm_python() if engine == "vllm" else environment.sglang_python(),
+    )
 
 
 def run_row(row: str, work: Work, folder: Path) -> Result:
@@ -93,12 +108,16 @@ def run_row(row: str, work: Work, folder: Path) -> Result:
         command = [sys.executable, "-m", "tests.bench.engine.rows", row, str(folder)]
     began = time.monotonic()
     with (folder / "output.log").open("wb") as log:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
+        ).returncode
     wall = time.monotonic() - began
     result = folder / "result.json"
     if code or not result.exists():
         end = "\n".join((folder / "output.log").read_text(errors="replace").splitlines()[-30:])
-        raise SystemExit(f"{end}\n\nThe row {row} failed with exit code {code}; its files are in {folder}.")
+        raise SystemExit(
+            f"{end}\n\nThe row {row} failed with exit code {code}; its files are in {folder}."
+        )
     return {**json.loads(result.read_text()), "wall": wall}
 
 
@@ -113,11 +132,21 @@ def _offline_command(work: Work, folder: Path) -> list[str]:
     }
     (folder / "job.json").write_text(json.dumps(job))
     script = ["-m", offline.__name__] if work.engine == "llamacpp" else [str(offline.__file__)]
-    return [work.python or sys.executable, *script, str(folder / "job.json"), str(folder / "result.json")]
+    return [
+        work.python or sys.executable,
+        *script,
+        str(folder / "job.json"),
+        str(folder / "result.json"),
+    ]
 
 
-def run_rounds(rows: list[str], rounds: int, work: Work, folder: Path, kept: Path | None) -> Results:
-    """Every row in every round. Each result is appended to ``kept`` at once: a later row may fail."""
+def run_rounds(
+    rows: list[str], rounds: int, work: Work, folder: Path, kept: Path | None
+) -> Results:
+    """Every row in every round.
+
+    Each result is appended to ``kept`` at once: a later row may fail.
+    """
     results: Results = {row: [] for row in rows}
     for number in range(1, rounds + 1):
         for row in rows if number % 2 else reversed(rows):
@@ -134,18 +163,30 @@ def run_rounds(rows: list[str], rounds: int, work: Work, folder: Path, kept: Pat
 def _parser() -> argparse.ArgumentParser:
     parser = tables.parser(__doc__)
     parser.add_argument("--engine", choices=("vllm", "sglang", "llamacpp"), required=True)
-    parser.add_argument("--model", help="name, folder, or GGUF file; default: SmolLM2-135M of the tests")
-    parser.add_argument("--server-python", help="interpreter of the engine's environment; default: this one")
+    parser.add_argument(
+        "--model", help="name, folder, or GGUF file; default: SmolLM2-135M of the tests"
+    )
+    parser.add_argument(
+        "--server-python", help="interpreter of the engine's environment; default: this one"
+    )
     parser.add_argument("--tp", type=int, default=1, help="GPUs for the model")
-    parser.add_argument("--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="as model_kwargs")
+    parser.add_argument(
+        "--engine-kwargs", type=json.loads, default={}, metavar="JSON", help="as model_kwargs"
+    )
     parser.add_argument("--documents", type=int, help="number of prompts")
-    parser.add_argument("--words", type=int, help="words of each prompt, beside those that all share")
+    parser.add_argument(
+        "--words", type=int, help="words of each prompt, beside those that all share"
+    )
     parser.add_argument("--tokens", type=int, help="tokens of each answer")
     parser.add_argument("--batch", type=int, help="requests in the engine at once")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer, at most")
-    parser.add_argument("--in-flight", type=int, help="requests of a client at once; default: twice --batch")
+    parser.add_argument(
+        "--in-flight", type=int, help="requests of a client at once; default: twice --batch"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="beside the offline tool")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), help="beside the offline tool"
+    )
     parser.add_argument("--output", type=Path, help="file to which the table is written")
     parser.add_argument("--json", type=Path, help="file to which every result is appended")
     return parser
@@ -163,7 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
     missing = [name for name in _DATATROVE_NEEDS if find_spec(name) is None]
     if "datatrove" in rows and missing:
         print(
-            f"datatrove's runner needs more: pip install {' '.join(missing)}; or choose other --rows.", file=sys.stderr
+            f"datatrove's runner needs more: pip install {' '.join(missing)}; or choose other --rows.",
+            file=sys.stderr,
         )
         return 2
     before = os.getloadavg()[0]

@@ -1,13 +1,16 @@
 """The engine's own batch tool, without a server: `python offline.py JOB.json RESULT.json`.
 
-    vllm      LLM.generate, which `vllm bench throughput` measures: all prompts at once, no HTTP, no JSON.
+    vllm      LLM.generate, which `vllm bench throughput` measures: all prompts at once, no HTTP, no
+              JSON.
               `vllm run-batch` runs the server's layers in one process, so it is slower than this.
     sglang    Engine.generate, which `python -m sglang.benchmark.offline_throughput` measures
-    llamacpp  the server object inside the wheel, called from one thread per slot, without HTTP. llama.cpp's own
-              llama-batched-bench knows no prompts and no text: it decodes the same token everywhere.
+    llamacpp  the server object inside the wheel, called from one thread per slot, without HTTP.
+              llama.cpp's own
+              llama-batched-bench knows no prompts and no text: it decodes the same token
+              everywhere.
 
-Runs in the engine's environment, by its path, so it imports nothing of this repository, except for llama.cpp, whose
-parameters are set by our own program for its server.
+Runs in the engine's environment, by its path, so it imports nothing of this repository, except for
+llama.cpp, whose parameters are set by our own program for its server.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ Answers = list[dict[str, Any]]
 
 
 class Clock:
-    """The time, and the CPU seconds of this process and all below it, from the first request to the last answer."""
+    """The time, and the CPU seconds of this process and all below it, from the first request to the
+    last answer.
+    """
 
     def __init__(self) -> None:
         self.first = self.last = self._cpu = 0.0
@@ -105,7 +110,10 @@ def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     def answer(prompt: str) -> dict[str, Any]:
         got = server.handle_completions({"prompt": prompt, **job["parameters"]})
         usage = got["usage"]
-        return {"text": got["choices"][0]["text"], **_counts(usage | (usage.get("prompt_tokens_details") or {}))}
+        return {
+            "text": got["choices"][0]["text"],
+            **_counts(usage | (usage.get("prompt_tokens_details") or {})),
+        }
 
     # As many requests at the server as a client of its HTTP keeps there.
     with ThreadPoolExecutor(job["in_flight"]) as threads:
@@ -116,7 +124,10 @@ def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, int]:
-    return {name: usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens", "cached_tokens")}
+    return {
+        name: usage.get(name) or 0
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+    }
 
 
 _ENGINES = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}

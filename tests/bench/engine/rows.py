@@ -1,10 +1,12 @@
 """One row over HTTP, in a process of its own: `python -m tests.bench.engine.rows ROW FOLDER`.
 
     bare        aiohttp, and nothing else: what the engine's HTTP server costs any client
-    ours        JSONL reader, InferenceRunner with checkpoints, JSONL writer, in a LocalPipelineExecutor
+    ours        JSONL reader, InferenceRunner with checkpoints, JSONL writer, in a
+                LocalPipelineExecutor
     datatrove   the same with datatrove's InferenceRunner
 
-Each starts a server of its own with the same arguments. FOLDER holds work.json and input; result.json is written there.
+Each starts a server of its own with the same arguments. FOLDER holds work.json and input;
+result.json is written there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _SERVE = Path(__file__).with_name("serve.py")
 
 
 class Meter:
-    """When the first request left, when the last answer came, what they held, and what CPU this process took."""
+    """When the first request left, when the last answer came, what they held, and what CPU this
+    process took.
+    """
 
     def __init__(self, documents: int) -> None:
         self.clock = Clock()
@@ -51,7 +55,10 @@ class Meter:
             self.clock.stop()
 
     def watched(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """The same function; the first call is noted. What a runner does before its server is ready does not count."""
+        """The same function; the first call is noted.
+
+        What a runner does before its server is ready does not count.
+        """
 
         async def sending(*args: Any, **kwargs: Any) -> Any:
             self.sent()
@@ -91,8 +98,8 @@ def run_datatrove(work: Work, folder: Path) -> None:
     base._raw_post = METER.watched(base._raw_post)
     argv, environment = work.command("PORT")
     os.environ.update(environment)
-    # Its own vLLM and SGLang servers take other arguments, and it has none for llama.cpp. A "custom" server is sent
-    # the same requests in the same way, and is started as ours is.
+    # Its own vLLM and SGLang servers take other arguments, and it has none for llama.cpp. A
+    # "custom" server is sent the same requests in the same way, and is started as ours is.
     config = InferenceConfig(
         "custom",
         work.model,
@@ -141,14 +148,18 @@ async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> 
         async def ask(session: aiohttp.ClientSession, file: Any) -> None:
             for row in rows:
                 METER.sent()
-                async with session.post(url, json={"prompt": row["text"], **common}, headers=headers) as response:
+                async with session.post(
+                    url, json={"prompt": row["text"], **common}, headers=headers
+                ) as response:
                     response.raise_for_status()
                     answer = await response.json()
                 METER.answered(answer["usage"])
                 file.write(json.dumps({**row, "answer": answer["choices"][0]["text"]}) + "\n")
 
         timeout = aiohttp.ClientTimeout(total=3600)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=timeout
+        ) as session:
             with (folder / "answers.jsonl").open("w") as file:
                 await asyncio.gather(*(ask(session, file) for _ in range(work.in_flight)))
 

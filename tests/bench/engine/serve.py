@@ -1,4 +1,7 @@
-"""datatrove's "custom" server: `python serve.py --port N --command JSON` becomes that command, with PORT replaced."""
+"""datatrove's "custom" server:
+
+`python serve.py --port N --command JSON` becomes that command, with PORT replaced.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ def main() -> None:
     parser.add_argument("--command", type=json.loads, required=True)
     given = parser.parse_args()
     command = [given.port if part == "PORT" else part for part in given.command]
-    os.execvp(command[0], command)  # not a child: datatrove ends this process, and knows of no other
+    # Not a child: datatrove ends this process, and knows of no other.
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

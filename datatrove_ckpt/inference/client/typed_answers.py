@@ -3,8 +3,8 @@
     way       OpenAI, vLLM                  SGLang                     llama.cpp
     embed     data[] index, embedding       the same                   the same
     classify  data[] index, label, probs    the same
-    score     data[] index, score           [] index, score (rerank)   results[] index, relevance_score
-                                                                       (rerank)
+    score     data[] index, score           [] index, score (rerank)   results[] index,
+                                                                       relevance_score (rerank)
 
 What is kept is small, equal in each run, and exact: an array is base64 of its float32 values,
 little-endian. An answer that lacks a value, or has NaN or infinity (null in JSON), is retried.

@@ -410,10 +410,7 @@ def _held_by(holder: bytes, path: Path) -> str:
 
 
 def name_holder(holder: dict[str, object]) -> str:
-    """Names the process to stop:
-
-    "pid 42 on node7". Of a worker it is the command that started it.
-    """
+    """Names the process to stop, such as "pid 42 on node7"; of a worker, the command behind it."""
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 

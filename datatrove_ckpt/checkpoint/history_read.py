@@ -166,6 +166,20 @@ def read_history(path: str, most: int = 0) -> History:
     return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
 
 
+def _take(record: Record | None, found: History, attempts: dict[int, AttemptSummary]) -> None:
+    if record is not None:
+        attempt = attempts.setdefault(
+            record.attempt, AttemptSummary(record.attempt, record.at, record.at)
+        )
+        attempt.take(record)
+    if isinstance(record, Progress):
+        found.minutes.append(record)
+    elif isinstance(record, Spread):
+        found.spreads.append(record)
+    elif isinstance(record, ServerEvent):
+        found.servers.append(record)
+
+
 def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
     found = History()
     attempts: dict[int, AttemptSummary] = {}
@@ -173,28 +187,16 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
     if most:
         step = len(lines) // most + 1
 
-    def take(record: Record | None) -> None:
-        if record is not None:
-            attempt = attempts.setdefault(
-                record.attempt, AttemptSummary(record.attempt, record.at, record.at)
-            )
-            attempt.take(record)
-        if isinstance(record, Progress):
-            found.minutes.append(record)
-        elif isinstance(record, Spread):
-            found.spreads.append(record)
-        elif isinstance(record, ServerEvent):
-            found.servers.append(record)
+    minutes: list[bytes] = []
+    spreads: list[bytes] = []
 
     def end_attempt() -> None:
         chosen = [*minutes[-1:], *spreads[-1:]]
         if step:
             chosen = [*minutes[:-1:step], *chosen]
         for line in chosen:
-            take(parse_line(line))
+            _take(parse_line(line), found, attempts)
 
-    minutes: list[bytes] = []
-    spreads: list[bytes] = []
     for line in lines:
         if is_progress_line(line):
             minutes.append(line)
@@ -207,7 +209,7 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
                 minutes = []
                 spreads = []
                 found.servers = []
-            take(record)
+            _take(record, found, attempts)
     end_attempt()
     found.attempts = [attempts[number] for number in sorted(attempts)]
     for attempt in found.attempts[:-1]:

@@ -399,9 +399,8 @@ def read_rank(
 
 
 def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
-    """
-    Raises:
-        CheckpointError: a run would refuse the folder, too.
+    """Raises:
+    CheckpointError: a run would refuse the folder, too.
     """
     found = _Listing(rank.folder)
     if LOCK in found.entries:
@@ -530,9 +529,8 @@ def _read_journals(
 
 
 def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> None:
-    """
-    Raises:
-        CheckpointCorrupt: a journal holds a document of another chunk.
+    """Raises:
+    CheckpointCorrupt: a journal holds a document of another chunk.
     """
     if not ordinals:
         return

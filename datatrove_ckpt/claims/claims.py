@@ -101,9 +101,8 @@ class ClaimReader(Protocol):
 
 
 class ClaimStore(ClaimReader, Protocol):
-    """
-    Attributes:
-        beat_seconds: an owner without a beat for five times as long is dead.
+    """Attributes:
+    beat_seconds: an owner without a beat for five times as long is dead.
     """
 
     beat_seconds: float
@@ -126,13 +125,12 @@ class ClaimStore(ClaimReader, Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """
-    Attributes:
-        tries: attempts in a row that ended by a failure or a death, all but the first without
-            progress.
-        reached: the rank's progress at the end of the last of them.
-        why: the cause, if the rank is given up.
-        alone: the owner has no other rank, so its death counts as an attempt.
+    """Attributes:
+    tries: attempts in a row that ended by a failure or a death, all but the first without
+        progress.
+    reached: the rank's progress at the end of the last of them.
+    why: the cause, if the rank is given up.
+    alone: the owner has no other rank, so its death counts as an attempt.
     """
 
     tries: int = 0

@@ -188,10 +188,9 @@ def _named(process: bytes) -> str:
 
 
 class ObjectClaims:
-    """
-    Args:
-        owner: names this process; empty: it only reads.
-        settle_seconds: after this, a listing shows what every process had written before.
+    """Args:
+    owner: names this process; empty: it only reads.
+    settle_seconds: after this, a listing shows what every process had written before.
     """
 
     beat_seconds = 60.0

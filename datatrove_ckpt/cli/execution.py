@@ -77,9 +77,8 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """
-    Raises:
-        CheckpointMismatch: the run has another number of tasks.
+    """Raises:
+    CheckpointMismatch: the run has another number of tasks.
     """
     for runner, root in plan.kept:
         if root.is_dir() and rank_numbers(root):

@@ -92,9 +92,8 @@ def k8s(arguments: argparse.Namespace) -> int:
 
 
 def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
-    """
-    Raises:
-        ConfigError: its ranks are for other machines, or wait for those of another job.
+    """Raises:
+    ConfigError: its ranks are for other machines, or wait for those of another job.
     """
     if not isinstance(executor, LocalPipelineExecutor):
         given = type(executor).__name__
@@ -135,9 +134,8 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
 
 
 def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
-    """
-    Raises:
-        ConfigError: names all that would be on the pod's own disk.
+    """Raises:
+    ConfigError: names all that would be on the pod's own disk.
     """
     lost = lost_with_disk(plan, job.is_kept)
     if lost:
@@ -150,9 +148,8 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
 
 
 def _name(job: KubernetesJob, source: str, workers: int) -> str:
-    """
-    Raises:
-        ConfigError: it is no name for so many pods.
+    """Raises:
+    ConfigError: it is no name for so many pods.
     """
     if workers > _MOST_PODS:
         raise ConfigError(
@@ -211,9 +208,8 @@ def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
 
 
 def _refuse_secrets(*texts: tuple[str, object]) -> None:
-    """
-    Raises:
-        ConfigError: names the first that holds what may be one.
+    """Raises:
+    ConfigError: names the first that holds what may be one.
     """
     for place, text in texts:
         if isinstance(text, str) and (

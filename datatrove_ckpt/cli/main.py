@@ -263,7 +263,7 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
 def run() -> None:
     """Run the pipeline of a YAML file; run it again to resume.
 
-    examples:
+    Examples:
       datatrove-ckpt run configs/quickstart.yaml
       datatrove-ckpt run configs/quickstart.yaml --dry-run
       --pipeline.1.rollout_fn.prompt="Summarise: {text}"
@@ -286,7 +286,7 @@ def run() -> None:
 def k8s() -> None:
     """Print the job for Kubernetes: a ConfigMap and an Indexed Job.
 
-    examples:
+    Examples:
       datatrove-ckpt k8s configs/kubernetes.yaml
 
     Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources,
@@ -305,7 +305,7 @@ def k8s() -> None:
 def doctor() -> None:
     """Check folders, input, servers and limits before a job starts.
 
-    examples:
+    Examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
     Run it where the job will run: on the same node, as the same user, in the same container. Each
@@ -341,7 +341,7 @@ def doctor() -> None:
 def plan() -> None:
     """Print how often a training should save.
 
-    examples:
+    Examples:
       datatrove-ckpt plan --save-cost 140s --mtbf 6h
 
     It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that
@@ -364,7 +364,7 @@ def plan() -> None:
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.
 
-    examples:
+    Examples:
       datatrove-ckpt status quickstart/checkpoints
 
     (WHAT)
@@ -388,7 +388,7 @@ def status() -> None:
 def report() -> None:
     """Write one HTML page about a run: sums, rates, interruptions, errors.
 
-    examples:
+    Examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html
 
     (WHAT)
@@ -415,7 +415,7 @@ def report() -> None:
 def show() -> None:
     """Print documents with their answers.
 
-    examples:
+    Examples:
       datatrove-ckpt show quickstart/checkpoints --n 2
 
     (WHAT)
@@ -449,7 +449,7 @@ def show() -> None:
 def track() -> None:
     """Send what a run does to MLflow and Weights & Biases, until no task is at work.
 
-    examples:
+    Examples:
       datatrove-ckpt track quickstart/checkpoints --mlflow http://127.0.0.1:5000
 
     (WHAT)
@@ -469,7 +469,7 @@ def track() -> None:
 def verify() -> None:
     """Check the output against the checkpoint.
 
-    examples:
+    Examples:
       datatrove-ckpt verify quickstart/checkpoints --full
 
     (WHAT)
@@ -500,7 +500,7 @@ def verify() -> None:
 def repair() -> None:
     """Let the next run process damaged chunks again.
 
-    examples:
+    Examples:
       datatrove-ckpt repair quickstart/checkpoints --logging-dir quickstart/logs --dry-run
 
     (WHAT)

@@ -51,9 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _as_worker(
     executor: PipelineExecutor, content: Node, arguments: argparse.Namespace
 ) -> PipelineExecutor:
-    """
-    Raises:
-        ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
+    """Raises:
+    ConfigError: other flags do not fit, or each worker would have a ``logging_dir`` of its own.
     """
     for name in ("retry_dead_letters", "fail_on_dead_letters"):
         if getattr(arguments, name):

@@ -1,8 +1,8 @@
-"""The short form of a job, written out as the long form, which everything else reads.
+r"""The short form of a job, written out as the long form, which everything else reads.
 
     run_folder: runs/summaries            holds output/, checkpoints/ and logs/
     input: documents/*.jsonl
-    prompt: "Summarise in one sentence:\\n\\n{text}"
+    prompt: "Summarise in one sentence:\n\n{text}"
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
 Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can
@@ -571,10 +571,7 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Returns whether a file of another kind may have been meant as one of these:
-
-    ``b.jsonl.bak``.
-    """
+    """Returns whether a file may have been meant as one of these, as ``b.jsonl.bak``."""
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 

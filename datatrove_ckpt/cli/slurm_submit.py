@@ -47,9 +47,8 @@ def script(executor: SlurmPipelineExecutor) -> str:
 
 
 def check(executor: PipelineExecutor) -> None:
-    """
-    Raises:
-        ConfigError: there is no sbatch; or it is datatrove's own executor.
+    """Raises:
+    ConfigError: there is no sbatch; or it is datatrove's own executor.
     """
     if not isinstance(executor, SlurmPipelineExecutor):
         raise ConfigError(

@@ -506,10 +506,7 @@ def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
 
 
 def _hint(hint: Any, default: object) -> object:
-    """Corrects datatrove's annotations:
-
-    ``adapter: Callable = None``, ``save_media_bytes=False``.
-    """
+    """Corrects datatrove's annotations, as ``adapter: Callable = None``."""
     if hint is Any:
         if isinstance(default, bool):
             return bool

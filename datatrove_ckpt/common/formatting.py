@@ -32,7 +32,7 @@ _SIZES = {
 
 
 def plural(number: int, noun: str) -> str:
-    """ "1 chunk", "3 chunks"."""
+    """Returns "1 chunk", "3 chunks"."""
     if number == 1:
         return f"{number} {noun}"
     return f"{number} {noun}s"
@@ -46,7 +46,7 @@ def plural_or_no(number: int, noun: str) -> str:
 
 
 def plural_is(number: int, noun: str) -> str:
-    """ "1 chunk is", "3 chunks are"."""
+    """Returns "1 chunk is", "3 chunks are"."""
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
 
 
@@ -72,7 +72,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def percent(share: float) -> str:
-    """ "12.3 %". Only what is complete is 100 %."""
+    """Returns "12.3 %". Only what is complete is 100 %."""
     if share >= 1.0:
         return "100 %"
     return f"{min(share * 100, 99.9):.1f} %"
@@ -86,7 +86,7 @@ def figure(value: float) -> str:
 
 
 def short(value: float) -> str:
-    """ "12,345", "123 k", "1.23 M"."""
+    """Returns "12,345", "123 k", "1.23 M"."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 100 * size or (value >= size and size > 1e3):
             return f"{figure(value / size)} {unit}"
@@ -100,7 +100,7 @@ def filled_cells(share: float, cells: int, rest: str = " ") -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
+    """Returns "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (
         ("d", 86400.0, 2 * 86400.0),
         ("h", 3600.0, 3600.0),

@@ -397,10 +397,7 @@ def _check_flags(flags: JsonObject) -> None:
 
 
 def _check_url(url: Key) -> None:
-    """Raises ConfigError if the URL cannot be used, or holds a secret:
-
-    ``executor.json`` has the config.
-    """
+    """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
     # A variable is checked where the task runs.
     if not (
         url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())
@@ -669,7 +666,7 @@ class Engine:
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
-        """tp * dp * pp, unless model_kwargs says otherwise."""
+        """Tp * dp * pp, unless model_kwargs says otherwise."""
         given = dashed_names(config.model_kwargs)
 
         def size(default: int, *names: str) -> int:

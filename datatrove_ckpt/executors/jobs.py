@@ -89,12 +89,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Job:
-    """
-    Attributes:
-        launch: names the file in which the job notes why it failed.
-        settings: see ``_settings``.
-        reached: how far all ranks were when the job was first seen.
-        retries: how many jobs before it, in turn, advanced no rank.
+    """Attributes:
+    launch: names the file in which the job notes why it failed.
+    settings: see ``_settings``.
+    reached: how far all ranks were when the job was first seen.
+    retries: how many jobs before it, in turn, advanced no rank.
     """
 
     id: str
@@ -261,10 +260,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         )
 
     def check(self) -> None:
-        """
-        Raises:
-            ConfigError: something would be on a job's own disk, or a secret is not set here; or see
-                ``own_files``.
+        """Raises:
+        ConfigError: something would be on a job's own disk, or a secret is not set here; or see
+            ``own_files``.
         """
         from datatrove_ckpt.preflight.before_run import lost_with_disk
         from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -371,10 +369,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
 
     def _work_through(self) -> None:
-        """
-        Raises:
-            GivenUp: some ranks were given up.
-            CkptError: no other job would help.
+        """Raises:
+        GivenUp: some ranks were given up.
+        CkptError: no other job would help.
         """
         self._began = time.time()
         with (
@@ -644,9 +641,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return float(found[1]) * _UNITS[found[2]]
 
     def _secrets(self) -> dict[str, str | None]:
-        """
-        Raises:
-            ConfigError: a variable is not set here.
+        """Raises:
+        ConfigError: a variable is not set here.
         """
         from huggingface_hub import get_token
 

@@ -87,9 +87,8 @@ def datatroves(arguments: dict[str, object], *own: str) -> dict[str, object]:
 
 
 def check_depends(depends: object, kind: type) -> None:
-    """
-    Raises:
-        ConfigError: the executor in ``depends`` is of another kind.
+    """Raises:
+    ConfigError: the executor in ``depends`` is of another kind.
     """
     if depends is not None and not isinstance(depends, kind):
         raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(depends).__name__}.")
@@ -470,10 +469,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 claims.clear()
 
     def _end_before_time_limit(self) -> None:
-        """
-        Raises:
-            Preempted: no free task would end in time.
-            BaseException: of a signal handler, which requeues the job.
+        """Raises:
+        Preempted: no free task would end in time.
+        BaseException: of a signal handler, which requeues the job.
         """
         logger.info(
             "Tasks are free, but would hardly end before the job's time limit: this process takes "

@@ -45,10 +45,7 @@ _first: dict[tuple[Any, ...], tuple[object, Plain]] = {}
 
 
 def type_name(cls: type) -> str:
-    """Module and name, without private modules of the standard library:
-
-    3.13 has ``pathlib._local.PosixPath``.
-    """
+    """Module and name, without private modules such as ``pathlib._local`` of Python 3.13."""
     module = str(cls.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         module = re.sub(r"\._.*", "", module)
@@ -190,6 +187,9 @@ class Plain:
                 self.of(list(value.args)),
                 self.of(value.keywords),
             ]
+        return self._code_or_array(value, kind)
+
+    def _code_or_array(self, value: Any, kind: Any) -> object:
         owner = getattr(value, "__self__", None)
         if isinstance(value, types.MethodType | types.BuiltinFunctionType) and not isinstance(
             owner, types.ModuleType | type | None

@@ -298,7 +298,7 @@ class Step(PipelineStep):
         return copied
 
     def _check_submission(self, sent: bool) -> None:
-        """datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come
+        """Datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come
         before that.
         """
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")

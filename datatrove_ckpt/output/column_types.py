@@ -86,10 +86,7 @@ class ColumnTypes:
 
 
 def _writable(field: Field) -> Field:
-    """The field with text where there is no value, and a key in a dict that has none:
-
-    Parquet has no such dicts.
-    """
+    """The field with text where there is no value, and a key in a dict without keys."""
     import pyarrow as pa
 
     kind = field.type

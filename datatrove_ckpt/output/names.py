@@ -143,7 +143,7 @@ class OurTemplate(Template):
         self._name = ""
 
     def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
-        """datatrove calls it twice for each document; the second name is for its statistics."""
+        """Datatrove calls it twice for each document; the second name is for its statistics."""
         given = [
             str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values
         ]

@@ -400,9 +400,8 @@ def check_before_worker(executor: PipelineExecutor) -> None:
 
 
 def refuse_without_claims(plan: RunPlan) -> None:
-    """
-    Raises:
-        ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
+    """Raises:
+    ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
     """
     bucket = bucket_for(plan.logging_dir.resolve_paths(""))
     if bucket is not None:
@@ -709,10 +708,9 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
 def _look(
     check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None
 ) -> FoundFiles:
-    """
-    Raises:
-        OutputMismatch: the repository is gone, with files that were committed.
-        OutputFailed: the folder cannot be listed.
+    """Raises:
+    OutputMismatch: the repository is gone, with files that were committed.
+    OutputFailed: the folder cannot be listed.
     """
     hub = HubFolder.of(check.writer.output_folder)
     if hub is None:

@@ -76,10 +76,9 @@ def run(main: Awaitable[_Result]) -> _Result:
 
 
 def refuse_nested(what: str) -> None:
-    """
-    Raises:
-        ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what``
-            runs another one.
+    """Raises:
+    ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what``
+        runs another one.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigError(

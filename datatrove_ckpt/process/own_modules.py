@@ -130,9 +130,8 @@ def bundle() -> bytes:
 
 
 def own_files() -> dict[str, bytes]:
-    """
-    Raises:
-        ConfigError: the user's own modules are too large, or one holds what may be a secret.
+    """Raises:
+    ConfigError: the user's own modules are too large, or one holds what may be a secret.
     """
     files = {name: path for module in own_modules().values() for name, path in module.items()}
     sizes = {path: path.stat().st_size for path in files.values()}

@@ -78,8 +78,7 @@ _said: set[str] = set()
 
 
 def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
-    """
-    Args:
+    """Args:
         signals: those that drain a rank.
 
     Raises:
@@ -497,9 +496,8 @@ class Preemption:
         self.stop_for_time_limit()
 
     def check_time_limit(self) -> None:
-        """
-        Raises:
-            Preempted: an earlier rank of this process has left this rank no time.
+        """Raises:
+        Preempted: an earlier rank of this process has left this rank no time.
         """
         if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()

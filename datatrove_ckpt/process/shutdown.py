@@ -160,9 +160,8 @@ class Shutdown:
         raise Preempted(self.message)
 
     def check(self) -> None:
-        """
-        Raises:
-            Preempted: a stop is requested. Call it while nothing runs that needs a drain.
+        """Raises:
+        Preempted: a stop is requested. Call it while nothing runs that needs a drain.
         """
         if self.cause:
             self.raise_preempted()

@@ -1,8 +1,7 @@
-"""JSONL: plain files by byte offset, compressed ones by decompressing what was read without parsing
-it.
+r"""JSONL: plain files by byte offset, compressed ones by decompressing without parsing.
 
 Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits
-as datatrove's text mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. All lines are counted, also
+as datatrove's text mode does: at ``\n``, ``\r\n`` or a lone ``\r``. All lines are counted, also
 blank and damaged ones, because the number is the default id.
 
 A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash
@@ -280,10 +279,7 @@ def _holds_objects(data: object) -> bool:
 
 
 def _opens_array(line: bytes) -> bool:
-    """Returns whether a line begins a JSON array of objects:
-
-    ``[``, or the first elements as well.
-    """
+    """Returns whether a line begins a JSON array of objects."""
     if not line.startswith(b"["):
         return False
     try:

@@ -92,7 +92,7 @@ class MediaData:
 
 
 def media_key(value: object) -> orjson.Fragment:
-    """orjson's ``default`` for the hash of a payload. No text in JSON has a NUL.
+    """Orjson's ``default`` for the hash of a payload. No text in JSON has a NUL.
 
     Raises:
         TypeError: JSON cannot express the value.

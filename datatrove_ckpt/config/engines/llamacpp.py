@@ -1,7 +1,4 @@
-"""The embedded llama.cpp:
-
-``inference/servers/llamacpp.py`` in a process of its own, which binds to 127.0.0.1 only.
-"""
+"""The embedded llama.cpp, in a process of its own (``inference/servers/llamacpp.py``)."""
 
 from __future__ import annotations
 

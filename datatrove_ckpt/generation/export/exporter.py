@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 def check_monitoring(config: MonitoringConfig) -> None:
-    """
-    Raises:
-        ConfigError: the package is not installed.
+    """Raises:
+    ConfigError: the package is not installed.
     """
     missing = missing_package("prometheus_client")
     if config.metrics_port is not None and missing is not None:

@@ -241,7 +241,7 @@ def _set_group(pid: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``--stop-timeout SECONDS -- COMMAND ...``"""
+    """Takes ``--stop-timeout SECONDS -- COMMAND ...``."""
     split = arguments.index("--")
     stop_timeout = float(arguments[arguments.index("--stop-timeout") + 1])
     return Guardian(arguments[split + 1 :], stop_timeout).run()

@@ -1,4 +1,1 @@
-"""One HTML page about a run:
-
-``gather`` makes it, ``histories`` tells what happened when, ``page`` draws it.
-"""
+"""One HTML page about a run: what happened when (``histories``), drawn by ``page``."""

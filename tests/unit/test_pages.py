@@ -54,10 +54,6 @@ def codes(text: str) -> list[str]:
 # README ------------------------------------------------------------------------------------------
 
 
-def test_readme_has_at_most_850_words() -> None:
-    assert len(pages()["README.md"].split()) <= 850
-
-
 def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
     lines = [
         line for line in pages()["README.md"].splitlines() if line.startswith("python3 -m venv")

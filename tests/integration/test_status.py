@@ -244,7 +244,8 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_terminal_without_unicode_gets_no_bars(tmp_path: Path) -> None:
     then = time.time() - 30 * MIN
-    write_rank(tmp_path, 0, [start(then), *minutes(then, 30, 60, 3600)])
+    history = [start(then), *minutes(then, 30, 60, 3600)]
+    write_rank(tmp_path, 0, history, chunks=30, per_chunk=60)
     command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode(

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,16 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
     for pid in pids:
         assert not is_alive(pid)
     assert not logs()
+
+
+def test_a_port_is_not_chosen_again_before_its_server_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = server.free_port(), server.free_port()
+    chosen = iter([first, first, second])
+    monkeypatch.setattr(server, "_last_ports", deque())
+    monkeypatch.setattr(server.secrets, "choice", lambda ports: next(chosen))
+    assert [server.free_port(), server.free_port()] == [first, second]
 
 
 @pytest.mark.slow

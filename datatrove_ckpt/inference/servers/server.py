@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +69,7 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 # chose it.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
+_last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
 _PROBE_TIMEOUT = 5.0  # seconds
 _HEALTH_TRIES = 3  # of a running server of an earlier rank
 
@@ -381,13 +383,15 @@ class InferenceServer:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that no process listens on now.
+    """A port of 127.0.0.1 that no process listens on now, and that was not chosen shortly before.
 
     Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same
     ports.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
+        if port in _last_ports:
+            continue
         with socket.socket() as probe:
             # Ports whose last connections are in TIME_WAIT are free for servers, too.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -395,7 +399,8 @@ def free_port() -> int:
                 probe.bind((HOST, port))
             except OSError:
                 continue
-            return port
+        _last_ports.append(port)
+        return port
     raise ServerStartFailed(
         f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met "
         "only ports in use. "

@@ -1,9 +1,8 @@
-"""The one place that changes the disk. Everything a checkpoint or a staged output writes goes
-through ``Disk``.
+"""Changes the disk: everything that a checkpoint or a staged output writes goes through ``Disk``.
 
-Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except
-``write``, of which a crash may leave a prefix. ``testing`` replaces ``files.disk`` to crash before,
-or in the middle of, any effect; this is the project's only seam for crashes on disk.
+Each method of ``Disk`` that changes the disk is one *effect*: it happened or it did not, except
+``write``, which a crash may cut to a prefix. ``testing`` replaces ``files.disk`` to crash before or
+within any effect; this is the only seam for crashes on disk.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
@@ -429,14 +428,13 @@ def this_process() -> dict[str, object]:
 
 
 class Lock:
-    """An exclusive lock on a rank's folder. The process holds it until ``release``, or until it
-    ends in any way.
+    """An exclusive lock on a rank's folder, held until ``release`` or the end of the process.
 
-    ``works`` is False on a file system without locks, where only the fence (``identity``) keeps two
-    processes apart.
+    ``works`` is False on a file system without locks; there the fence (``identity``) alone
+    separates two processes.
 
     Raises:
-        CheckpointLocked: another process holds it; the message names its host and pid.
+        CheckpointLocked: another process holds the lock; the message names its host and pid.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,16 +1,15 @@
-"""Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set
-share of the time.
+"""Seconds between two saves: a number, or "auto", which spends a set share of the time on saving.
 
 No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
 another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
 
     interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-The mean keeps the share even if one save in a hundred takes a second. Several saves count, because
-a single slow one would stretch the next interval, and so the possible loss, to the maximum.
+The mean keeps the share even if one save in a hundred takes a second. After a single slow save
+alone, the interval, and so the possible loss, would grow to the maximum.
 
-``young``, ``daly`` and ``efficiency`` also know that everything that is not saved gets lost every M
-seconds on average (the MTBF). A save takes C seconds, in which the work stops, and a restart R.
+``young``, ``daly`` and ``efficiency`` also know the MTBF: the mean of M seconds between two losses
+of all unsaved work. A save stops the work for C seconds, and a restart takes R seconds.
 """
 
 from __future__ import annotations

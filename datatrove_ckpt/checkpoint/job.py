@@ -1,14 +1,13 @@
 """``job.json``: the identity that all ranks of a job share.
 
-The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each
-other, so that a rank that starts reads one file, and not those of a thousand other ranks. A rank
-that finds none, or one that differs, takes ``job.lock``, compares itself with all other ranks,
-replaces ``job.json``, and keeps the lock until its own ``run.json`` is written. A crash on the way
-leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks at the
-other ranks again.
+The ranks' ``run.json`` files are the truth. ``job.json`` records that they were compared, so that a
+starting rank reads one file instead of a thousand. A rank that finds no ``job.json``, or a
+different one, takes ``job.lock``, compares itself with all other ranks, replaces ``job.json``, and
+keeps the lock until its own ``run.json`` is written. After a crash in between, the next rank that
+differs from ``job.json`` compares again.
 
-A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json``
-still has its lock.
+A rank is compared if it holds work, or if the process that wrote its ``run.json`` still has its
+lock.
 """
 
 from __future__ import annotations
@@ -101,13 +100,12 @@ def join_job(
     accept_changes: bool,
     check_output: Callable[[], None],
 ) -> Iterator[None]:
-    """Compares a rank that starts with the other ranks of its job. Inside the block, the rank
-    writes ``run.json``.
+    """Compares a starting rank with the other ranks of its job. The block writes ``run.json``.
 
     Args:
         root: ``checkpoints_local_dir``.
-        check_output: called before ``job.json`` names another output folder; an error of it refuses
-            the rank.
+        check_output: called before ``job.json`` names another output folder; its error refuses the
+            rank.
 
     Raises:
         CheckpointMismatch: another rank belongs to another run; the message names each field with

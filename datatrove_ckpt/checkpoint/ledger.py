@@ -1,13 +1,8 @@
 """RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
 
-The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and
-last_chunk, the history, the journals, and the commits last. A run adds commits meanwhile, so what
-was read before them proves less, and nothing wrong. A chunk that is committed meanwhile has left
-its journal, and is counted as committed.
-
-``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters.
-Their output goes to the same folder. ``RankLedger.root`` names the retry that a rank belongs to; ""
-is CHECKPOINTS itself.
+docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
+are checkpoints of retries of dead letters, with a shared output folder. ``RankLedger.root`` names
+the rank's retry; "" is CHECKPOINTS itself.
 
 Ledgers are small without their commits, and are dropped after use: there may be ten thousand ranks.
 """
@@ -118,20 +113,18 @@ class Limits:
 
 @dataclass(slots=True)
 class RankLedger:
-    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be
-    read.
+    """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
 
     Attributes:
         run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner.
         holder: host and pid of the process that works on this rank now.
-        is_finished: it has neither lock file, nor request cache, nor journal: a run removes them
-            when all documents are committed. ``repair`` leaves the lock file in place, which marks
-            the rank as unfinished.
-        expected: what other files say about the commits.
+        is_finished: there is no lock file, request cache or journal: a run removes them at its end.
+            ``repair`` leaves the lock file, which marks the rank as unfinished.
+        expected: what other files promise about the commits.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
         commits: by chunk index, in the order in which they were written.
-        causes: of dead letters, with how often each occurs.
+        causes: of dead letters, with their numbers.
         written: when a run last wrote its files, in Unix seconds, if that may matter.
         damage: why a run would refuse the folder.
     """
@@ -356,9 +349,9 @@ class JobSums:
     """Sums over the ranks of a job and their retries: each document counts once.
 
     Attributes:
-        committed: what each rank and each retry has committed, with the rank's number.
+        committed: commits of each rank and each retry, with the rank's number.
         retried: the commits of retries, if commits were read.
-        numbers: of all of them together; those of requests only if histories were read.
+        numbers: the sums of all; of requests only if histories were read.
     """
 
     ranks: int = 0
@@ -620,14 +613,12 @@ _START_OVER = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What the other files say about a rank's commits. To be read before the commits, to which a
-    run adds meanwhile.
+    """What other files promise about a rank's commits. Read it first: a run adds commits meanwhile.
 
     Attributes:
         known: number of commits when the rank's last owner started.
         last: the chunk up to which all were committed; None: no file names it.
-        documents: number of documents of a finished rank; None: no file names it, or the rank is
-            not finished.
+        documents: number of documents of a finished rank; None: unfinished, or no file names it.
     """
 
     folder: Path

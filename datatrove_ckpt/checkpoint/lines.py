@@ -1,12 +1,10 @@
 """Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
 
-A crash tears what was written last: the end of a file may be a part of a line or, after power loss,
-any bytes. So bad bytes at the end of a file are a torn tail, which the next attempt cuts off before
-it appends anything. A bad line with a good line after it is damage that no crash explains.
+A crash tears the last write: bad bytes at the end of a file are a torn tail, which the next attempt
+cuts off before it appends. A bad line with a good line after it is damage that no crash explains.
 
-A kill leaves a prefix of a line, which has no line break. Power loss may also lose any block of a
-line, which then reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than
-``read_lines``.
+A kill leaves a prefix without a line break. Power loss may also replace any block of a line by NUL
+bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""RequestCache: every answer of a document that is not committed, so that no request is sent twice.
+"""RequestCache: every answer of an uncommitted document, so that no request is sent twice.
 
-There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set
-before WAL mode, so that SQLite needs no shared memory; this also works on network file systems,
-where plain WAL does not. ``synchronous=NORMAL`` writes the log at every commit and rarely syncs it:
-a commit survives kill -9 at once, and power loss once ``sync`` was called. Losing the last commits
-loses answers, never consistency.
+The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
+no shared memory, so it works on network file systems, where plain WAL does not.
+``synchronous=NORMAL`` writes the log at every commit and rarely syncs it: a commit survives kill -9
+at once, and power loss after ``sync``. Losing the last commits loses answers, never consistency.
 
-A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one
-takes its place. Each row has a checksum. A row that does not fit it is left out, with a warning,
-until its chunk is committed or the same request puts it again.
+A damaged cache is set aside, with a warning, and an empty cache takes its place. Each row has a
+checksum. A row that does not fit it is ignored, with a warning, until its chunk is committed or an
+equal request replaces it.
 """
 
 from __future__ import annotations
@@ -296,12 +295,12 @@ class RequestCache:
         self._connection.close()
 
     def abandon(self) -> None:
-        """Leaves the database open until this process ends, because another process owns it by now.
+        """Leaves the database open until this process ends, because another process now owns it.
 
         Closing the connection would write the log into the database, and delete it, while that
-        process uses both. So would the garbage collector, and Python's exit, so one reference is
-        leaked. Python 3.11 has no public way: 3.12 has ``Connection.setconfig``, and a close after
-        ``interrupt`` still deletes a log that is written back.
+        process uses both. The garbage collector and Python's exit would close it, so one reference
+        is leaked. Python 3.11 has no public way: ``Connection.setconfig`` is new in 3.12, and a
+        close after ``interrupt`` still deletes the log.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 

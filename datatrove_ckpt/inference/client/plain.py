@@ -1,24 +1,23 @@
 """An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
 
-aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client
-costs 20 us (measured).
+aiohttp costs 60 to 77 us of CPU per request, half of a document's whole cost; this client costs 20
+us (measured).
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about
-retries. After any error, and after any answer that is no 2xx, a connection is closed: a gateway
-that gives up sends a 504, and may pass on the real answer later.
+retries. After any error or non-2xx answer, a connection is closed: a gateway sends a 504, and may
+pass on the real answer later.
 
-HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests
-for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
+HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
+rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
 arrive by then, the response is dropped, and from then on no connection carries a second request. A
-response that comes later still is noticed where each answer has an ``id`` of its own: it equals the
-response before it.
+response that comes later still is noticed if answers have an ``id``: it equals the id before.
 
 httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
 responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression
-recognises an answer of the usual form that arrives in one piece, for a fifth of the cost.
+recognises the usual answer that arrives in one piece, for a fifth of the cost.
 
-Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of
-100, 102 and 103. So this module skips them itself.
+Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp applies this only to
+100, 102 and 103. So this module skips them.
 """
 
 from __future__ import annotations
@@ -500,7 +499,7 @@ class UnaskedCounter:
 
 
 class PlainTransport(UnaskedCounter):
-    """Sends requests to one http:// URL, over as many connections as there are requests in flight.
+    """Sends requests to one http:// URL, each on a connection of its own while it is in flight.
 
     Args:
         timeout: seconds from sending a request to the end of its response.

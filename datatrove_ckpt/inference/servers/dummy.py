@@ -1,9 +1,8 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug
-pipelines without a model.
+pipelines.
 
-Its completions are those of datatrove's own dummy server, token counts included. Its embeddings,
-classes and scores depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is
-set.
+Completions and token counts equal those of datatrove's dummy server. Embeddings, classes and scores
+depend on the text alone. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
 from __future__ import annotations

@@ -85,10 +85,10 @@ class ServerHost:
 
     Args:
         shutdown: of the ranks.
-        keeps: it has one rank, whose servers may stay for the next one: see ``warm.py``.
+        keeps: it has one rank, whose servers may stay for the next rank: see ``warm.py``.
 
     Attributes:
-        media: how many bytes of media the documents in work may have, of all ranks together.
+        media: limit on the bytes of media of all documents in work.
     """
 
     def __init__(self, shutdown: Shutdown, keeps: bool = False) -> None:
@@ -117,12 +117,11 @@ class ServerHost:
         sender: Sender,
         on_outage: Callable[[Outage], None],
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """A rank's client of the servers of one model, once they are ready.
+        """Returns a rank's client of one model's servers, once they are ready.
 
         Args:
             configs: of all models of the rank.
-            on_outage: gets the outage clock of endpoints that are waited for before the client is
-                there.
+            on_outage: gets the outage clock of endpoints before the client is there.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and

@@ -1,14 +1,13 @@
 """What the user's runs have on this node: a folder, descriptors that no fork keeps, records of
 servers, GPUs.
 
-The records serve to end what is left of a server whose runner and guardian were killed together. A
-record names the server's runner, guardian and log file. If neither process is alive, the next start
-on the node kills the processes of the guardian's session whose output is that log. The environment
-would be no proof: vLLM overwrites it with its process title.
+If a runner and its guardian were killed together, their server's record remains. It names runner,
+guardian and log file. If neither process is alive, the next start on the node kills the processes
+of the guardian's session whose output is that log. The environment would be no proof: vLLM
+overwrites it with its process title.
 
-A process is only itself together with its start time, because process ids are reused. Each host or
-container has its own records in a shared folder. Without /proc (macOS) nothing is recorded and
-nothing is killed.
+Process ids are reused, so a process is identified by id and start time. Each host or container has
+its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
 """
 
 from __future__ import annotations
@@ -267,12 +266,12 @@ class GpuLease:
 async def lease_gpus(
     configs: Sequence[InferenceConfig], without: Collection[str] = ()
 ) -> dict[str, list[GpuLease]]:
-    """One lease per server of a rank's models, by their names. First ends what killed runs have
-    left on this node.
+    """Returns a lease for each server of a rank's models. First ends what killed runs have left
+    here.
 
     Args:
         configs: of all models whose servers the rank launches, in their order.
-        without: the models that have their servers, and so their leases, already.
+        without: the models that already have servers, and so leases.
 
     Raises:
         ConfigError: there are GPUs, but too few.

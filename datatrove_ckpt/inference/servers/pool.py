@@ -183,7 +183,7 @@ _METRICS_TIMEOUT = 5.0
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-    The requests that were in flight at its end are sent again. A server counts as dead when
+    Requests that were in flight are then sent again. A server counts as dead when
 
     - its process ends;
     - its health address answers 5xx or refuses connections, probed after failures that may be the
@@ -191,13 +191,13 @@ class ServerSupervisor:
       outlive its engine;
     - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request
-    poisonous does not count.
+    It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
+    attributed to a request.
 
     Args:
-        rank: the server may have been started for an earlier one.
+        rank: the server may have been started for an earlier rank.
         index: number of the server among the rank's replicas.
-        shutdown: of the rank: after a requested stop the server is not restarted.
+        shutdown: the rank's: after a requested stop the server is not restarted.
     """
 
     config: InferenceConfig
@@ -374,12 +374,12 @@ class ServerSupervisor:
         return await read_metrics(server.url, server.headers, self.config.engine, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
-        """Returns once the server is known to be alive. If it is dead, the attempts that wait here
-        are aborted.
+        """Returns once the server is known to be alive. If it is dead, the waiting attempts are
+        aborted.
 
         A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
-        proof of health is an answer to an attempt that started after ``since``. Without one, the
-        server counts as alive if it still runs after the time that a SIGTERM leaves it.
+        proof of health is an answer to an attempt that started after ``since``, or that the server
+        still runs after the time that a SIGTERM leaves it.
 
         Args:
             since: when the failed attempt started.

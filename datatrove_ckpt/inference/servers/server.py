@@ -1,11 +1,10 @@
 """InferenceServer: one server that this process launches.
 
-Every engine is launched on 127.0.0.1, on a free port, with a fresh API key in its environment, with
-its output appended to a log file, and under a guardian (see ``guardian.py``). It is ready when GET
-/v1/models answers 200.
+Every engine runs under a guardian (``guardian.py``) on 127.0.0.1, with a free port, a fresh API key
+in its environment, and a log file. It is ready when GET /v1/models answers 200.
 
 A server can be started again after ``stop``, with another port and another key. It belongs to no
-event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
+event loop: a rank can pass it on to the next rank of its process (``warm.py``).
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ class InferenceServer:
 
     Args:
         rank, replica: appear in the name of the log file.
-        nodes: the nodes that serve the model together, this one among them.
+        nodes: the nodes that serve the model together, including this node.
         on_launch: called at each launch: the other nodes launch their parts, too.
 
     Attributes:
         url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
-        restarted_at: when it was restarted (``time.monotonic``), for all ranks.
+        restarted_at: ``time.monotonic`` of its restart, for all ranks.
     """
 
     config: InferenceConfig
@@ -461,7 +460,7 @@ class GuardedProcess:
 
     Attributes:
         pid: the guardian's.
-        lifeline: the end of a pipe that keeps the server running; None: asked to stop.
+        lifeline: the end of a pipe that keeps the server running; None: stop requested.
 
     Raises:
         OSError: no process could be created.

@@ -128,7 +128,6 @@ class ChunkTracker:
         return ChunkSlot(ordinal, chunk, cached)
 
     def document_finished(self, chunk: Chunk) -> None:
-        """Counts a document that is on its way into its journal."""
         chunk.finished += 1
         self._report_if_complete(chunk)
 

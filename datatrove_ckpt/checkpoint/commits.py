@@ -150,7 +150,6 @@ class DocumentCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_retry(self, other: DocumentCounts) -> None:
-        """Adds what a retry did with documents that were read, and dead letters, before."""
         self.add(other)
         self.read -= other.read
         self.dead -= other.read
@@ -375,7 +374,6 @@ def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Se
 
 
 def count_unbroken(commits: Iterable[int]) -> int:
-    """Returns the number of chunks 0, 1, 2, ... up to the first one without a commit."""
     found = set(commits)
     return next(index for index in range(len(found) + 1) if index not in found)
 

@@ -77,7 +77,6 @@ class Disk:
     # effects -------------------------------------------------------------------------------------
 
     def make_dir(self, path: Path, mode: int = PRIVATE_FOLDER) -> None:
-        """Makes one folder. An existing folder keeps its mode."""
         with explained("make the folder", path):
             path.mkdir(mode, exist_ok=True)
 
@@ -132,7 +131,6 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
-        """Removes the folder if it is there and empty."""
         with suppress(OSError):
             path.rmdir()
 
@@ -258,7 +256,6 @@ class Disk:
         return fd
 
     def forget(self, path: Path) -> None:
-        """Closes the descriptor that ``append`` keeps."""
         with self._appending:
             fd = self._open.pop(path, None)
             if fd is not None:

@@ -217,9 +217,6 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
 
 def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    """Returns the last line of the attempt, and the line ``RATE_SECONDS`` before it, or the first
-    one.
-    """
     oldest = b""
     for line in reversed(minutes):
         head = _HEAD.match(line, BODY_AT)

@@ -466,7 +466,6 @@ def parse_line(line: bytes) -> Record | None:
 
 
 def is_progress_line(line: bytes) -> bool:
-    """Whether a line seems to hold ``Progress``; without parsing it."""
     return line.startswith(_PROGRESS, BODY_AT)
 
 

@@ -85,8 +85,6 @@ def decides(name: str) -> bool:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes a run this run and no other."""
-
     fields: Json
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
@@ -98,7 +96,6 @@ class RunIdentity:
 
     @property
     def digest(self) -> str:
-        """Equal for two runs with the same fields."""
         return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
 
 
@@ -525,7 +522,6 @@ def describe_alike(old: Json, new: Json) -> bool:
 
 
 def without_code(fields: Json) -> Json:
-    """Returns the fields that mean the same in every version."""
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
@@ -544,7 +540,6 @@ def refusal(what: str, changes: Sequence[Change], *way_out: object) -> Checkpoin
 
 
 def _lines(change: Change) -> list[str]:
-    """A field with both values; of two mappings, the values that differ."""
     field, old, new = change[:3]
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
@@ -623,7 +618,6 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def comparable(name: str, value: object) -> bytes:
-    """Returns equal bytes for two values of this setting that are the same."""
     return orjson.dumps(_plain(name, value))
 
 

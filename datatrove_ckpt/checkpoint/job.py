@@ -188,7 +188,6 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
 
 
 def name_tasks(ranks: list[int]) -> str:
-    """Names ranks in a message, the first few by number: "tasks 0, 1"."""
     noun = "task" if len(ranks) == 1 else "tasks"
     shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
     if len(ranks) <= 5:
@@ -197,7 +196,6 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def tasks_of(root: Path) -> int:
-    """Returns the number of tasks of a run that has begun; 0 if no readable file names it."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
@@ -318,10 +316,6 @@ def compare_kept(
 
 
 def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    """Field, old and new value of what the user has accepted.
-
-    It holds for all ranks that were finished then.
-    """
     changes = [change for content in kept for change in content.get("accepted_changes", [])]
     return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 

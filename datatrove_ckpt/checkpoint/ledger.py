@@ -235,7 +235,6 @@ class RankLedger:
 
     @property
     def unfinished(self) -> DocumentCounts:
-        """The documents in journals of chunks that are not committed."""
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
@@ -271,7 +270,6 @@ class RankLedger:
 
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    """Names a rank or a chunk for people: "retry-00001, rank 3, chunk 7"."""
     parts = [root] if root else []
     parts += [f"rank {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
@@ -365,7 +363,6 @@ class JobSums:
         return sum_delivered(self.committed)
 
     def add(self, rank: RankLedger) -> None:
-        """Adds a rank, or a retry of a rank that was added."""
         self.ranks += not rank.root
         self.committed.append((rank.number, rank.sums.counts))
         self.retried += rank.commits.values() if rank.root else ()
@@ -445,11 +442,6 @@ class _Listing:
             raise
 
     def check(self) -> None:
-        """Finds the journals.
-
-        Raises:
-            CheckpointCorrupt: see ``check_files``.
-        """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
             if (is_journals and not is_journal(name)) or (
@@ -461,7 +453,6 @@ class _Listing:
         self.journals.sort()
 
     def _refuse(self) -> None:
-        """Raises, unless what was there has just gone."""
         check_files(self._path, last_chunk_of(self._path))
 
     @property

@@ -170,7 +170,6 @@ def may_be_torn(raw: bytes) -> bool:
 
 
 def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
-    """Yields number, bytes and content of each line, None for a bad one."""
     with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
@@ -199,7 +198,6 @@ def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
 
 
 def whole_lines(data: bytes) -> list[bytes]:
-    """Splits into lines, each with its line break, without a torn one at the end."""
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         return lines[:-1]

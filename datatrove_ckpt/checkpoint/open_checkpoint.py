@@ -246,7 +246,6 @@ class OpenCheckpoint:
 
     @property
     def all_committed(self) -> bool:
-        """After ``end_of_input``: whether all chunks are committed."""
         return self._chunks.all_complete and not self.publishing
 
     def raise_failure(self) -> None:
@@ -257,7 +256,6 @@ class OpenCheckpoint:
     # any thread ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run with what went wrong in another thread."""
         self.error = error
         self.on_change()
 

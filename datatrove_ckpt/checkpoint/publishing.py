@@ -78,7 +78,6 @@ class Publisher:
         self._queue.put(partial(self._publish, chunk, journal))
 
     def no_more(self) -> None:
-        """Every chunk of the input is submitted."""
         self._queue.put(self.output.placement.hurry)
 
     def stop(self) -> None:

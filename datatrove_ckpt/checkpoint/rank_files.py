@@ -209,7 +209,6 @@ class RankFiles:
 
     @property
     def seconds_to_sync(self) -> float | None:
-        """Seconds until the next sync is due; None if everything is synced."""
         if not self._dirty and not self.cache.unsynced and not self._history.unsynced:
             return None
         return max(0.0, self._next_sync - time.monotonic())

@@ -258,7 +258,6 @@ class RequestCache:
         return {request.key: request.answer for request in found}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
-        """Returns the answers of these documents that were put after answer ``number``."""
         query = f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ? AND rowid > ?"
         rows = [row for ordinal in ordinals for row in self._read(query, (ordinal, number))]
         return [_request(row) for row in rows if _is_intact(row)]
@@ -282,7 +281,6 @@ class RequestCache:
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
-        """Makes what was put survive power loss."""
         wal = _logs(self.path)[0]
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
@@ -359,7 +357,6 @@ class NotOurs(sqlite3.DatabaseError):
 
 
 def _is_damage(error: BaseException | None) -> bool:
-    """Whether an error means that the database is damaged; not that the disk failed."""
     code = getattr(error, "sqlite_errorcode", None)
     # The lowest byte is the kind of the error; the others are details.
     return isinstance(error, NotOurs) or (isinstance(code, int) and code & 0xFF in _DAMAGE)
@@ -427,7 +424,6 @@ def _rename_aside(path: Path) -> Path:
 
 
 def _checksum(values: Row) -> int:
-    """Returns a checksum of a row's other columns, as SQLite's signed integer."""
     chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
     kind = "" if result is None else "r"
     head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{kind}\0"
@@ -459,7 +455,6 @@ def _size(path: Path) -> int:
 
 
 def _close(connection: sqlite3.Connection) -> None:
-    """Closes a connection whose database may be damaged."""
     with suppress(sqlite3.Error):
         connection.close()
 

@@ -98,7 +98,6 @@ class StorageThread:
     # any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Call) -> None:
-        """Runs ``function`` in the storage thread, after everything submitted so far is written."""
         self._raise_failure()
         self._queue.put(function)
 

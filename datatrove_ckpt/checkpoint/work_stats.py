@@ -56,7 +56,6 @@ class Sums:
 
     @classmethod
     def from_json(cls, values: Sequence[int | None]) -> Sums:
-        """Raises TypeError or ValueError if they are no sums."""
         sums = cls(*values)  # type: ignore[arg-type]  # checked in the next line
         known = [number for number in (sums.low, sums.high) if number is not None]
         if not all(map(is_count, (sums.n, sums.total, sums.squares, *known))):

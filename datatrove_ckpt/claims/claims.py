@@ -73,8 +73,6 @@ class Look(NamedTuple):
 
 
 class Claimant(NamedTuple):
-    """A process, by its process id and host, and its ranks."""
-
     process: str
     ranks: list[int]
     is_alive: bool
@@ -213,7 +211,6 @@ class Claims:
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
-        """Drops the claim of a rank that is marked as complete."""
         with self._guard, _hint():
             self.done.add(rank)
             self._took.append(time.monotonic() - self._taken_at[rank])
@@ -222,7 +219,6 @@ class Claims:
                 self._store.remove(mark)
 
     def release(self, rank: int) -> None:
-        """Frees a rank, without an attempt."""
         with self._guard:
             self._let_go(rank, self._held[rank][1])
 
@@ -247,7 +243,6 @@ class Claims:
             return given_up(self._store, self._given_up_prefix)
 
     def others(self) -> list[Claimant]:
-        """Returns the other processes that are alive."""
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
@@ -360,7 +355,6 @@ class Claims:
         return self._store.look().current().get(mark.rank) == mark
 
     def _put(self, mark: Mark, record: Record, before: Look) -> bool:
-        """Writes a mark, and removes older marks of the rank."""
         if not self._store.put(mark, orjson.dumps(asdict(record))):
             return False
         for old in before.marks:

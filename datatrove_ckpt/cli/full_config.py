@@ -26,7 +26,6 @@ class FullConfig:
         )
 
     def redact(self, text: str) -> str:
-        """Masks the same secrets in another text."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text

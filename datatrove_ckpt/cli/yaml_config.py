@@ -491,7 +491,6 @@ ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 
 
 def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
-    """Returns the constructor's arguments, and whether it takes others (**kwargs)."""
     try:
         hints = typing.get_type_hints(cls.__init__)
     except NameError:  # an annotation that exists only for type checkers: the constructor checks it

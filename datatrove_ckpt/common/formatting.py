@@ -46,7 +46,6 @@ def plural_or_no(number: int, noun: str) -> str:
 
 
 def plural_is(number: int, noun: str) -> str:
-    """ "1 chunk is", "3 chunks are"."""
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
 
 
@@ -162,7 +161,6 @@ def _safe(convert: Callable[[object], str], value: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The error's class and message, without a full stop at the end."""
     return f"{type(error).__name__}: {error}".rstrip(" .:")
 
 

@@ -291,9 +291,6 @@ class Veiled:
 
 
 def shown(name: str, value: object) -> Any:
-    """A value without its secrets: plain values and settings, of everything else the name of the
-    type.
-    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):

@@ -190,7 +190,6 @@ def is_permanent(error: BaseException | None) -> bool:
 
 
 def lacks_credentials(error: BaseException | None) -> bool:
-    """Whether the client found no credentials to send."""
     return type(_unwrapped(error)).__name__ in _NO_CREDENTIALS
 
 
@@ -221,7 +220,6 @@ def http_status(error: BaseException | None) -> int | None:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether an object of the name exists already."""
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
@@ -272,7 +270,6 @@ def advised_seconds(error: BaseException) -> float | None:
 
 
 def _headers(error: BaseException) -> dict[str, str]:
-    """The header of the HTTP response, with names in lower case."""
     response = getattr(error, "response", None)
     places = (
         response.get("ResponseMetadata", {}).get("HTTPHeaders")

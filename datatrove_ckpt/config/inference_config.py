@@ -289,7 +289,6 @@ class InferenceConfig:
 
     @property
     def gpus_each(self) -> int:
-        """GPUs of one server, where they are divided."""
         if self.gpus is None:
             return self.engine.gpus_per_server(self)
         return self.gpus // self.replicas
@@ -310,7 +309,6 @@ class InferenceConfig:
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
     def texts_for(self, requests: int) -> int:
-        """How many rollouts keep so many requests in flight."""
         return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
     def endpoint_api_key(self) -> Key | None:

@@ -42,7 +42,6 @@ def expand_path(setting: str, path: str) -> Path:
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

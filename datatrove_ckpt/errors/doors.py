@@ -119,7 +119,6 @@ def entered(door: Door, words: Sequence[str] = ()) -> Iterator[None]:
 
 
 def command() -> str:
-    """The command that runs the job; "" where there is none."""
     return shlex.join(_words)
 
 
@@ -210,8 +209,6 @@ class ChangeSetting(Remedy):
 
 @dataclass(frozen=True)
 class Tasks(Remedy):
-    """Start again with another number of tasks."""
-
     number: int
 
     def __str__(self) -> str:
@@ -263,7 +260,6 @@ class StartOver(Remedy):
 
 
 def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:
-    """The command that repairs a checkpoint, quoted for a shell."""
     command = ["datatrove-ckpt", "repair", *what]
     if output is not None:
         command += ["--output", output]

@@ -623,7 +623,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     @cached_property
     def _settings(self) -> str:
-        """Hash of every setting that affects the output, and of the code."""
         inputs = [
             (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
             for step in self.pipeline
@@ -633,7 +632,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
 
     def _seconds(self) -> float:
-        """Returns the seconds after which a job is killed."""
         if self.timeout is None:
             return _DEFAULT_SECONDS
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))

@@ -44,8 +44,6 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 
 class Waiter(Protocol):
-    """The document that waits for a text."""
-
     def request_started(self) -> None: ...
 
     def request_finished(self) -> None: ...
@@ -139,7 +137,6 @@ class Batches:
 
 
 async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
-    """Gives each text its answer or its error."""
     texts = [text for text in texts if not text.answer.done()]
     if not texts:
         return

@@ -166,7 +166,6 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def loaded_names(code: types.CodeType) -> set[str]:
-    """Returns the globals and built-in functions that the code reads."""
     kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     steps = [step for inner in nested_codes(code) for step in dis.get_instructions(inner)]
     return {step.argval for step in steps if step.opname.startswith(kinds)}

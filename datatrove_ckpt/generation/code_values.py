@@ -273,7 +273,6 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
 
 
 def wrapped(thing: object) -> Any:
-    """Returns the ``__wrapped__`` of a function, or None."""
     try:
         if isinstance(thing, type):
             return None

@@ -351,7 +351,6 @@ class Walk:
         cause: str = "",
         prefix: str = ".{}",
     ) -> Plain:
-        """Adds parts of a value. ``cause``: why it differs at each start."""
         plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause

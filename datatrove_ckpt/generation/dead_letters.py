@@ -114,8 +114,6 @@ Attempt = tuple[int, int]
 
 
 class TakenLetters:
-    """The letters of a rank that its retries have taken."""
-
     def __init__(self, root: Path, rank: int) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
         for folder in retry_folders(root):
@@ -209,8 +207,6 @@ class DeadLetterPass:
 
 
 class RetriedDocuments:
-    """The documents of a file of letters, as they were first read."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 

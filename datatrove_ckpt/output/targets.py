@@ -214,8 +214,6 @@ def _is_elsewhere(error: StorageFailed) -> bool:
 
 
 class RemoteTarget(Target):
-    """A remote folder, on any file system of fsspec."""
-
     def __init__(
         self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
     ) -> None:
@@ -342,7 +340,6 @@ class S3Target(RemoteTarget):
             )
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        """Name and id of every upload of these names that is neither completed nor aborted."""
         keys = {self._bucket_and_key(name)[1]: name for name in names}
         bucket, _ = self._bucket_and_key("")
         prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
@@ -384,8 +381,6 @@ class S3Target(RemoteTarget):
 
 
 class HubTarget(Target):
-    """A folder on the Hugging Face hub. Commits carry the files of many chunks."""
-
     def __init__(
         self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace
     ) -> None:

@@ -591,7 +591,6 @@ def _check_hub(plan: RunPlan) -> None:
 
 
 def committed_here(runner: RunnerPlan) -> Callable[[], int]:
-    """Returns what counts the output files that a runner's checkpoints on this machine name."""
     root = runner.root
     if root is None:
         return int

@@ -116,7 +116,6 @@ class RunPlan:
 
     @property
     def inputs(self) -> list[Path]:
-        """The folders that the readers read."""
         return [
             Path(step.data_folder.path).absolute()
             for step in self.pipeline

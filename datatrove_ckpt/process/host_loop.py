@@ -106,7 +106,6 @@ class HostLoop:
             call_soon(self._loop, self._closing_started)
 
     def detach(self) -> None:
-        """Marks the end of the rank, or of its step. In the rank's thread."""
         self.is_open = False
         call_soon(self._loop, self._closings.close)
 

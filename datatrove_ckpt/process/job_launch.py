@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def _age() -> float:
-    """Seconds since uv, the job's first process, began to install."""
     with suppress(OSError, ValueError, AttributeError):
         fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

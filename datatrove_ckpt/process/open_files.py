@@ -111,7 +111,6 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
 
 
 def limits() -> tuple[int, int]:
-    """Returns the soft and the hard limit."""
     both = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (2**31 - 1 if limit == resource.RLIM_INFINITY else limit for limit in both)
     return soft, hard

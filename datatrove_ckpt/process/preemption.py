@@ -457,7 +457,6 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        """Watches the event loop that runs in this block; see ``LoopWatch``."""
         host = host_loop()
         if host is not None:  # the loop and the process are not ours to end
             with host.saving(save):

@@ -206,7 +206,6 @@ class RunProgress:
 
     @property
     def is_estimated(self) -> bool:
-        """Whether the size of some ranks' inputs is still unknown."""
         begun = sum(
             progress.has_begun or rank in self._done for rank, progress in self._last.items()
         )
@@ -284,7 +283,6 @@ class RunProgress:
 
     @property
     def head(self) -> str:
-        """Percentage of the input; "" if unknown."""
         share = self.share
         if share is None:
             return ""
@@ -404,7 +402,6 @@ class BarTerminal:
         _opened.remove(self)
 
     def draw(self) -> None:
-        """Draws the bar, unless the cursor is in the middle of a line."""
         with self._lock:
             if self._text is None or not self._is_open or self._is_partial:
                 return
@@ -441,8 +438,6 @@ class BarTerminal:
 
 
 class Above:
-    """A stream whose lines go above a bar."""
-
     def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
         self.stream = stream
         self._terminal = terminal

@@ -208,7 +208,6 @@ class Shutdown:
             callback()
 
     async def requested(self) -> None:
-        """Returns once the rank is to stop."""
         self._unnoticed = True
         try:
             await self._until(lambda: self.is_stopping)
@@ -230,7 +229,6 @@ class Shutdown:
                 await changed.wait()
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
-        """Awaits ``awaitable`` until the deadline. Returns whether it finished."""
         loop = asyncio.get_running_loop()
         waits = True
 

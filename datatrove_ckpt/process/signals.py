@@ -95,13 +95,6 @@ class Handlers:
 
 
 class Interruption:
-    """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with``
-    block.
-
-    Attributes:
-        number: the signal that came.
-    """
-
     def __init__(self, numbers: Iterable[int]) -> None:
         self.number: int | None = None
         self._numbers = set(numbers)

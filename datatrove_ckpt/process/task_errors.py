@@ -136,5 +136,4 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
 
 
 def own_error(error: BaseException | None) -> CkptError | None:
-    """Returns the error of this package that was raised or that caused ``error``."""
     return next((found for found in causes(error) if isinstance(found, CkptError)), None)

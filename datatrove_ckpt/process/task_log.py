@@ -68,9 +68,6 @@ def _line_of_many(record: object) -> str:
 
 @contextmanager
 def log_of_many(slot: int) -> Iterator[None]:
-    """Lets the terminal show of several ranks what datatrove shows of one, each line with its
-    task.
-    """
     logger.remove()
     logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_line_of_many)
     try:

@@ -110,7 +110,6 @@ class _Process:
                 os.kill(self.process.pid, number)
 
     def close(self) -> str:
-        """Kills the process if it still runs. Returns how it ended."""
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + _TO_EXIT
         # Not join: it waits for a pipe that a fork of the worker may hold open.
@@ -211,11 +210,9 @@ class Workers:
 
     @property
     def _idle(self) -> int:
-        """How many workers have no task and will be ready for one."""
         return sum(not worker.tasks and not worker.is_ending for worker in self._workers)
 
     def _start(self) -> None:
-        """Starts a worker for each task without one, up to ``count``."""
         free = self._idle
         while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})

@@ -170,7 +170,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document | None:
-        """Makes a document as datatrove does, with a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
             if not self._empty_warning:

@@ -35,7 +35,6 @@ _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", 
 
 
 def codec_of(name: str, compression: str | None) -> str | None:
-    """Returns the name of a file's compression, or None. ``compression``: the reader's argument."""
     if compression != "infer":
         return compression
     found: str | None = infer_compression(name)

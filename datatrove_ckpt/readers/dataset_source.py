@@ -202,7 +202,6 @@ def commit_of(url: str) -> str | None:
 
 
 def _innermost(url: str) -> str:
-    """Returns hf://b, the stored file, for "zip://a::hf://b"."""
     return url.rpartition("::")[2]
 
 
@@ -229,7 +228,6 @@ def _shard_names(dataset: IterableDataset) -> list[str]:
 
 
 def _paths(found: Sequence[object]) -> list[str]:
-    """Returns the paths of files; empty if ``found`` holds something else."""
     paths = []
     for entry in found:
         files = [entry]
@@ -261,7 +259,6 @@ def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem
 
 
 def _sample_rows(dataset: Dataset) -> str:
-    """Hashes the number of rows, the columns and some rows, however they are stored."""
     count = len(dataset)
     content = []
     if count:
@@ -341,10 +338,6 @@ def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iter
 
 
 class _Rows:
-    """Rows of an examples iterable of ``datasets``, with the methods that ``IterableDataset``
-    calls.
-    """
-
     num_shards = 1
 
     def __init__(self, source: _BaseExamplesIterable, first: int, step: int, count: Count) -> None:

@@ -73,11 +73,9 @@ class FileExtent:
         self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
-        """Returns the bytes of the input before the place."""
         return self.before + self.inside(place)
 
     def inside(self, place: tuple[int, ...]) -> float:
-        """Returns the bytes of the file before the place."""
         if not place:
             return 0.0
         number = place[0]
@@ -133,9 +131,6 @@ class InputExtent:
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
     def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
-        """Returns how much of the input lies before a place, after so many documents of this
-        rank.
-        """
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts

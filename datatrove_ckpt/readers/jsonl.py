@@ -280,10 +280,6 @@ def _holds_objects(data: object) -> bool:
 
 
 def _opens_array(line: bytes) -> bool:
-    """Returns whether a line begins a JSON array of objects:
-
-    ``[``, or the first elements as well.
-    """
     if not line.startswith(b"["):
         return False
     try:

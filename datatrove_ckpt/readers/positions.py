@@ -233,7 +233,6 @@ def job_revisions() -> Revisions | None:
 
 
 def in_pipeline() -> bool:
-    """Returns whether this thread reads for a runner, and not for a training."""
     return bool(_thread.readings)
 
 

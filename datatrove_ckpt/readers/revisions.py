@@ -30,12 +30,6 @@ def is_commit(revision: str | None) -> bool:
 
 
 class Revisions:
-    """The commits that a job reads.
-
-    Args:
-        folder: ``checkpoints_local_dir`` of the job, which need not exist yet.
-    """
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -22,8 +22,6 @@ from datatrove_ckpt.readers.step_records import StepRecord
 
 
 class FileRecord(NamedTuple):
-    """One file. ``sample`` may be empty. ``modified``: seconds since 1970, or 0."""
-
     name: str
     size: int
     sample: str

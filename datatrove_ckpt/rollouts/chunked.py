@@ -211,7 +211,6 @@ class ChunkedRollout(ReadyMade):
 
 
 def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
-    """Sums numbers of one name in the usages of several answers, nested ones too."""
     total: dict[str, object] = {}
     for usage in usages:
         for name, value in (usage or {}).items():

@@ -53,7 +53,6 @@ def cut_to_tokens(
 
 
 def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    """Where the first ``room`` tokens of the text end."""
     size = _LONG_TOKEN * (room + 8)
     while True:
         starts = counter.starts(text[:size])

@@ -203,7 +203,6 @@ class JudgeRollout(PromptRollout):
 
 
 def _last_match(pattern: str, text: str) -> str:
-    """The last match, or its first group; "" if there is none."""
     found = None
     for match in re.finditer(pattern, text):
         found = match

@@ -184,8 +184,6 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
 
 
 class _Medium(NamedTuple):
-    """One of a document's media. ``data`` may be a picture of Pillow."""
-
     name: str = ""
     data: Any = None
     url: str | None = None
@@ -219,7 +217,6 @@ def values_of(document: Document, images: str) -> list[object]:
 
 
 def _medium(value: object) -> _Medium:
-    """Raises InvalidMedia for a value that is no medium."""
     if isinstance(value, bytes | bytearray | memoryview):
         return _Medium(data=bytes(value))
     if isinstance(value, str):

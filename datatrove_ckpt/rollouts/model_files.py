@@ -76,7 +76,6 @@ class TokenCounter(NamedTuple):
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def starts(self, text: str) -> list[int]:
-        """Where each token begins, in characters."""
         return [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
 
 

@@ -41,8 +41,6 @@ class SimulatedCrash(BaseException):
 
 
 class WatchedDisk(files.Disk):
-    """A disk whose effects happen one at a time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[str] = []
@@ -149,7 +147,6 @@ class CrashingDisk(WatchedDisk):
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Replaces ``target`` with a copy of ``source``."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
 

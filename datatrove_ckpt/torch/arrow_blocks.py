@@ -131,8 +131,6 @@ class ArrowBlocks(TableFile):
 
 
 class _Message(NamedTuple):
-    """``rows`` and ``is_compressed`` are of record batches only."""
-
     kind: int
     rows: int
     bytes: int

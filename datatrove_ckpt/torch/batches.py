@@ -121,7 +121,6 @@ def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _of_bytes(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """Reverts ``_as_bytes``."""
     import pyarrow as pa
     import pyarrow.types as types
 

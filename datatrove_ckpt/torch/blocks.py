@@ -233,7 +233,6 @@ class BlockInput:
 
 
 def _bytes_of(table: pa.Table) -> int:
-    """Returns the size of the rows, whose dictionaries are decoded."""
     import pyarrow.types as types
 
     found = 0

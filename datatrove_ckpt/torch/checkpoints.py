@@ -561,10 +561,6 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
 
     def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
-        """Removes old steps before the save if there is no room for another step.
-
-        The newest step stays.
-        """
         if not self._manifests:
             return
         newest = max(self._manifests)
@@ -960,7 +956,6 @@ class _Task:
             call(*arguments)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Waits for so many seconds. Returns whether the call has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_running

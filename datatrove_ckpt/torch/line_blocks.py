@@ -79,10 +79,6 @@ class LineBlocks(BlockFile):
                 yield Group(_count_lines(part), len(part))
 
     def _lines(self, number: int) -> list[bytes]:
-        """Reads the lines of a part.
-
-        Raises CheckpointMismatch if they are not those that were counted.
-        """
         offset = self._offsets[number]
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):

@@ -65,7 +65,6 @@ def check_snapshots(content: object) -> None:
 
 
 def is_ours(content: object) -> bool:
-    """Returns whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
     return is_state(content) or (
         isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys()
     )
@@ -149,7 +148,6 @@ def _of_source(workers: Sequence[State]) -> State:
 
 
 def _end(state: State | None, other: State | None) -> State | None:
-    """Makes the state at the end of the pass of ``other``, of the worker that made ``state``."""
     if state is None or other is None:
         return None
     if is_state(state):

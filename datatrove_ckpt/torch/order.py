@@ -104,13 +104,11 @@ class BlockTable:
         return np.flatnonzero(self.rows)
 
     def weights(self, window: Window) -> Numbers:
-        """Returns the size of each block in the unit of the window."""
         if window.rows is not None:
             return self.rows
         return np.maximum(self.bytes, 1)
 
     def mean(self, window: Window) -> float:
-        """Returns the mean size of a block in the unit of the window; 0: there are not two."""
         if len(self.used) > 1:
             return float(self.weights(window)[self.used].mean())
         return 0.0
@@ -304,7 +302,6 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
 
 
 def scramble(count: int, salt: int) -> Numbers:
-    """Orders the numbers below ``count`` by ``salt``."""
     # splitmix64 is a bijection, so the fastest sort gives the same order.
     found: Numbers = np.argsort(_hashes(np.arange(count), salt))
     return found
@@ -331,7 +328,6 @@ def hashed(*key: object) -> int:
 
 
 def _hashes(numbers: Numbers, salt: int) -> npt.NDArray[np.uint64]:
-    """splitmix64 of each number."""
     with np.errstate(over="ignore"):
         mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15
@@ -346,10 +342,6 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """Cuts the rows from ``low`` to ``high``, counted over all pieces.
-
-    ``ends``: sums of their rows.
-    """
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:
@@ -361,7 +353,6 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    """Returns the first piece of each window, and the number of pieces."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
     cuts = [0]

@@ -63,7 +63,6 @@ class RowCounts:
         self._saved = time.monotonic()
 
     def load(self) -> None:
-        """Reads the kept counts, as far as they can be read."""
         if self._path is None:
             return
         with suppress(OSError, ValueError):
@@ -101,9 +100,6 @@ class RowCounts:
         return ""
 
     def get(self, number: int) -> FileIndex | None:
-        """Returns the count of a file; None if it is not known, or if the file has changed
-        since.
-        """
         found = self._files.get(self._inputs.names[number])
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):

@@ -39,7 +39,6 @@ def table_rows(table: pa.Table) -> list[Row]:
 
 
 def json_row(row: Row) -> Row:
-    """Makes arrays of the lists of numbers in a row of JSONL."""
     return {
         name: _json_value(value) if type(value) is list else value for name, value in row.items()
     }

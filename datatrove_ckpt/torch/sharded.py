@@ -167,7 +167,6 @@ _OTHERS = {
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yields the values in a state, with their places."""
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         for name, each in value.items():
             if type(name) not in _PLAIN:
@@ -181,7 +180,6 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def shapes(content: object) -> str:
-    """Hashes the places, shapes and types of the tensors."""
     found = [
         (key, tuple(leaf.shape), leaf.dtype)
         for key, leaf in leaves(content, "")

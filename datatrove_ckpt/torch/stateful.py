@@ -81,7 +81,6 @@ class Iterations:
         self._begun = []
 
     def check(self, owner: object) -> None:
-        """Raises ConfigError if an earlier iteration is neither at its end nor dropped."""
         if self._running(before=-1):
             raise ConfigError(
                 f"There are two iterations over one {type(owner).__name__}: another one began "
@@ -253,8 +252,6 @@ class Iteration(Iterator[object], Protocol):
 
 
 class StatefulIterable(_Iterable):
-    """An iterable whose position can be saved and restored."""
-
     shuffle_seed: int | None = None
 
     def __init__(self) -> None:
@@ -537,7 +534,6 @@ def end_state(source: Source) -> State | None:
 
 
 def place_of(source: object) -> tuple[int, int] | None:
-    """Returns rank and world size of a source, if it has them."""
     source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
         places = map(place_of, source._sources)

@@ -107,7 +107,6 @@ class DatasetState:
         )
 
     def check_order(self, now: State) -> None:
-        """Raises CheckpointMismatch if the state was made with another seed or window."""
         for key, name in (
             ("shuffle_seed", "shuffle_seed"),
             ("window", "shuffle_window (rows, bytes)"),

@@ -72,8 +72,6 @@ class Topology:
 
 @dataclass(frozen=True)
 class Round:
-    """A topology, and how many samples each of its slots had."""
-
     topology: Topology
     counts: tuple[int, ...]
 
@@ -93,11 +91,9 @@ class Round:
 
     @cached_property
     def _end(self) -> int:
-        """From this place on, no slot had a sample."""
         return -(-max(self.counts) // self.topology.batch) * self._turn_rows
 
     def holes(self, rows: int) -> Numbers:
-        """Returns the places before ``_end`` that no slot had."""
         low = min(self.counts) // self.topology.batch * self._turn_rows
         high = min(self._end, rows)
         places = np.arange(low, max(low, high))

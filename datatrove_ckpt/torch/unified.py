@@ -67,7 +67,6 @@ class Unified:
 
 
 def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
-    """Returns the type that holds the values of all these types, each with a file that has it."""
     import pyarrow as pa
 
     found, *others = kinds

@@ -219,7 +219,6 @@ class FinishedDocuments:
         return found
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
-        """Yields the documents of a file that can be taken over. Counts the others."""
         where = old.folder.resolve_paths(old.name)
         compression = None if old.format.is_compressed else "infer"
         try:
@@ -298,7 +297,6 @@ def _metadata_of(row: Row) -> Json:
 
 
 def _is_same(as_read: object, old: object) -> bool:
-    """Whether two values are equal once they are JSON."""
     try:
         return _as_json(as_read) == _as_json(old)
     except TypeError:  # no writer would have written it

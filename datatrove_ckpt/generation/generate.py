@@ -312,7 +312,6 @@ class Requests:
         return result
 
     def count_finished(self, result: object) -> None:
-        """Counts an answer of an old output like an answer of the request cache."""
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
             self._count(result, self._usual)
@@ -437,13 +436,11 @@ class Requests:
             raise self._stopped(error)
 
     def _stopped(self, error: CkptError) -> RolloutServerError:
-        """Stops the rank. Returns what its rollout sees."""
         named(error, self._model.config.name)
         self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
-        """Queues an answer. Returns whether its request must wait for the storage thread."""
         rank = self._rank
         answers = self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
@@ -534,7 +531,6 @@ class Requests:
         return result.answer
 
     def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
-        """Returns why the arguments are wrong; "" if they are right."""
         engine = self._config.engine
         if lacks := engine.lacks(name):
             return lacks

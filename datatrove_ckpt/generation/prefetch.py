@@ -237,7 +237,6 @@ class DocumentSource:
 
     @property
     def skipped(self) -> SkippedLines:
-        """Lines and rows that were no documents, in all attempts."""
         return self._reading.skipped
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
@@ -312,11 +311,9 @@ class DocumentSource:
         return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:
-        """Adds the stats of earlier attempts to those of the steps before the runner."""
         self._stats.finish(self._read)
 
     def close(self) -> None:
-        """Ends the thread, without waiting for a blocked reader."""
         with self._change:
             self._closed = True
             self._change.notify()

@@ -99,7 +99,6 @@ class ModelObserver:
         self._outages.append(outage)
 
     async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        """Waits until the model's servers are ready."""
         self.early += 1
         try:
             return await asyncio.shield(client)
@@ -170,7 +169,6 @@ class RankReporter:
         return [model.client for model in self._models.values() if model.client is not None]
 
     def silence(self) -> Silence:
-        """Returns the longest silence of a model."""
         return max(
             (found for model in self._models.values() for found in model.silences()),
             default=Silence(),
@@ -196,7 +194,6 @@ class RankReporter:
         self._source = source
 
     def position(self) -> InputPosition:
-        """Returns how much of the input is done."""
         if self._source is None:
             return InputPosition()
         first = self._checkpoint.resumed.next_ordinal

@@ -168,7 +168,6 @@ def called_at() -> str:
 
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Removes our frames at the beginning, but for the last one if nothing follows."""
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace

@@ -225,7 +225,6 @@ def run_identity(
     metadata_key: str,
     world_size: int,
 ) -> RunIdentity:
-    """Returns the identity of a run, as plain JSON values."""
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
@@ -252,7 +251,6 @@ def run_identity(
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:
-    """Returns the flags of a server that change its answers, sorted by name."""
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 

@@ -93,7 +93,6 @@ class DocumentLimit:
         self._bytes = media
 
     async def acquire(self, size: int) -> None:
-        """Waits for room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:
             await self._bytes.acquire(size)
         while self._in_work >= self._size:

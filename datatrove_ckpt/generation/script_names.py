@@ -200,7 +200,6 @@ def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
 
 
 def _stays(name: str, value: object) -> str:
-    """Returns why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
     try:

@@ -170,7 +170,6 @@ class _Noting:
 
 
 def _question(payload: Any) -> str:
-    """Returns the last user message of a payload, or the first text."""
     # Of a payload that is about to be refused.
     with suppress(AttributeError, LookupError, TypeError):
         if not isinstance(payload, Mapping):
@@ -193,7 +192,6 @@ class _Call(partial[Any]):
 
 
 def _function(rollout_fn: object) -> types.FunctionType | None:
-    """Returns the function that a call runs in the end; None if it is no Python function."""
     while isinstance(rollout_fn, partial):
         rollout_fn = rollout_fn.func
     if not isinstance(rollout_fn, types.FunctionType | types.MethodType):

@@ -155,7 +155,6 @@ def _text(result: object) -> str:
 
 
 def _choices(choices: object) -> str:
-    """ "": these are no choices of a server."""
     if not isinstance(choices, list) or not all(
         isinstance(choice, dict) and "text" in choice for choice in choices
     ):

@@ -229,7 +229,6 @@ def find_left(ranks: Sequence[RankState]) -> None:
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
-    """Documents and tokens per second; requests, if no server counts tokens."""
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds

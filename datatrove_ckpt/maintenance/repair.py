@@ -97,7 +97,6 @@ def _claim(rank: RankLedger) -> RunClaim:
 
 
 def _letters_end(redo: Redo) -> int:
-    """The end of the last dead letter to keep, in bytes."""
     return max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
 
 
@@ -131,7 +130,6 @@ def _carry_out(redo: Redo) -> None:
 
 
 def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-    """The file in blocks, with spaces in these ranges of bytes."""
     at = 0
     with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):

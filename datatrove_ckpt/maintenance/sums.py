@@ -99,7 +99,6 @@ def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals that are sorted by their starts."""
     covered = 0.0
     until = float("-inf")
     for start, end in spans:

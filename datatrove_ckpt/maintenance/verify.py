@@ -30,12 +30,6 @@ from datatrove_ckpt.output.formats import is_known
 
 
 def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
-    """Verifies all ranks. Raises ConfigError.
-
-    Args:
-        output: the output folder, if it is not where ``job.json`` says.
-        full: also read every output file.
-    """
     command = repair_command(*place.given, output=output)
     if full:
         command += " --full"

@@ -272,8 +272,6 @@ class Damaged(Exception):
 
 
 class Versions:
-    """The versions of one rank's checkpoint, below the URL of the rank's folder."""
-
     def __init__(self, url: str) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
@@ -338,7 +336,6 @@ class Versions:
         return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
-        """Completes the version. Its objects must have been written before."""
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: str) -> None:

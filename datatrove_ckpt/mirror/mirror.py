@@ -249,7 +249,6 @@ class RemoteMirror:
                 self._looks.popleft().set()
 
     def _try_upload(self) -> int:
-        """Returns how many intervals to wait before the next upload."""
         try:
             self._upload()
         except _Interrupted:
@@ -368,7 +367,6 @@ class _Interrupted(Exception):
 
 
 def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The next ``size`` bytes of the file, in blocks of at most one object."""
     while size:
         data = file.read(min(size, MAX_OBJECT_BYTES))
         if not data:

@@ -150,7 +150,6 @@ class ObjectStore:
                 yield block
 
     def copy(self, name: str, to: str, data: bytes) -> None:
-        """Copies an object. ``data``: its content."""
         # It would list the folder first; content that a bucket has is not sent again.
         if _is_hub(self._fs):
             self.put(to, data)
@@ -163,9 +162,6 @@ class ObjectStore:
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Returns the object's content, or None if there is no such object, or one of more than
-        ``most`` bytes.
-        """
         try:
             with file_system_call():
                 data = bytes(

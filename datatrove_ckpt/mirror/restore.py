@@ -272,10 +272,6 @@ def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    """Renames the existing folder, unless a process works on it.
-
-    Returns its new path, if there was a folder.
-    """
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)

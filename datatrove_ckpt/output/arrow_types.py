@@ -69,7 +69,6 @@ def type_of(values: list[object], column: str) -> DataType:
 
 
 def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
-    """The type of values of one Python type that alone does not decide it."""
     import pyarrow as pa
 
     if kind is dict:

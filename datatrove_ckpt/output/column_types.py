@@ -52,7 +52,6 @@ _NO_VALUE = {b"datatrove_ckpt": b"no value"}
 
 
 def infers_schema(writer: DiskWriter) -> bool:
-    """Whether the writer finds out the schema from the documents."""
     return PARQUET.is_written_by(writer) and writer.schema is None
 
 
@@ -106,7 +105,6 @@ def _writable(field: Field) -> Field:
 
 
 def raw_type(field: Field) -> DataType:
-    """The type from which ``_writable`` made the field."""
     import pyarrow as pa
 
     kind = field.type
@@ -269,8 +267,6 @@ def _takes_empty_text(kind: DataType) -> bool:
 
 
 class RankColumns:
-    """The types of the chunks of one rank."""
-
     def __init__(self) -> None:
         self.guess: Schema | None = None
         self.known: dict[str, DataType] = {}

@@ -301,7 +301,6 @@ class OutputCheck:
     # what is refused -----------------------------------------------------------------------------
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
-        """Refuses an output folder in which committed files are missing or changed."""
         wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
@@ -418,7 +417,6 @@ class OutputCheck:
         self._refuse(names, which, self._is_certain)
 
     def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:
-        """Only warns of files that may be others'."""
         if not names:
             return
         text = (

@@ -219,7 +219,6 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
 
 
 def document_fields(document: Document) -> dict[str, object]:
-    """A document's fields. Raises TypeError for those that datatrove cannot write and read."""
     if not isinstance(document.text, str):
         raise TypeError(f"its text is of type {type(document.text).__name__}, not str")
     if not isinstance(document.metadata, dict):
@@ -259,7 +258,6 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 
 def has_nan(value: object) -> bool:
-    """Whether a null may stand for NaN or infinity."""
     values: Collection[object]
     if type(value) is dict:
         values = value.values()

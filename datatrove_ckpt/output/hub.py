@@ -250,7 +250,6 @@ class HubFolder:
         )
 
     def head(self) -> str | None:
-        """The branch's newest commit. Raises OSError."""
         head: str | None = (
             self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
         )
@@ -352,7 +351,6 @@ def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
 
 
 def is_missing_repository(error: BaseException | None) -> bool:
-    """Whether the hub says that there is no such repository or bucket, at least for this token."""
     from huggingface_hub.errors import BucketNotFoundError, RepositoryNotFoundError
 
     return isinstance(error, RepositoryNotFoundError | BucketNotFoundError)

@@ -68,7 +68,6 @@ def private_if_made(writer: DiskWriter) -> bool | None:
 
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a missing repository in which the job has committed files."""
     return (
         f"{folder.url}: {_no_repository(folder)}, but this job has committed "
         f"{plural(committed, 'file')} there. It was "
@@ -93,8 +92,6 @@ def _kind(folder: HubFolder) -> str:
 
 @dataclass
 class _Access:
-    """The questions about one folder. See ``check_access``."""
-
     _folder: HubFolder
     _private: bool | None
     _make: bool

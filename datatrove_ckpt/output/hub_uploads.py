@@ -154,8 +154,6 @@ class HubReads:
 
 
 class HubUploads(HubReads):
-    """Uploads to one folder, and commits there."""
-
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
         self.lease: RankLease = lease

@@ -58,12 +58,10 @@ class FoundFiles:
     hub_files: dict[str, HubFile] = field(default_factory=dict)
 
     def show(self, files: Mapping[str, HubFile]) -> None:
-        """Adds what a later look at the hub has found."""
         self.hub_files |= files
         self.sizes |= {name: file.size for name, file in files.items()}
 
     def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
-        """Adds a file. ``file``: what a commit says of it."""
         if file is not None:
             name = file.path
             if file.stamp not in (0, stamp) and file.size == size:
@@ -194,7 +192,6 @@ def local_stamp(status: os.stat_result) -> int:
 
 
 def content_hash(folder: DataFolder, path: str) -> str:
-    """The xxh128 of a file's content. Raises OSError."""
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
         with folder.open(path, "rb") as file:

@@ -76,7 +76,6 @@ class FileNames:
             )
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
-        """What ``DiskWriter.write`` gets beside the document."""
         found = {"chunk_index": self.chunk_field(chunk_index)}
         if "id" in self.fields:
             found["id"] = document.id
@@ -167,7 +166,6 @@ def _odd_parts(name: str) -> int:
 
 
 def plain(name: str) -> str:
-    """The name as a listing has it, without parts such as "."."""
     found = posixpath.normpath(name)
     if found == name:
         return name  # no second copy: there may be a million

@@ -90,7 +90,6 @@ class Homes(NamedTuple):
 
     @property
     def kept(self) -> Owner | None:
-        """The run as it began; None: not kept on this disk."""
         path = self.root / HOME
         if not path.exists():
             return None

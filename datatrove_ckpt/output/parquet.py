@@ -57,8 +57,6 @@ class _Table:
 
 
 class _BatchWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes each row to the table of its file, which closes the table with itself."""
-
     inspect: Inspect
     dictionary: bool | list[str]
 

@@ -281,7 +281,6 @@ class RequestClock:
         return self._attempts
 
     def left(self, failure: RetryableError) -> float:
-        """Seconds until this request's patience ends; 0 or less afterwards."""
         return (
             self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1)
             - self._seconds
@@ -335,7 +334,6 @@ class ModelServers:
                 sender.on_server(what, name, url, why)
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Adds a target, which is not up yet."""
         target = Target(probe)
         self.router.targets.append(target)
         return target
@@ -357,7 +355,6 @@ class ModelServers:
         self.router.admit()
 
     async def disconnect(self, target: Target) -> None:
-        """Closes all connections to a server that was marked dead."""
         while target.attempts:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await _close(target)

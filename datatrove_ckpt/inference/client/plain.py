@@ -351,7 +351,6 @@ class _Connection(asyncio.Protocol):
         return response
 
     def _send_pieces(self) -> None:
-        """Sends a body as far as the server takes it."""
         while self._unsent is not None and not self._paused:
             if (piece := next(self._unsent, None)) is None:
                 self._unsent = None
@@ -594,7 +593,6 @@ class PlainTransport(UnaskedCounter):
             self._loop.call_later(QUIET, connection.deliver)
 
     def explain(self, error: Exception) -> str:
-        """What went wrong, without secrets; may be empty."""
         number = getattr(error, "errno", None)
         return self.redact(os.strerror(number) if number else str(error))
 

@@ -185,7 +185,6 @@ class Attempt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether somebody else has cancelled the task."""
         return self._task.cancelling() > self._cancelling + self._cancelled
 
     def end(self) -> None:
@@ -264,7 +263,6 @@ class Quarantine:
         return False
 
     def has_room(self) -> bool:
-        """Whether the next request may run beside those in flight."""
         if not self.has_waiting():
             return False
         if (self.in_flight and self._runs_alone) or self._waiting[0][2].must_run_alone:
@@ -356,7 +354,6 @@ class Router:
         return target
 
     async def acquire(self, request: Request) -> Target:
-        """Like ``take``, once a target is free."""
         target = self.take(request)
         if target is not None:
             return target
@@ -380,7 +377,6 @@ class Router:
         request.sender.on_release()
 
     def admit(self) -> None:
-        """Assigns free targets to requests that wait."""
         if self._quarantine.was_used:
             self._admit_quarantined()
         while self._waiting:

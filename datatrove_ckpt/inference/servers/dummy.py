@@ -164,7 +164,6 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal arrives; the exit code."""
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")

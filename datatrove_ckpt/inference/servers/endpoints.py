@@ -51,7 +51,6 @@ class ExternalServers:
             self._headers = self.api_key.headers()
 
     async def ask(self) -> list[EndpointAnswer]:
-        """Asks each endpoint once which models it serves."""
         proxied = needs_proxy(self.urls)
         return list(await asyncio.gather(*(_ask(url, self._headers, proxied) for url in self.urls)))
 

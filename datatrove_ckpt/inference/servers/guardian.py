@@ -57,7 +57,6 @@ class Process(NamedTuple):
 
 
 def process_table() -> list[Process]:
-    """Every process in /proc; empty where there is none."""
     table = []
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
         if not folder.name.isdecimal():

@@ -171,7 +171,6 @@ class ServerHost:
             one.ready.set_exception(error)
 
     async def close(self, ends_well: bool = False) -> None:
-        """Stops all servers, or keeps them after a good end. Returns when they have ended."""
         if ends_well:
             self._ends_well.set()
         for one in self._running.values():

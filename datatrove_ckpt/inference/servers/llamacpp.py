@@ -29,7 +29,6 @@ _PLAIN = (bool, int, float, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal arrives; the exit code."""
     import xllamacpp
 
     params = flags_set(xllamacpp.CommonParams(), arguments)

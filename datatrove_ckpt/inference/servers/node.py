@@ -144,7 +144,6 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    """Ends the servers on this node whose runner and guardian are dead."""
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:
@@ -399,7 +398,6 @@ def _lock_folder() -> Path:
 
 
 def _try_lock(path: Path) -> int | None:
-    """None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

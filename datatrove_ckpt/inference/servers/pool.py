@@ -39,8 +39,6 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 @dataclass(eq=False, repr=False)
 class ServerPool:
-    """All servers that one rank launches or takes over."""
-
     config: InferenceConfig
     rank: int
     model_servers: ModelServers
@@ -263,7 +261,6 @@ class ServerSupervisor:
             await self._restart(cause)
 
     async def _until_death(self) -> str:
-        """Watches the server until it is dead; the cause."""
         self._watching = True
         self._exit_code: int | None = None
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]

@@ -129,7 +129,6 @@ def _keep(servers: ServerSet) -> bool:
 
 @contextmanager
 def one_rank(shutdown: Shutdown) -> Iterator[None]:
-    """A failure or a stop of the rank ends warm servers."""
     try:
         yield
     except BaseException:

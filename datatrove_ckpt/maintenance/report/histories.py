@@ -72,7 +72,6 @@ class OverTime:
 
 
 def time_axis(histories: Iterable[History], now: float | None = None) -> OverTime | None:
-    """From the first line to the last one, or to ``now``; None without lines."""
     spans = [
         (attempt.started, attempt.last_seen)
         for history in histories

@@ -1,11 +1,10 @@
-"""The Arrow type of Python values, and the one type that holds the values of two, without changing
-any value.
+"""The Arrow type of Python values, and the type that holds the values of two types unchanged.
 
-Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0,
-a time beside a date loses the time of day, a time zone beside none is dropped, text beside bytes
-becomes bytes. So only these are united: no value with anything, integers of any widths, integers
-with floats (Arrow refuses those that a float cannot hold), decimals, times of any unit, times of
-any two zones (as UTC), dicts and lists of those.
+Arrow's inference and ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time
+beside a date loses the time of day, a time zone beside none is dropped, text beside bytes becomes
+bytes. So only these are united: no value with anything, integers of any widths, integers with
+floats (Arrow refuses integers that a float cannot hold), decimals, times of any unit, times of any
+two zones (as UTC), and dicts and lists of these.
 """
 
 from __future__ import annotations

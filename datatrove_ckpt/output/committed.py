@@ -1,9 +1,9 @@
-"""Compares an output folder with what the checkpoints say: every committed file is there, and no
-unknown one.
+"""Compares an output folder with the checkpoints: each committed file is there, and no unknown
+file.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
-that its listings hold. Only a file with another stamp than its commit names is read: a million
-files that nobody touched cost nothing.
+of its listings. Only a file whose stamp differs from its commit is read: a million untouched files
+cost nothing.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -12,8 +12,8 @@ files that nobody touched cost nothing.
     a rank resumes, or is complete      committed files that are missing, or have another content
     a rank is complete                  files that its template may have named, and no commit does
 
-The last check only warns of a file whose name does not tell its rank, or that has a chunk index
-which the rank does not have: fields of documents may have made such a name in another run.
+The last check only warns of a file whose name does not contain the rank, or has a chunk index that
+the rank does not have: fields of documents may have made such a name in another run.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """What the checkpoint of a rank, and those of its retries, say about output files. Raises
+    """What the checkpoint of a rank, and of its retries, record about output files. Raises
     CheckpointError.
 
     Args:
-        retries: ``retry_folders(root)``; None: look.
-        read: ``read_rank``, or that of the rank's lease.
+        retries: ``retry_folders(root)``; None: list them.
+        read: ``read_rank``, or the method of the rank's lease.
         want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
-        unfinished: root and index of the chunks with a journal: output may be there, and is made
-            again.
+        unfinished: root and index of the chunks with a journal: their output may be there, and is
+            made again.
     """
 
     def __init__(

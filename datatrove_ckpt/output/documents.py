@@ -1,11 +1,11 @@
-"""Converts a document to bytes and back, types included: the journal can keep what datatrove's
-writers can write.
+"""Converts a document to bytes and back, types included: the journal keeps what datatrove's writers
+can write.
 
-Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
-decimals, numpy values, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A
-user's dict with a "$py" key is wrapped, too. Tuples come back as lists, as with any JSON. Pickle
-was rejected: loading it could run code that somebody put into the folder. A usual finished document
-needs no wrapper: see ``encode_finished``.
+A value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
+decimals, numpy values, NaN and infinity (null in JSON), ``InferenceResult``, and a user's dict with
+a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run
+code that another user put into the folder. A usual finished document needs no wrapper: see
+``encode_finished``.
 """
 
 from __future__ import annotations
@@ -150,10 +150,10 @@ def encode(document: Document) -> bytes:
 
 
 def encode_finished(document: Document, key: str) -> bytes:
-    """Like ``encode``, but a usual document becomes what ``JsonlWriter`` writes of it, byte for
-    byte: see ``line_of``.
+    """Encodes a document; a usual document becomes, byte for byte, a line of ``JsonlWriter``
+    (``line_of``).
 
-    Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its
+    A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
     text = document.text

@@ -1,8 +1,7 @@
-"""File managers that replace datatrove's in a writer: they decide where the writer's files are, and
-when they appear.
+"""File managers that replace datatrove's in a writer: they decide where and when files appear.
 
-Both can abandon files that are not complete; datatrove's manager can only close, which would
-publish them. Bytes depend on the documents only: the gzip header gets no time.
+Both can abandon incomplete files; datatrove's manager can only close, and so publish, them. Bytes
+depend on the documents only: the gzip header gets no time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A folder on the Hugging Face hub: which repository it is in, and what lies there now.
+"""A folder on the Hugging Face hub: its repository, and the files in it.
 
-Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub
-itself may also answer with a listing that is one commit behind. The client reads the token,
-HF_TOKEN or the saved login, for each call.
+Listings come from ``HfApi``, because ``HfFileSystem`` keeps listings for the life of the process.
+The hub's own listing may be one commit behind. The client reads the token, HF_TOKEN or the saved
+login, for each call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class HubFile:
 
     Attributes:
         size: in bytes.
-        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a
-            bucket.
+        oid: SHA-256, in hexadecimal, of a file in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
-        stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else
-            0.
+        stamp: in a bucket, ``OutputFile.stamp`` from the hash of the content in Xet; else 0.
     """
 
     size: int

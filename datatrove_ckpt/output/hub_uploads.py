@@ -1,8 +1,7 @@
-"""Reads from a folder on the hub, and uploads the content of files ahead of the commit that names
-them.
+"""Reads from a folder on the hub, and uploads files' content before the commit that names them.
 
-``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that
-the hub has already. Small text files are no LFS objects: they travel inside the commit.
+``preupload_lfs_files`` reads the staged file itself, and does not send content that the hub has.
+Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
@@ -225,8 +224,8 @@ class HubUploads(HubReads):
         return self._history
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
-        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have
-        happened.
+        """Commits the files that are missing, with one attempt. After a stop or an error, the
+        commit may exist.
 
         Another job's files may have appeared: only content that this rank may have published is
         replaced.
@@ -235,9 +234,8 @@ class HubUploads(HubReads):
             How many commits had been seen before.
 
         Raises:
-            OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer
-                came.
+            OutputMismatch: a file has other content. Nothing was overwritten.
+            OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
         """
         folder = self.folder
         found = self.calls.run(

@@ -1,10 +1,10 @@
-"""The limit on open files: raised at a rank's start to what the rank needs, and named where it was
-reached after all.
+"""The limit on open files: raised at a rank's start to what the rank needs, and named in errors
+when it is reached.
 
 Each request in flight has a connection, which is an open file here and in the server, which
-inherits the limit. Shells and Slurm often start with a soft limit of 1024, which a process may
-raise up to the hard limit. It is raised no higher than needed: some programs walk through all
-numbers up to the limit, and ``select`` fails above 1024.
+inherits the limit. Shells and Slurm often set a soft limit of 1024, which a process may raise up to
+the hard limit. It is raised no higher than needed: some programs walk through all numbers up to the
+limit, and ``select`` fails above 1024.
 """
 
 from __future__ import annotations

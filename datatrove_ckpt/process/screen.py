@@ -1,4 +1,4 @@
-"""Shows where the ranks of a command stand: a bar on a terminal, elsewhere a line in the log from
+"""Shows the progress of a command's ranks: a bar on a terminal, elsewhere a line in the log from
 time to time.
 
     ranks in this process      report here, and each report draws
@@ -39,7 +39,7 @@ _MOST_CELLS = 40
 
 
 class RankProgress(NamedTuple):
-    """Where one rank stands.
+    """The progress of one rank.
 
     Attributes:
         attempt: another number for each start.
@@ -47,8 +47,7 @@ class RankProgress(NamedTuple):
         work: documents, requests that ended, and completion tokens of this attempt.
         share: of the input, from 0 to 1; None if unknown.
         size: of the input, in ``unit``, "bytes" or "rows".
-        state: in place of usual work, such as "waiting for the server", and for how many
-            ``seconds``.
+        state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
     """
 
@@ -347,8 +346,7 @@ def has_terminal() -> bool:
 
 
 class BarTerminal:
-    """Draws a bar on the last line of a terminal, below everything that is printed in a ``with``
-    block.
+    """Draws a bar on a terminal's last line, below everything that is printed in a ``with`` block.
 
     The cursor stays at the first column of the bar. A printed line clears the bar in the same
     write:
@@ -359,10 +357,10 @@ class BarTerminal:
         the terminal      writes ^C over the first two columns of the bar
         others            overwrite the bar; the next drawing clears the rest
 
-    So no process waits for another one, nothing is lost if one is killed, and the terminal needs no
-    restoring. A thread, or a scroll region as apt has, would have to be ended in order. tqdm writes
-    the text and the bar one after the other, so that lines of two processes mix, and its lock is
-    held in forks.
+    So no process waits for another, nothing is lost if a process is killed, and the terminal needs
+    no restoring. A thread, or a scroll region as in apt, would have to be ended in order. tqdm
+    writes text and bar separately, so that lines of two processes mix, and forks inherit its held
+    lock.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.

@@ -6,16 +6,15 @@ module does.
     between two ranks    a task of Slurm is requeued, then as usual (``handle_between_ranks``)
     a command            ends with one line (``Interruption``)
 
-They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's.
-The usual effect of a signal (``raise_again``) is a call of the user's handler, as datatrove's
-requeue handler. Where the default action would kill, it is SystemExit(128 + n), so that the
-``finally`` blocks above run: datatrove's executor ends its manager process there, which would
-otherwise stay forever.
+They nest: the usual handler of an inner level is the outer level's, and at last the user's or
+Python's. ``raise_again`` calls the user's handler, such as datatrove's requeue handler. Where the
+default action would kill, it raises SystemExit(128 + n), so that ``finally`` blocks run:
+datatrove's executor ends its manager process there, which would otherwise stay forever.
 
-A worker of multiprocessing's pool, as datatrove's executor has it, kills itself: CPython's pool
-waits without end for the result of a worker that ends by itself, and its ``terminate`` waits for
-workers that do not end. A handler that exits, as Ray's, would raise SystemExit in a rollout, whose
-document would pay for it.
+A worker of multiprocessing's pool, as in datatrove's executor, kills itself: CPython's pool waits
+without end for the result of a worker that ends by itself, and its ``terminate`` waits for workers
+that do not end. A handler that exits, such as Ray's, would raise SystemExit in a rollout, and fail
+its document.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Makes each log line one entry without secrets and control characters, before a sink gets it.
 
-datatrove replaces loguru's sinks for every task; only a patcher survives that. A traceback becomes
-a part of the message, because loguru's own shows the values of variables, API keys included.
-datatrove's record of a task's failure gets our error as its message; an interruption is no error.
+datatrove replaces loguru's sinks for every task; only a patcher survives. A traceback becomes a
+part of the message, because loguru's own shows the values of variables, including API keys.
+datatrove's record of a failed task gets our error as its message; an interruption is no error.
 """
 
 from __future__ import annotations

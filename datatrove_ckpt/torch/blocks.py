@@ -74,10 +74,9 @@ class BlockInput:
 
     Attributes:
         names: the files, in the reader's order.
-        sequential: the numbers of the compressed JSONL files, where reading a block takes reading
-            all earlier ones.
-        gives_dicts: whether the rows of a block are a list, and no table.
-        gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
+        sequential: numbers of the compressed JSONL files, whose blocks need all earlier blocks.
+        gives_dicts: the rows of a block are a list instead of a table.
+        gives_views: rows keep a mapped file, or a whole record batch, in memory.
 
     Raises:
         ConfigError: a file is an Arrow stream with dictionaries.

@@ -1,7 +1,7 @@
-"""JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
+"""JSONL as blocks: the lines are counted once, and read again from the noted places.
 
-A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1
-MiB of whole lines. A compressed file stays open, so parts in order are decompressed once.
+A row is a line that is not blank, even if it is damaged, which only parsing shows. A part is about
+1 MiB of whole lines. A compressed file stays open, so parts in order are decompressed once.
 """
 
 from __future__ import annotations

@@ -132,13 +132,13 @@ _KEPT = ("passes", "has_given", "has_ended", "is_live")
 
 @dataclass(slots=True)
 class _Source:
-    """Where a source is.
+    """The progress of a source.
 
     Attributes:
         passes: how often the source has begun again.
-        has_given: whether this pass gave a sample. Else the source does not begin again.
-        has_ended: whether a pass has ended.
-        is_live: whether the source is drawn.
+        has_given: this pass gave a sample. Otherwise the source does not begin again.
+        has_ended: a pass has ended.
+        is_live: the source is drawn.
         last: the state at its end.
     """
 

@@ -2,8 +2,8 @@
 torch.
 
 Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
-position (the number of samples before it) is all that a state needs, and another number of ranks or
-workers can continue there.
+state needs only a position (the number of samples before it), at which any number of ranks and
+workers can continue.
 
     blocks -> shuffled, so that each stretch has blocks of all files in proportion
            -> cut into canonical shares of equal numbers of rows
@@ -15,8 +15,7 @@ only some of the blocks: with as many workers as shares, each block is read once
 shares follows from the window and the input alone. Blocks of a compressed file keep their order,
 and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
-Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with
-its version.
+Permutations sort by a hash of the number (splitmix64): numpy's generators may change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what
+"""Shared by ``ReaderDataset``, ``Pack`` and ``Mix``: one iteration at a time, its state, what
 copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging
-Face, whose states they hold. The state of a source must be that of its latest iterator, as in
-torchdata, whose StatefulDataLoader needs iterable datasets of torch.
+``Pack`` and ``Mix`` wrap sources, such as streaming datasets of Hugging Face, and hold their
+states. The state of a source must belong to its latest iterator, as in torchdata, whose
+StatefulDataLoader needs iterable datasets of torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One schema for all files of an input, whose columns may have other types in each.
 
-If pyarrow unified the types within a shuffled window, a row's type would depend on its neighbours,
-and on where a run was resumed. Here the types of all files count.
+Unified within a shuffled window, a row's type would depend on its neighbours, and on where a run
+was resumed. So the types of all files count.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
 
 
 def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """SQLite names other causes for it: a database that is only readable, or an I/O error."""
+    """Whether the file was removed: SQLite then names other causes, a read-only database or an I/O
+    error.
+    """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOENT, errno.ESTALE)
     return not Path(path).parent.exists()

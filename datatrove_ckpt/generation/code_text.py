@@ -1,9 +1,8 @@
-"""Source code as syntax trees, and trees and code objects as text that is equal on every Python
-version.
+"""Source code as syntax trees, and trees and code objects as text that is equal on all Pythons.
 
 ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
 that parse at once fail with ``SystemError``. All parsing of the package happens here, behind one
-lock. Other code may parse, too (loguru does), so such an error is also tried again.
+lock, and is tried again, because other code (loguru) may parse, too.
 
 The modules ``code_*`` import only the standard library: a test runs them on every Python that it
 finds.

@@ -1,13 +1,13 @@
-"""Dead letters: documents that could not be processed, each with its cause and with what a retry
-needs.
+"""Dead letters: documents that could not be processed, each with its cause and the data for a
+retry.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry
-writes the letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and
-processes this file like any other input, with a checkpoint in the same folder. A document that
-fails again is a dead letter for the next retry.
+A chunk's dead letters are appended to ``dead_letters.jsonl`` at its commit. A retry writes the
+letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this
+file like other input, with a checkpoint in that folder. A document that fails again is a dead
+letter for the next retry.
 
-A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``).
-Else the document would be in the output twice.
+A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``):
+otherwise the document would be in the output twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Code that is not ours and tries to end the process: ``sys.exit(0)`` in a rollout, a reader or
+"""Handles foreign code that tries to end the process: ``sys.exit(0)`` in a rollout, a reader or
 ``shared_context``.
 
-``SystemExit`` is no ``Exception``, so datatrove would not take it for a failure: the process would
-end with exit code 0 and documents missing, or its pool would wait without end.
+``SystemExit`` is no ``Exception``, so datatrove would not see a failure: the process would end with
+exit code 0 and documents missing, or its pool would wait without end.
 """
 
 from __future__ import annotations

@@ -672,15 +672,15 @@ def _result(fields: JsonObject, response_id: str, model: str) -> Result:
 def request_seed(
     seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int
 ) -> int:
-    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all
-    take: 0 to 2**31 - 1.
+    """Returns the ``seed`` of a request: 0 to 2**31 - 1, which vLLM, SGLang, llama.cpp and OpenAI
+    all take.
 
-    Engines that honour seeds then sample the same when a request is sent again. With one seed for
-    all, two rollouts of a document would be one sample.
+    Engines that honour seeds then repeat their sample when a request is sent again. With one seed
+    for all requests, two rollouts of a document would be one sample.
 
     Args:
         seed: ``InferenceConfig.seed``.
-        ordinal: tells apart documents whose ids repeat.
+        ordinal: separates documents whose ids repeat.
         digest: the payload's, without a seed. The number of the call would depend on the order of
             parallel calls.
         occurrence: counts equal payloads within one rollout, from 0.

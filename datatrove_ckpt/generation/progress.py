@@ -1,10 +1,9 @@
-"""A rank's numbers: its history is kept with them, and the screen of its command shows them
-(``process/screen.py``).
+"""A rank's numbers, for its history and for the screen of its command (``process/screen.py``).
 
-The history gets a line after ten seconds and each minute, when servers stop and start to answer,
-what happens to servers, and how the attempt ends. The storage thread adds what it alone knows, and
-writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come from the
-checkpoint: see ``final_stats``.
+The history gets a line after ten seconds and each minute, and at the events and the end of the
+attempt. The storage thread adds its own numbers, and writes the line: see
+``checkpoint/history_records.py``. The checkpoint has the numbers of all attempts: see
+``final_stats``.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class ModelObserver:
 class RankReporter:
     """One rank's progress in this attempt.
 
-    ``progress``, ``spread`` and ``last_records`` may be called in any thread.
+    Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
         checkpoint: writes the history, and calls ``last_records`` when it is closed.

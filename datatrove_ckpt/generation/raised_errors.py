@@ -3,8 +3,8 @@
 Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing
 of datatrove, so these subclasses inherit from both sides.
 
-A pickled error keeps its message and the text of ``error``; document and payload stay behind,
-because not every document can be pickled, and a payload may hold a secret.
+A pickled error keeps its message and the text of ``error``, but not document and payload: some
+documents cannot be pickled, and a payload may hold a secret.
 """
 
 from __future__ import annotations

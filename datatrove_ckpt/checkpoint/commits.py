@@ -156,9 +156,7 @@ class DocumentCounts:
 
     @property
     def odd_answers(self) -> str:
-        """Sentences, each with a space before it, on no answer at all, and on those cut off or
-        empty.
-        """
+        """Returns sentences, each after a space, about missing, cut-off and empty answers."""
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:

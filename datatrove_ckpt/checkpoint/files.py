@@ -338,8 +338,8 @@ class HashedFile(io.RawIOBase):
 
 
 def _release_in_child() -> None:
-    """A forked child (of the user's process pool) inherits the lock, and would hold it after this
-    process has ended.
+    """Closes a forked child's copy of the lock, which would hold the lock after this process has
+    ended.
     """
     for lock in list(_held):
         os.close(lock._fd)
@@ -414,7 +414,7 @@ def name_holder(holder: dict[str, object]) -> str:
 
 
 def this_process() -> dict[str, object]:
-    """Host and pid; of a worker also the pid of the ``command`` that started it."""
+    """Returns host and pid; of a worker also the pid of the ``command`` that started it."""
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None
     return {

@@ -130,8 +130,8 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
-    """Indices of the lines that stay: events, and of each attempt its first and last progress and
-    last histograms.
+    """Returns indices of the lines that stay: events, and of each attempt its first and last
+    progress and last histograms.
     """
     fixed: set[int] = set()
     first: dict[int, int] = {}

@@ -28,7 +28,7 @@ RECENT = 5
 
 
 def young(save_cost: float, mtbf: float) -> float:
-    """The best seconds of work between two saves, to first order: sqrt(2CM).
+    """Returns the best seconds of work between two saves, to first order: sqrt(2CM).
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
@@ -36,8 +36,8 @@ def young(save_cost: float, mtbf: float) -> float:
 
 
 def daly(save_cost: float, mtbf: float) -> float:
-    """The best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >=
-    2M.
+    """Returns the best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M
+    if C >= 2M.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
     22(3), 2006.

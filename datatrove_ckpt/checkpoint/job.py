@@ -217,7 +217,7 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """``job.json`` agrees, also about code and place, and need not be written again without a
+    """Whether ``job.json`` agrees, also about code and place, and needs no rewrite without a
     secret.
     """
     if (path := root / JOB).exists():

@@ -253,7 +253,7 @@ def sealed_shard(content: Json) -> bytes:
 
 
 def read_shard(path: Path) -> Json:
-    """The content of ``shard.json``; empty if there is none.
+    """Returns the content of ``shard.json``; empty if there is none.
 
     Raises:
         CheckpointCorrupt: it is damaged, or holds something else.

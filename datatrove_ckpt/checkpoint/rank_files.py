@@ -238,8 +238,8 @@ class RankFiles:
     # chunks --------------------------------------------------------------------------------------
 
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
-        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete
-        chunk.
+        """Does step 1 of a commit. The publisher does steps 2 and 3 with the journal of the
+        complete chunk.
         """
         journal = self._journal(chunk)
         journal.sync()

@@ -572,7 +572,7 @@ def fits(cls: type, kinds: Sequence[object]) -> bool:
 
 
 def in_words(kinds: Sequence[object]) -> str:
-    """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
+    """Returns the allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
         kinds = [

@@ -179,7 +179,7 @@ def secrets_among(name: str, value: object) -> Iterator[object]:
 
 
 def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
-    """The secrets of this process's environment by variable."""
+    """Returns the secrets of this process's environment by variable."""
     return {
         name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)
     }
@@ -214,8 +214,8 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 
 
 def hashed(name: str, value: object) -> str:
-    """The hash that stands for a secret: slow, and another one for each field, so that no list of
-    words breaks it.
+    """Returns the hash that stands for a secret: slow, and another one for each field, so that no
+    list of words breaks it.
 
     Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of
     earlier releases, the slow one, and, where the mirror has a key, the keyed one, which names its
@@ -364,7 +364,7 @@ class Redactor:
 
 @functools.lru_cache(maxsize=1000)
 def _quoted(secret: str) -> re.Pattern[str]:
-    """The secret, also as JSON, URLs and HTML write its punctuation."""
+    """Returns the secret, also as JSON, URLs and HTML write its punctuation."""
     ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
     forms = (
         one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret

@@ -418,7 +418,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             time.sleep(self.poll_interval)
 
     def _running(self) -> list[_Job]:
-        """The jobs of an earlier start.
+        """Returns the jobs of an earlier start.
 
         Raises:
             CheckpointMismatch: they work with other settings.

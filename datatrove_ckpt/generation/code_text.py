@@ -54,7 +54,7 @@ def _alone(work: Callable[[], _Result]) -> _Result:
 
 
 def write_tree(node: object) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+    """Returns a syntax tree as ASCII text: equal for equal trees, on any Python version."""
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
         parts = [

@@ -40,7 +40,7 @@ _HOST = socket.gethostname()
 
 
 def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankState:
-    """The state of one rank.
+    """Returns the state of one rank.
 
     Args:
         ledger: with history, journals and causes of dead letters.
@@ -75,8 +75,8 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """The position of the last line, for the documents that were counted since then, or taken
-    back.
+    """Returns the position of the last line, for the documents that were counted since then, or
+    taken back.
     """
     position = last.position
     then = last.documents.read

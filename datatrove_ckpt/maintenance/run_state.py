@@ -263,7 +263,7 @@ VERSION = 2
 
 
 def to_json(state: RunState) -> bytes:
-    """The JSON of ``status --json``. docs/status.md explains it."""
+    """Returns the JSON of ``status --json``. docs/status.md explains it."""
     content = {
         "version": VERSION,
         "what": state.what,

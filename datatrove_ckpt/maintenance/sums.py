@@ -17,7 +17,7 @@ from datatrove_ckpt.maintenance.run_state import RankState, Totals
 
 
 def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
-    """The sums over some ranks.
+    """Returns the sums over some ranks.
 
     Args:
         now: Unix seconds.

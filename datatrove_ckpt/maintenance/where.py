@@ -69,7 +69,7 @@ class Place:
             self.mirror.refresh()
 
     def said(self, text: str) -> str:
-        """The text with the mirror's URL in place of the copy's path."""
+        """Returns the text with the mirror's URL in place of the copy's path."""
         if not self.is_copy:
             return text
         return text.replace(str(self.folder), self.what)
@@ -141,7 +141,7 @@ def open_place(
 
 
 def _named(what: str) -> tuple[Place, str | None]:
-    """The place, and the mirror's URL if it is a mirror."""
+    """Returns the place, and the mirror's URL if it is a mirror."""
     place = Place(what, Path(what), [what])
     if _URL.match(what):
         return place, what
@@ -291,7 +291,7 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
-    """The step with a checkpoint: its index in the pipeline, and its init_args."""
+    """Returns the step with a checkpoint: its index in the pipeline, and its init_args."""
     pipeline = executor.get("pipeline")
     steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
     found = {

@@ -113,7 +113,8 @@ def restore_job(url: str, folder: Path) -> None:
 
 
 def _read_job(store: ObjectStore) -> Json:
-    """The content of ``job.json``; empty if there is none, or a damaged one, which proves nothing.
+    """Returns the content of ``job.json``; empty if there is none, or a damaged one, which proves
+    nothing.
 
     Raises:
         VersionMismatch: a newer version of this program wrote it.

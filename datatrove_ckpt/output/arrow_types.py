@@ -43,7 +43,7 @@ class NotUnited(Exception):
 
 
 def type_of(values: list[object], column: str) -> DataType:
-    """The type of a column with these values.
+    """Returns the type of a column with these values.
 
     Raises:
         NotUnited: there is none without changing a value.
@@ -131,7 +131,8 @@ def _struct(values: list[dict[object, object]], column: str) -> DataType:
 
 @cache
 def _of_whole_results() -> dict[str, DataType]:
-    """What a WholeResult has beside its text. Those of a chunk may all be empty, and show no type.
+    """Returns what a WholeResult has beside its text. Those of a chunk may all be empty, and show
+    no type.
 
     None stands for a text, which a column of a chunk becomes where there is no value.
     """
@@ -146,7 +147,7 @@ def _of_whole_results() -> dict[str, DataType]:
 
 
 def unite(old: DataType, new: DataType, column: str) -> DataType:
-    """The type that holds the values of both. None stands for no type.
+    """Returns the type that holds the values of both. None stands for no type.
 
     Raises:
         NotUnited: there is none.

@@ -97,7 +97,7 @@ class ChunkOutput:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
     def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Of a rank that kept no intents, all files are its own."""
+        """Refuses foreign files. All files of a rank that kept no intents are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return

@@ -180,8 +180,8 @@ class ChunkWriting:
     def _copy(
         self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len
     ) -> DiskWriter:
-        """A writer with the user's settings and no state of earlier chunks, which writes to the
-        staging folder.
+        """Returns a writer with the user's settings and no state of earlier chunks, which writes to
+        the staging folder.
 
         Args:
             schema: that of the chunk, if the writer has none.

@@ -84,7 +84,7 @@ class ColumnTypes:
 
 
 def _writable(field: Field) -> Field:
-    """The field with text where there is no value, and a key in a dict that has none:
+    """Returns the field with text where there is no value, and a key in a dict that has none:
 
     Parquet has no such dicts.
     """
@@ -129,7 +129,8 @@ def name_culprit(
     decode: Callable[[bytes], Document],
     known: dict[str, DataType],
 ) -> str | None:
-    """Which document cannot be written, and why, found row by row. None: every row alone can.
+    """Returns which document cannot be written, and why, found row by row. None: every row alone
+    can.
 
     Args:
         documents: it is read twice.
@@ -164,7 +165,7 @@ def name_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """The schema of a Parquet file; None if it cannot be read, or pyarrow is not installed."""
+    """Returns the schema of a Parquet file; None if it cannot be read, or pyarrow is not installed."""
     try:
         import pyarrow.parquet as pq
 
@@ -208,7 +209,7 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
 
 
 def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
-    """Why a file does not load after another one. ``inside``: a struct's column, a dot."""
+    """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
     found: list[Misfit] = []
     for field in later:

@@ -49,7 +49,7 @@ _TO_DELETE = 20
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
-    """The kind and the description of what is wrong with a file that is not right.
+    """Returns the kind and the description of what is wrong with a file that is not right.
 
     Args:
         size: its size now, in bytes; None: it does not exist.
@@ -63,7 +63,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 
 
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
-    """The refusal to replace files that this rank has not published."""
+    """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
         f"{where} has other content, which this rank has not published, under these names: "
         f"{some(names)}. Nothing "
@@ -174,8 +174,8 @@ class RankCommits:
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
-    """The names of all files that a rank and its retries may have published; None: a part of them
-    is not known.
+    """Returns the names of all files that a rank and its retries may have published; None: a part
+    of them is not known.
 
     The commits are read after the intents, so the rank may be at work meanwhile.
     """
@@ -188,7 +188,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
-    """How many files in the writer's output folder the commits of all ranks name.
+    """Returns how many files in the writer's output folder the commits of all ranks name.
 
     Raises CheckpointError.
     """
@@ -235,7 +235,7 @@ class OutputCheck:
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
-        """The committed files by their paths. Refuses two commits that name one file."""
+        """Returns the committed files by their paths. Refuses two commits that name one file."""
         committed: dict[str, CommittedFile] = {}
         for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
             other = committed.setdefault(one.path, one)

@@ -26,7 +26,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """What to install for a file's compression; None if it is there."""
+    """Returns what to install for a file's compression; None if it is there."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":
@@ -171,7 +171,7 @@ class _RemoteStream(OutputStream):
             self._remove_copy()
 
     def _remove_copy(self) -> None:
-        """The hub's file system keeps a copy in the temporary folder after an error."""
+        """Removes the copy in the temporary folder that the hub's file system keeps after an error."""
         copy = getattr(self._raw, "temp_file", None)
         if copy is not None:
             Path(copy.name).unlink(missing_ok=True)

@@ -126,7 +126,8 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
+        """Returns the folder on the hub that a datatrove folder stands for; None if it is
+        elsewhere.
 
         Raises ConfigError.
         """
@@ -284,7 +285,7 @@ class HubFolder:
             yield from response.iter_bytes(size)
 
     def history(self, known: History) -> History:
-        """The branch's newest commit, and those of the last hour. Raises OSError."""
+        """Returns the branch's newest commit, and those of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
         places = {commit.oid: place for place, commit in enumerate(known.made)}
@@ -312,7 +313,7 @@ class HubFolder:
         return History(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
-        """Those of the files that exist, without listing the folder. Raises OSError."""
+        """Returns the existing files, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}

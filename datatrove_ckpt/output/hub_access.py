@@ -60,7 +60,7 @@ def check_access(
 
 
 def private_if_made(writer: DiskWriter) -> bool | None:
-    """How a writer for the hub makes a missing repository; None: not at all."""
+    """Returns how a writer for the hub makes a missing repository; None: not at all."""
     private: bool | None = getattr(writer, "private", None)
     return private
 
@@ -176,7 +176,7 @@ class _Access:
 
 
 def _shown(error: BaseException) -> str:
-    """One line without the token, which a proxy may have quoted."""
+    """Returns one line without the token, which a proxy may have quoted."""
     from huggingface_hub import get_token
 
     status = http_status(error)

@@ -66,7 +66,9 @@ class UploadedFile:
         """
 
     def operation(self) -> CommitOperationAdd:
-        """A new one for each attempt: the client refuses operations that were committed."""
+        """Returns a new operation for each attempt: the client refuses operations that were
+        committed.
+        """
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
@@ -145,7 +147,7 @@ class HubReads:
         return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """A branch's name may lag behind its newest commit."""
+        """Looks the files up at the newest commit, behind which a branch's name may lag."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
@@ -212,12 +214,14 @@ class HubUploads(HubReads):
         return []
 
     def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist. Raises OutputFailed and Stopping."""
+        """Returns the existing files. Raises OutputFailed and Stopping."""
         look_up = partial(self.folder.look_up, names)
         return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
-        """The branch's newest commit, and those of the last hour. Raises OSError and Stopping."""
+        """Returns the branch's newest commit, and those of the last hour. Raises OSError and
+        Stopping.
+        """
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]

@@ -144,7 +144,9 @@ def list_files(
 def _hub_files(
     hub: HubFolder, base: str, committed: Collection[str], others: bool
 ) -> dict[str, HubFile]:
-    """The part of the folder where files of the template may be, and committed files elsewhere."""
+    """Returns the part of the folder where files of the template may be, and committed files
+    elsewhere.
+    """
     files: dict[str, HubFile] = {}
     with file_system_call():
         if others:
@@ -201,7 +203,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """What all names start with, and whether the folders below are part of the names, too."""
+    """Returns what all names start with, and whether the folders below are part of the names, too."""
     mark = "\0"
     values = dict.fromkeys(template.get_identifiers(), mark)
     if rank is not None:

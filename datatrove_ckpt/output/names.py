@@ -82,7 +82,7 @@ class FileNames:
         return found
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """The name that the template gives with these values and this rank.
+        """Returns the name that the template gives with these values and this rank.
 
         Raises InvalidFileName.
         """
@@ -176,8 +176,8 @@ def plain(name: str) -> str:
 
 
 def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -> re.Pattern[str]:
-    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are
-    named retry1_00000.
+    """Returns a pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry
+    are named retry1_00000.
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other
@@ -211,14 +211,16 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
 
 def stem(template: str) -> str:
-    """The template without the endings of formats and compressions, which writers may add or leave
-    out.
+    """Returns the template without the endings of formats and compressions, which writers may add
+    or leave out.
     """
     return _ENDINGS.sub("", plain(template))
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
-    """The rank's key (the retry's folder or "", and rank) and the chunk index in a matched name."""
+    """Returns the rank's key (the retry's folder or "", and rank) and the chunk index in a matched
+    name.
+    """
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = ""
@@ -228,7 +230,9 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
-    """The class with its module; of datatrove and this package without, whose modules may move."""
+    """Returns the class with its module; of datatrove and this package without, whose modules may
+    move.
+    """
     kind = writer if isinstance(writer, type) else type(writer)
     place = kind.__module__
     package = place.partition(".")[0]

@@ -94,7 +94,7 @@ def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) 
 
 
 def _dictionary_columns(schema: Schema) -> bool | list[str]:
-    """The columns that have a dictionary, as paths of a Parquet file; True: all."""
+    """Returns the columns that have a dictionary, as paths of a Parquet file; True: all."""
     leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
     others = [path for path in leaves if path is not None]
     return len(others) == len(leaves) or others

@@ -126,7 +126,7 @@ class Target:
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
-        """The hash by which intents name the content that is there now."""
+        """Returns the hash by which intents name the content that is there now."""
         return self._hash(name)
 
     def prepare(self) -> None:

@@ -34,7 +34,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 def run(main: Awaitable[_Result]) -> _Result:
-    """``asyncio.run`` on the best loop."""
+    """Does ``asyncio.run`` on the best loop."""
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:

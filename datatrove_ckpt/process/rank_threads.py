@@ -103,7 +103,7 @@ class RankThreads:
 
     @property
     def _may_leave(self) -> bool:
-        """A signal ends the process, and the ranks that are left only wait for a mirror or a
+        """Whether a signal ends the process while remaining ranks only wait for a mirror or a
         listing.
         """
         return self._preemption.shutdown.is_requested and not any(

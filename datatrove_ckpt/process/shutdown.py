@@ -275,11 +275,8 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """``SimpleQueue.get`` for a queue that one thread reads, without a fault of CPython (seen in
-    3.11).
-
-    Raises:
-        queue.Empty: nothing came within that time.
+    """Does ``SimpleQueue.get`` for a single reader, without a fault of CPython (seen in 3.11).
+    Raises: queue.Empty: nothing came in time.
     """
     # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how
     # much of its time is left, and waits forever if that is negative, because the thread had to

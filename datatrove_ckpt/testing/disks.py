@@ -73,7 +73,7 @@ class WatchedRemote(object_store.Effects):
 
 
 def path_of(args: Arguments) -> Path:
-    """The path that an effect changes: its last path, which for a rename is the target."""
+    """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 

@@ -482,7 +482,7 @@ class TrainingCheckpoints:
         return {"epoch": epoch, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
-        """Before the first save or rollback, refuses steps of another training."""
+        """Refuses steps of another training, before the first save or rollback."""
         if self._has_claimed:
             return
         try:
@@ -921,7 +921,7 @@ _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Else the threads of the last save end with the process."""
+    """Waits for the last saves, whose threads would end with the process."""
     for each in list(_not_left):
         each._close_at_exit()
 

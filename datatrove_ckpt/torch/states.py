@@ -165,7 +165,7 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
-    """Merges. ``alone``: the loaders read these datasets, so the ranks of one step had equally many
+    """Merges. ``alone``: the loaders read these datasets, so all ranks of a step had equally many
     samples.
     """
     first = states[0]

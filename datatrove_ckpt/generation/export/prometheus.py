@@ -378,7 +378,7 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """What this process shows; None, with a warning, if none can be used.
+    """Returns what this process shows; None, with a warning, if none can be used.
 
     A fork has another one.
     """

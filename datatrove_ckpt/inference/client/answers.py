@@ -140,7 +140,7 @@ class Way(NamedTuple):
 
 
 def way_to(path: str) -> Way:
-    """The way to a path of the server, as ``generate`` takes it.
+    """Returns the way to a path of the server, as ``generate`` takes it.
 
     Raises:
         ValueError: it does not begin with a slash.
@@ -156,20 +156,14 @@ def way_to(path: str) -> Way:
 
 
 def parse_chat(raw: bytes) -> Completion:
-    """An answer of /v1/chat/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
+    """Parses an answer of /v1/chat/completions. Raises: RetryableError: it is no finished
+    completion.
     """
     return _completion(raw, _read_message)
 
 
 def parse_completion(raw: bytes) -> Completion:
-    """An answer of /v1/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
-    """
+    """Parses an answer of /v1/completions. Raises: RetryableError: it is no finished completion."""
     return _completion(raw, _read_text)
 
 
@@ -178,10 +172,8 @@ COMPLETIONS = Way("completions", parse_completion, "completions")
 
 
 def parse_other(raw: bytes) -> Completion:
-    """An answer of any other path.
-
-    Raises:
-        RetryableError: it is no JSON object, or an error.
+    """Parses an answer of any other path. Raises: RetryableError: it is no JSON object, or an
+    error.
     """
     answer = _answer(raw)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
@@ -233,7 +225,7 @@ def _listed(top: object) -> object:
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
-    """The way for this payload, which refuses answers that lack something."""
+    """Returns the way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -416,11 +408,7 @@ def _answer(raw: bytes) -> JsonObject:
 
 
 def read_json(raw: bytes) -> object:
-    """The answer.
-
-    Raises:
-        RetryableError: it is no JSON, or an error.
-    """
+    """Parses an answer. Raises: RetryableError: it is no JSON, or an error."""
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:

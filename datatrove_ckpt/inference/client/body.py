@@ -64,8 +64,8 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Why an answer of so many bytes is refused, or "". The oldest may be as large as a single
-        one: so each comes in turn.
+        """Returns why an answer of so many bytes is refused, or "". The oldest may be as large as a
+        single one: so each comes in turn.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""

@@ -220,7 +220,7 @@ class Outage:
         self._context.run(logger.log, level, f"{self._said}{line}")
 
     def next_line(self) -> float:
-        """Seconds until the next line is due; infinite while requests are answered."""
+        """Returns seconds until the next line is due; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         if self._said_at is None:
@@ -228,7 +228,7 @@ class Outage:
         return _SAY_AGAIN - (self.clock() - self._said_at)
 
     def left(self) -> float:
-        """Seconds until the patience ends; infinite while requests are answered."""
+        """Returns seconds until the patience ends; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         return self.patience - self.seconds
@@ -360,7 +360,7 @@ class ModelServers:
         await _close(target)
 
     def transport(self, target: Target, way: Way) -> Transport:
-        """The connections to a server. They hold the key."""
+        """Returns the connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.config.request_timeout or _DEFAULT_TIMEOUT

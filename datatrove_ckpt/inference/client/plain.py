@@ -597,7 +597,7 @@ class PlainTransport(UnaskedCounter):
         return self.redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
-        """The most recently used connection, so that surplus ones reach their idle limit."""
+        """Returns the most recently used connection, so that surplus ones reach their idle limit."""
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
@@ -663,7 +663,7 @@ class PlainTransport(UnaskedCounter):
 
 
 def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
-    """The head of every request, up to the value of Content-Length.
+    """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
         ValueError: a header value holds a line break or a NUL.

@@ -188,7 +188,7 @@ class Attempt:
         return self._task.cancelling() > self._cancelling + self._cancelled
 
     def end(self) -> None:
-        """After this, ``abort`` does not reach the task."""
+        """Detaches the task, so that ``abort`` does not reach it."""
         if self._handle is not None:
             self._handle.cancel()
         if self._cancelled:
@@ -339,7 +339,7 @@ class Router:
         return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
 
     def take(self, request: Request) -> Target | None:
-        """A target for one attempt, if one is free. Pass it to ``release`` afterwards.
+        """Returns a target for one attempt, if one is free. Pass it to ``release`` afterwards.
 
         Raises:
             ServerDied: no server will be up again.
@@ -391,7 +391,7 @@ class Router:
             sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
-        """The requests in flight there are sent again."""
+        """Sends the target's requests in flight to other targets."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
@@ -402,9 +402,7 @@ class Router:
         return death
 
     def attribute_deaths(self, request: Request) -> None:
-        """This request caused all deaths at which it was in flight: they count against no other
-        request.
-        """
+        """Attributes all deaths during this request to it: they count against no other request."""
         for death in request.deaths:
             death.attributed = True
         for other, future in self._quarantine.clear():
@@ -412,7 +410,7 @@ class Router:
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """No server will be up again: ``acquire`` raises ServerDied."""
+        """Lets ``acquire`` raise ServerDied: no server will be up again."""
         self._failure = cause
         waiting = self._waiting
         self._waiting = []

@@ -33,8 +33,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """The server. ``latency``: seconds each answer takes; ``api_key``: bearer token for requests to
-    /v1.
+    """Makes the server.
+
+    Args:
+        latency: seconds that each answer takes.
+        api_key: bearer token for requests to /v1.
     """
 
     @web.middleware
@@ -105,7 +108,7 @@ _DIMENSIONS = 8
 
 
 def _numbers(text: object, count: int) -> list[float]:
-    """Between 0 and 1, exact as float32; equal for equal texts."""
+    """Returns numbers between 0 and 1, exact as float32 and equal for equal texts."""
     seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
     return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
 

@@ -98,7 +98,7 @@ class ExternalServers:
             await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
-        """What is wrong with the endpoints that do not answer.
+        """Returns what is wrong with the endpoints that do not answer.
 
         Raises:
             ServerRefused: an endpoint refuses the key.
@@ -191,7 +191,7 @@ def _listed(body: bytes) -> list[str] | None:
 
 
 def _with_environment(url: str) -> HiddenUrl:
-    """The URL with each ``${NAME}`` replaced by that environment variable, stripped.
+    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
 
     Raises:
         ConfigError: a variable is not set, or this is no URL.

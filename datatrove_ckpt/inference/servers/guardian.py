@@ -198,7 +198,9 @@ class Guardian:
             self._reap()
 
     def _grace_seconds(self) -> float:
-        """Seconds between SIGTERM and SIGKILL, which change if the runner dies during the wait."""
+        """Returns seconds between SIGTERM and SIGKILL, which change if the runner dies during the
+        wait.
+        """
         if os.getppid() == self._runner:
             return self.stop_timeout
         return min(self.stop_timeout, _ORPHAN_TIMEOUT)

@@ -184,8 +184,8 @@ async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -
 async def _connect(
     config: InferenceConfig, nodes: Nodes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """The connection to the head node. None if the head node never listens: it failed, or has no
-    document left.
+    """Returns the connection to the head node. None if the head node never listens: it failed, or
+    has no document left.
 
     Raises:
         ServerStartFailed: the head node has another link key than this one.

@@ -82,7 +82,7 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """None if the file holds no record."""
+        """Returns None if the file holds no record."""
         try:
             found: JsonObject = json.loads(path.read_bytes())
             return cls(
@@ -181,7 +181,7 @@ _ours: set[int] = set()
 
 
 def own_descriptor(descriptor: int) -> int:
-    """The descriptor, which forks close from now on. Close it with ``close_descriptor``."""
+    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
     _ours.add(descriptor)
     return descriptor
 
@@ -205,10 +205,8 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def runtime_folder(part: str = "") -> Path:
-    """One folder per user and ``part``, private.
-
-    Raises:
-        ConfigError: somebody else has made it.
+    """Returns a private folder per user and ``part``. Raises: ConfigError: another user has made
+    it.
     """
     folder = Path(tempfile.gettempdir()) / (
         f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else "")
@@ -393,7 +391,7 @@ def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[
 
 
 def _lock_folder() -> Path:
-    """One folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
+    """Returns a folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
     return runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
 
 

@@ -108,7 +108,7 @@ class ServerPool:
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """The first error cancels the others, and is raised as it is, not in an exception group."""
+        """Raises the first error itself, not an exception group, and cancels the others."""
         if self._head is not None:
             watch = self._head.watch()
         else:

@@ -33,7 +33,7 @@ async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
 async def request_health(
     url: str, headers: HiddenDict, engine: Engine, seconds: float
 ) -> str | None:
-    """None if the server reports itself healthy, else what is wrong."""
+    """Returns None if the server reports itself healthy, else what is wrong."""
     try:
         status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
     except ExchangeFailed as error:
@@ -88,7 +88,7 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
 async def read_metrics(
     url: str, headers: HiddenDict, engine: Engine, seconds: float
 ) -> Metrics | None:
-    """None if the engine has no metrics, or does not answer in time."""
+    """Returns None if the engine has no metrics, or does not answer in time."""
     if engine.metrics is None:
         return None
     try:

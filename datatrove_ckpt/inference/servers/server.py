@@ -122,7 +122,7 @@ class InferenceServer:
 
     @property
     def headers(self) -> HiddenDict:
-        """A session that held the header would show it to tracebacks."""
+        """The request headers. A session that held them would show them to tracebacks."""
         if self.api_key:
             return self.api_key.headers()
         return HiddenDict()
@@ -157,7 +157,7 @@ class InferenceServer:
         return True
 
     async def _lasting_problem(self) -> str | None:
-        """What is wrong with the server, if anything. On a busy machine one probe may fail."""
+        """Returns what is wrong with the server, if anything. On a busy machine one probe may fail."""
         problem: str | None = None
         for number in range(_HEALTH_TRIES):
             if not self.is_running:
@@ -326,7 +326,7 @@ class InferenceServer:
         return (await self._explained(what, exit_code))[0]
 
     async def watch(self) -> int:
-        """The exit code, once the server died. One that is stopped does not die."""
+        """Returns the exit code once the server died. A stopped server does not die."""
         process = self._process
         if process is None:
             await wait_until_cancelled()
@@ -380,7 +380,7 @@ class InferenceServer:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that no process listens on now.
+    """Returns a port of 127.0.0.1 that no process listens on now.
 
     Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same
     ports.
@@ -509,7 +509,7 @@ class GuardedProcess:
         return code
 
     def request_stop(self) -> None:
-        """SIGTERM, and SIGKILL for what is left after the timeout."""
+        """Sends SIGTERM, and SIGKILL to what is left after the timeout."""
         if self.lifeline is not None:
             close_descriptor(self.lifeline)
             self.lifeline = None
@@ -607,7 +607,9 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
 
 
 def read_log(path: Path, start: int) -> str:
-    """What was written to the log since byte ``start``, or its end; empty if there is no log."""
+    """Returns what was written to the log since byte ``start``, or its end; empty if there is no
+    log.
+    """
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -618,7 +620,9 @@ def read_log(path: Path, start: int) -> str:
 
 
 def last_line(log: str) -> str:
-    """The last line that says something, fit for a terminal; of a progress bar its last state."""
+    """Returns the last line that says something, fit for a terminal; of a progress bar its last
+    state.
+    """
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = "".join(
             part if part.isprintable() else " " for part in _ESCAPE.sub("", line)
@@ -631,7 +635,7 @@ def last_line(log: str) -> str:
 
 
 def redacted_command(argv: tuple[str, ...]) -> str:
-    """The command line, without the values of flags that are named like secrets."""
+    """Returns the command line, without the values of flags that are named like secrets."""
     shown: list[str] = []
     hide_next = False
     for part in argv:

@@ -110,7 +110,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """False if the servers cannot be kept: then the caller must stop them."""
+    """Returns False if the servers cannot be kept: then the caller must stop them."""
     with _state.lock:
         if servers.model in _state.warm or not any(server.is_running for server in servers.servers):
             return False

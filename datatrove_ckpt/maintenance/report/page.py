@@ -255,7 +255,7 @@ def escaped(text: str) -> Markup:
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """A name from outside, kept apart from the direction of the text around it."""
+    """Returns a name from outside, kept apart from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 

@@ -11,9 +11,8 @@ waste, never damage. So no clock and no listing has to be right.
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
     a record        the content of a mark
 
-A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the
-process had no other rank, which may have been the cause. The next owner therefore runs the rank
-alone.
+A process that dies leaves its marks behind. If it had a single rank, which may have been the cause,
+the next owner counts an attempt. The next owner therefore runs the rank alone.
 """
 
 from __future__ import annotations
@@ -143,13 +142,13 @@ class Claims:
     """The claims of this process.
 
     Args:
-        incomplete: lists the ranks that are not complete. Called at each look, and after each beat
-            in a thread.
-        max_attempts: after so many attempts without progress a rank is given up.
+        incomplete: lists the incomplete ranks. Called at each look, and in a thread after each
+            beat.
+        max_attempts: attempts without progress after which a rank is given up.
         alone: this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
-        is_worker: takes ranks in any order, so that not all workers try the same rank; and tries
-            again what another launch gave up.
+        is_worker: takes ranks in any order, so that not all workers try one rank; and retries ranks
+            that another launch gave up.
     """
 
     def __init__(

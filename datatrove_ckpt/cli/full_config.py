@@ -58,7 +58,7 @@ class FullConfig:
 
 
 def _own_arguments(class_path: str) -> set[str]:
-    """Returns the arguments of classes of datatrove or ours: ``text_key`` is no secret by its name."""
+    """Returns the arguments of datatrove's or our class: ``text_key`` is no secret by its name."""
     bases = import_name(class_path, "class_path").__mro__
     known = [
         cls for cls in bases if cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")

@@ -137,7 +137,7 @@ def safe_text(value: object) -> str:
 
 
 def forgotten_await(error: BaseException) -> str:
-    """Returns a hint for an error that a coroutine in the place of its result has caused; else ""."""
+    """Returns a hint for an error that a coroutine in place of its result has caused; else ""."""
     is_told = isinstance(error, AttributeError | TypeError) and "coroutine" in safe_text(error)
     return " (was `await` forgotten, as in `await generate(...)`?)" * is_told
 

@@ -1,11 +1,12 @@
-"""Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
+"""Secrets: which names and values are secret, and values that no log, file, pickle or traceback
+shows.
 
 loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value
 of each name on each line of a traceback. The classes here print ``***``.
 
 One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a
-secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. What
-``is_secret`` finds is hashed in ``run.json``, and old files fit if it never finds less.
+secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. ``run.json``
+holds hashes of what ``is_secret`` finds, so old files fit if it never finds less.
 """
 
 from __future__ import annotations
@@ -214,12 +215,12 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 
 
 def hashed(name: str, value: object) -> str:
-    """Returns the hash that stands for a secret: slow, and another one for each field, so that no
-    list of words breaks it.
+    """Returns the hash that stands for a secret: slow and different for each field, against word
+    lists.
 
-    Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of
-    earlier releases, the slow one, and, where the mirror has a key, the keyed one, which names its
-    key. Only that key is on all nodes.
+    Each kind is made of the kind before, so that old hashes can be compared: the unsalted hash of
+    earlier releases, the slow hash, and, where the mirror has a key, the keyed hash, which names
+    its key. Only that key is on all nodes.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None

@@ -128,7 +128,7 @@ def _command_of_all() -> list[str]:
 
 
 def _command_without(setting: str) -> str:
-    """Returns the command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
+    """Returns the command without a setting's flags: ``--tasks=2``, ``--executor.tasks 2``."""
     kept: list[str] = []
     words = iter(_command_of_all())
     for word in words:

@@ -1,9 +1,8 @@
-"""Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is
-due each minute.
+"""Decides what a rank does, whether it needs attention, and why. Limits are minutes: a line per
+minute is due.
 
-A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file
-systems of a process on another node, cannot be seen: there, a rank runs as long as its history
-grows.
+A running rank has a process that holds its lock. In a mirror's copy, and on some file systems from
+another node, locks cannot be seen: there, a rank runs as long as its history grows.
 """
 
 from __future__ import annotations

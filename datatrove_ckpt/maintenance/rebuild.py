@@ -51,7 +51,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
 
 
 def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """Returns the commits before the first one that does not start where it must, by chunk index."""
+    """Returns the commits before the first misplaced commit, by chunk index."""
     found: dict[int, Commit] = {}
     for commit in whole:
         found.setdefault(commit.chunk_index, commit)

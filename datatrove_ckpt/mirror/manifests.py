@@ -1,5 +1,5 @@
-"""The format of a rank's checkpoint on a remote: objects, and manifests that say which objects make
-a checkpoint.
+"""The format of a rank's checkpoint on a remote: objects, and manifests that name a checkpoint's
+objects.
 
     REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: who writes here; the largest
                                                     number wins
@@ -7,15 +7,15 @@ a checkpoint.
                                                     checksum, written last
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by
                                                     versions
-    REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
+    REMOTE/00000/copies/<nonce>-000034              a second copy of this part
 
 The names of the objects are part of the format, so they keep the older words "claim" and
-"generation". ``nonce`` is that of the owner that wrote the object, so two processes never write one
+"generation". ``nonce`` belongs to the owner that wrote the object, so two processes never write one
 object.
 
-A version is complete if its manifest is intact and so is, of each of its objects, one of the two
-copies. Versions share objects, so with one copy a single bad byte would spoil all the versions that
-are kept. The object store itself makes the second copy, which costs a request and no transfer.
+A version is complete if its manifest and at least one copy of each of its objects are intact.
+Versions share objects, so without a second copy a single bad byte would spoil all versions. The
+object store makes the second copy, which costs a request and no transfer.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def name_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """Returns the schema of a Parquet file; None if it cannot be read, or pyarrow is not installed."""
+    """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
     try:
         import pyarrow.parquet as pq
 

@@ -171,7 +171,7 @@ class _RemoteStream(OutputStream):
             self._remove_copy()
 
     def _remove_copy(self) -> None:
-        """Removes the copy in the temporary folder that the hub's file system keeps after an error."""
+        """Removes the temporary copy that the hub's file system keeps after an error."""
         copy = getattr(self._raw, "temp_file", None)
         if copy is not None:
             Path(copy.name).unlink(missing_ok=True)

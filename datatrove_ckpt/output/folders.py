@@ -135,7 +135,7 @@ def _sample(writer: DiskWriter) -> str:
 
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
-    """Returns the path of ``other`` below the folder; "" if they are one, None if it is elsewhere."""
+    """Returns the path of ``other`` below the folder; "" if they are one, None if it is outside."""
     parent = _path(folder)
     child = _path(other)
     if child == parent:

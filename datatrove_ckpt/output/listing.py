@@ -203,7 +203,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """Returns what all names start with, and whether the folders below are part of the names, too."""
+    """Returns the common start of all names, and whether folders below are part of the names."""
     mark = "\0"
     values = dict.fromkeys(template.get_identifiers(), mark)
     if rank is not None:

@@ -1,12 +1,10 @@
-"""SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document
-its position.
+"""SeekingReader, the base of all readers: it chooses files, resumes, and gives documents positions.
 
-A format implements ``_read``, which reads one file from a place in it. Files, order, ``limit``,
+A format implements ``_read``, which reads a file from a place in it. Files, order, ``limit``,
 ``skip`` and stats are as in datatrove's ``BaseDiskReader.run``.
 
-A step holds plain data only, because datatrove copies and pickles it. One step may run several
-ranks, so a run takes the state that ``load_state_dict`` left, and forgets where the run before it
-ended.
+A step holds plain data only, because datatrove copies and pickles it. A step may run several ranks,
+so a run takes the state that ``load_state_dict`` left, and forgets where the previous run ended.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error
-that names it.
+"""Compressed files as streams of bytes, with errors that name a damaged or cut-off file.
 
 fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several
 frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing end, but their

@@ -1,14 +1,13 @@
-"""An opened dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the
-files.
+"""A dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the files.
 
 A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows
 can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has several, else
 every n-th row.
 
-A place in a shard is the number of the rank's rows before it. A resumed stream leaves out earlier
-shards, earlier row groups of a Parquet shard, and then earlier rows of the tables that the
-dataset's own builder makes, so casts, media and missing columns are as in datatrove's reader.
-``IterableDataset.load_state_dict`` would read the shard of the position from its beginning, also of
+A place in a shard is the number of the rank's rows before it. A resumed stream skips earlier
+shards, earlier row groups of a Parquet shard, and then earlier rows of the tables of the dataset's
+own builder, so casts, media and missing columns are as in datatrove's reader.
+``IterableDataset.load_state_dict`` would read the position's shard from its beginning, also of
 Parquet.
 """
 

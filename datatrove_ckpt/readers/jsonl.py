@@ -1,17 +1,17 @@
-"""JSONL: plain files by byte offset, compressed ones by decompressing what was read without parsing
-it.
+"""JSONL: plain files by byte offset, compressed files by decompressing the read part without
+parsing it.
 
 Files are read as bytes, 1 MiB and the rest of its last line at a time. ``bytes.splitlines`` splits
-as datatrove's text mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. All lines are counted, also
-blank and damaged ones, because the number is the default id.
+as datatrove's text mode does: at ``\\n``, ``\\r\\n`` or a lone ``\\r``. Blank and damaged lines are
+counted, too, because the number is the default id.
 
 A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash
-covers the last line and the file's first 64 kB as far as they come before the position, so what was
-not read yet may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
+covers the last line and the file's first 64 kB as far as they come before the position, so later
+lines may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
 
-No index is used for gzip or zstd: beside the input it would have to be written, found and trusted.
-Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s
-for zstd, while the server starts.
+An index for gzip or zstd would have to be written beside the input, found and trusted. Without it,
+a million documents of 2 kB cost 9 s of CPU for gzip (3 s with ``isal``) and 1 s for zstd, while the
+server starts.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class _Splitter:
         return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit
 
     def end(self, start: int) -> int:
-        """Returns the end of the longest stretch from ``start`` that fits; at least one character."""
+        """Returns the end of the longest fitting stretch from ``start``; at least one character."""
         last = bisect_left(self._starts, start) + self._limit
         end = len(self._text)
         if last < len(self._starts):

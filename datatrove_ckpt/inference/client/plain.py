@@ -597,7 +597,7 @@ class PlainTransport(UnaskedCounter):
         return self.redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
-        """Returns the most recently used connection, so that surplus ones reach their idle limit."""
+        """Returns the most recently used connection, so that spare ones reach their idle limit."""
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()

@@ -157,7 +157,7 @@ class InferenceServer:
         return True
 
     async def _lasting_problem(self) -> str | None:
-        """Returns what is wrong with the server, if anything. On a busy machine one probe may fail."""
+        """Returns what is wrong with the server. On a busy machine one probe may fail."""
         problem: str | None = None
         for number in range(_HEALTH_TRIES):
             if not self.is_running:

@@ -357,6 +357,7 @@ class NotOurs(sqlite3.DatabaseError):
 
 
 def _is_damage(error: BaseException | None) -> bool:
+    """Whether an error means a damaged database, and not a failed disk."""
     code = getattr(error, "sqlite_errorcode", None)
     # The lowest byte is the kind of the error; the others are details.
     return isinstance(error, NotOurs) or (isinstance(code, int) and code & 0xFF in _DAMAGE)

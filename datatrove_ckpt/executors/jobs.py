@@ -623,6 +623,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     @cached_property
     def _settings(self) -> str:
+        """Returns a hash of every setting that affects the output, and of the code."""
         inputs = [
             (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
             for step in self.pipeline

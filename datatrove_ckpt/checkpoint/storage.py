@@ -102,8 +102,8 @@ class StorageThread:
         self._queue.put(function)
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` like ``call`` and returns its result. Blocks, so it is not for the
-        event loop.
+        """Runs ``function`` like ``call`` and returns its result. Blocks, so never on the event
+        loop.
 
         Once the storage thread has ended, no other thread uses its files, and ``function`` runs in
         the calling thread.

@@ -47,8 +47,7 @@ class AsRead(NamedTuple):
 
 
 def as_read(document: Document) -> AsRead:
-    """Encodes any document, and never fails. The bytes are the same for equal documents, in any
-    process.
+    """Encodes any document, and never fails. Equal documents give equal bytes in any process.
 
     A lone surrogate survives. A container that holds itself is cut off where it repeats.
     """

@@ -1,5 +1,4 @@
-"""The user's modules: where they are, what binds their names and changes them, and what differs at
-each start.
+"""The user's modules: their places, what binds and changes their names, what differs at each start.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one
 module.

@@ -122,8 +122,7 @@ class TakenLetters:
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
 
     def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
-        """Returns the letter to write instead of processing the document; None: no retry has it, so
-        process it.
+        """Returns the letter that replaces processing the document; None: no retry has taken it.
 
         Args:
             ordinal: its number in this input; the letter of a retried document overrides it.

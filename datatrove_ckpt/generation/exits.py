@@ -33,11 +33,11 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
 
 @contextmanager
 def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Turns an exit of code that is not ours into an error. A process that the code forked ends
-    with the block.
+    """Turns an exit of foreign code into an error. A process that the code forked ends with the
+    block.
 
     Raises:
-        UnexpectedExit: the code tried to end the process, and no signal asked for that.
+        UnexpectedExit: the code tried to end the process, and no signal requested it.
     """
     pid = os.getpid()
     try:

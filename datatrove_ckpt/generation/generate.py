@@ -1,7 +1,6 @@
-"""One call of a rollout's ``generate``: the answer comes from the request cache, or from the server
-and is then kept.
+"""Runs one call of a rollout's ``generate``: takes the answer from the request cache or a server.
 
-Everything here runs on the event loop of ``scheduler.py``.
+A server's answer is kept. Everything here runs on the event loop of ``scheduler.py``.
 """
 
 from __future__ import annotations
@@ -643,8 +642,10 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns what is kept of an answer. Its fields depend on what the payload asks for, not only
-    on what came: so tables have the same columns whenever the first tool call comes.
+    """Returns what is kept of an answer.
+
+    Its fields depend on the payload's request, not only on the answer: so tables have their columns
+    whenever the first tool call comes.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {

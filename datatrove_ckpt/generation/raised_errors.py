@@ -96,9 +96,10 @@ _RAISED: dict[type, type[_OfServer]] = {
 
 
 class raised_for_scripts:
-    """Raises the subclass of each error that has one here. Tracebacks of our errors show the user's
-    frames only: executors and Python print them after the message, with everything that was in a
-    variable.
+    """Raises the subclass of each error that has a subclass here.
+
+    Tracebacks of our errors show the user's frames only: executors and Python print them after the
+    message, with the values of variables.
     """
 
     def __enter__(self) -> None:

@@ -1,5 +1,4 @@
-"""The user's code that a rank calls: checks the rollout function, and gives it the arguments of
-``shared_context``.
+"""Checks the user's rollout function, and gives it the arguments of ``shared_context``.
 
 A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an
 awaitable.

@@ -128,8 +128,8 @@ os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout
 def end_fork(pid: int, error: BaseException | None = None) -> None:
     """Ends this process if it is a fork of process ``pid``, which called user code.
 
-    The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose
-    traceback is printed.
+    The exit code is the argument of ``sys.exit``, 0 without an error, and 1 for another error,
+    whose traceback is printed.
 
     Args:
         error: what user code raised.

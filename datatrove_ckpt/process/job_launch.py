@@ -1,8 +1,7 @@
-"""What a Hugging Face Job runs: ``uv run job_launch.py FOLDER ZIP``. A file alone: the package is
-in the zip.
+"""Runs in a Hugging Face Job as ``uv run job_launch.py FOLDER ZIP``, without the package.
 
-uv installs nothing from hf://. So the zip of the package comes through fsspec, as the pickled
-executor does.
+uv installs nothing from hf://, so the package's zip comes through fsspec, as the pickled executor
+does.
 """
 
 from __future__ import annotations

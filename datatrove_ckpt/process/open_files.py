@@ -119,8 +119,8 @@ def limits() -> tuple[int, int]:
 def is_caused_by_limit(error: BaseException) -> bool:
     """Whether the error means that no more file could be opened.
 
-    SQLite ("unable to open database file") and the lookup of a host name do not say so. Their
-    errors count if no file can be opened now.
+    Errors of SQLite ("unable to open database file") and of host lookups do not name the cause.
+    They count if no file can be opened now.
     """
     if isinstance(error, OSError) and (error.errno or 0) >= 0:
         return error.errno in _CODES

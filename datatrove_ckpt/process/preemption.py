@@ -120,8 +120,7 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
 
 
 class NoticeWatch:
-    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a
-    request to stop.
+    """Polls for a notice in a thread every few seconds, and at a request to stop, until ``close``.
 
     Args:
         came: called once, in the thread, with the text of the notice.

@@ -499,8 +499,8 @@ def _is_same_terminal(stream: TextIO, fd: int) -> bool:
 
 
 def _move_logging(old: object, new: object) -> None:
-    """Lets loguru's handlers for a stream write to another one, so that log lines are printed above
-    the bar.
+    """Moves loguru's handlers of a stream to another stream, so that log lines appear above the
+    bar.
 
     loguru has no public way to list its handlers. Added again, they would lose their settings.
     """

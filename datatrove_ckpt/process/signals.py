@@ -58,8 +58,7 @@ def may_handle(number: int) -> bool:
 
 
 class Handlers:
-    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main
-    thread.
+    """Handles signals from ``install`` to ``restore``. Does nothing outside the main thread.
 
     In a process that is forked meanwhile, a signal has its usual effect.
 

@@ -42,8 +42,8 @@ def safe_log() -> None:
 
 
 class QuietErrors:
-    """Keeps tracebacks of this package's errors off the terminal, in every process that unpickles
-    this object.
+    """Keeps tracebacks of this package's errors off the terminal, wherever this object is
+    unpickled.
 
     On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed,
     too.

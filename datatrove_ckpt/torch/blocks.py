@@ -190,8 +190,8 @@ class BlockInput:
         )
 
     def _size_in_memory(self) -> int:
-        """Returns the size of rows in memory, in quarters of their size by the files, from a sample
-        of three files.
+        """Returns the size of rows in memory, in quarters of their file size, from a sample of
+        three files.
 
         Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """

@@ -272,8 +272,8 @@ class TrainingCheckpoints:
     # save ----------------------------------------------------------------------------------------
 
     def maybe_save(self, step: int, **what: Any) -> bool:
-        """Saves as ``save`` does if a save is due. Call it after each step. Returns whether it has
-        saved.
+        """Saves if a save is due, and returns whether it did. Call it after each step. See
+        ``save``.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.

@@ -50,10 +50,9 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
 
 
 def check_snapshots(content: object) -> None:
-    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it
-    holds.
+    """Raises CheckpointMismatch if a loader's state is newer than the states of its workers in it.
 
-    Only torchdata's loader can resume there: it drops the batches that it had given since.
+    Only torchdata's loader can resume there: it drops the batches that it has given since.
     """
     for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """All ranks of torch.distributed, or one without it. Each rank makes one, and makes the same
+    """All ranks of torch.distributed, or one rank without it. Each rank makes one, and the same
     calls.
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.

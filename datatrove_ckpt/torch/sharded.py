@@ -1,7 +1,7 @@
-"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and
-whether they are plain.
+"""Inspects states: whether ranks have parts of them (FSDP), and whether they are plain.
 
-``torch.distributed.checkpoint`` (DCP) restores parts on any number of ranks, also without FSDP.
+``torch.distributed.checkpoint`` (DCP) saves such parts as a folder, and restores them on any number
+of ranks, also without FSDP.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns the content of states that are alike in all ranks, and of those of which each rank
-    has a part.
+    """Returns the states that are alike in all ranks, and the states of which each rank has a part.
 
     Raises:
         ConfigError: a state is FSDP1's, which differs with its settings; or the model of an

@@ -118,8 +118,8 @@ _ENDED = 2
 class Shared:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number;
-    None: the process of the training loop.
+    A worker's copy of the dataset would not see later calls. ``worker``: its number; None: the
+    process of the training loop.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,9 @@ _USUAL_HEAD = re.compile(
 
 
 class Response(NamedTuple):
-    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden
-    from tracebacks: a server may quote the key.
+    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
+
+    The body is hidden from tracebacks: a server may quote the key.
 
     Attributes:
         wait: the seconds that an error asks to wait.

@@ -1,8 +1,6 @@
-"""The servers of a process: launched, or running already, for one rank or for several that run at
-once.
+"""The servers of a process, launched or external, for one rank or for several ranks at once.
 
-``ServerHost.lend`` is what a rank calls. What launches servers is imported where servers are
-launched.
+A rank calls ``ServerHost.lend``. The modules that launch servers are imported at a launch.
 """
 
 from __future__ import annotations

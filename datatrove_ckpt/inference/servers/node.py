@@ -367,7 +367,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """All or nothing: two ranks that each keep a part while they wait for the rest could wait
+    """Locks all needed GPUs or none: two ranks that each keep a part could wait for each other
     forever.
 
     One rank at a time: two that lock at once could get every other GPU each, or both find too few.

@@ -1,7 +1,6 @@
 """The servers that one rank launches, or takes over from the rank before (see ``warm.py``).
 
-Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or
-wait.
+Rollouts do not notice a server that is down: its requests go to the other servers, or wait.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class ServerPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Servers run in this block. If it ends without an exception, they may stay for the next
-        rank.
+        """Runs servers in this block. After a good end, they may stay for the next rank.
 
         Yields a function to await: it raises ServerDied once none is left, and none may be
         restarted.

@@ -117,8 +117,8 @@ class History:
         minutes: progress lines, including the last line of each attempt.
         spreads: the last line of each attempt, over all its requests. Read only with minutes.
         servers: events of servers in the newest attempt.
-        window: two progress lines of the newest attempt, at most ``RATE_SECONDS`` apart; None if
-            the attempt has ended.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as lines
+            reach; None if the attempt has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)

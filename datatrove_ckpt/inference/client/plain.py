@@ -10,7 +10,8 @@ pass on the real answer later.
 HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
 rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
 arrive by then, the response is dropped, and from then on no connection carries a second request. A
-response that comes later still is noticed if answers have an ``id``: it equals the id before.
+response that comes later still is noticed if each answer has its own ``id``: it equals the
+response before it.
 
 httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
 responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression

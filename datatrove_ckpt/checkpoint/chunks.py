@@ -1,12 +1,10 @@
-"""Assigns documents to chunks, and decides when a chunk is complete. Memory only; nothing here
-touches a disk.
+"""Assigns documents to chunks, and decides when a chunk is complete. Touches no disk.
 
-A chunk is complete when this process has admitted all its documents and each of them is in its
-journal. That holds for full chunks, for the last chunk of the input, and for chunks that an earlier
-attempt finished without committing.
+A chunk is complete when this process has admitted all its documents and its journal holds each of
+them. An earlier attempt may have finished a chunk without committing it.
 
-One thread has a ``Chunk`` at a time: event loop, storage thread, publisher, storage thread. Each
-sets what it finds out, and hands the chunk on through a queue.
+A ``Chunk`` belongs to one thread at a time: event loop, storage thread, publisher, storage thread.
+Each thread passes the chunk on through a queue.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ class ChunkTracker:
         return ChunkSlot(ordinal, chunk, cached)
 
     def document_finished(self, chunk: Chunk) -> None:
-        """Counts a document that is on its way into its journal."""
         chunk.finished += 1
         self._report_if_complete(chunk)
 

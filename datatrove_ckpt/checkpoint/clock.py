@@ -44,8 +44,6 @@ def unix_seconds() -> float:
 
 
 class RankClock:
-    """Measures this attempt, and adds it to the earlier ones."""
-
     def __init__(self, earlier: Seconds = NO_SECONDS) -> None:
         self._earlier = earlier
         self._started = _monotonic()

@@ -1,11 +1,10 @@
-"""CommitLog: which chunks are done. This file alone decides it; all other files can be rebuilt or
-are for people.
+"""CommitLog decides which chunks are done. All other files can be rebuilt or are for people.
 
-So a commit that is lost is never treated as a chunk that is not done: its output files would be
-taken for strangers, and its documents would be paid for twice. ``ledger`` compares the log with
-what else is known of it.
+A lost commit must not pass for an unfinished chunk: the chunk's output would look like another
+run's, and its documents would be paid for twice. ``ledger`` compares the log with the files that
+promise commits.
 
-Each line is synced before the next one is written, so a crash tears one line at most
+Each line is synced before the next line is written, so a crash tears at most one line
 (``lines.may_be_torn``). Everything else at the end of the log is damage.
 """
 
@@ -95,11 +94,11 @@ class OutputFile:
     Attributes:
         path: below the output folder.
         size: in bytes.
-        xxh128: of its content.
-        hub_hash: the hash by which the hub lists it: SHA-256, or git's hash of a file that is not
-            in LFS. "" elsewhere, in a bucket, and in commits of an earlier release.
-        stamp: a number that changes with the file: of its time of change and inode, or its ETag. As
-            in git's index, only a file with another stamp is read to be compared. 0: not known.
+        xxh128: hash of the content.
+        hub_hash: the hash in the hub's listing: SHA-256, or git's hash of a file outside LFS. "" in
+            a bucket, outside the hub, and in commits of an earlier release.
+        stamp: hash of change time and inode, or of the ETag. As in git's index, a file is read only
+            if its stamp has changed. 0: not known.
     """
 
     path: str
@@ -151,16 +150,13 @@ class DocumentCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def add_retry(self, other: DocumentCounts) -> None:
-        """Adds what a retry did with documents that were read, and dead letters, before."""
         self.add(other)
         self.read -= other.read
         self.dead -= other.read
 
     @property
     def odd_answers(self) -> str:
-        """Sentences, each with a space before it, on no answer at all, and on those cut off or
-        empty.
-        """
+        """Returns sentences, each after a space, about missing, cut-off and empty answers."""
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:
@@ -212,18 +208,17 @@ def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
 
 @dataclass(slots=True)
 class Commit:
-    """One finished chunk. Commits of earlier releases have no ``seconds`` and ``at``, and only
+    """A finished chunk. Commits of earlier releases lack ``seconds`` and ``at``, and have only
     totals of ``work``.
 
     Attributes:
-        position: the reader's state right after the chunk's last document; None if the reader has
-            no state.
+        position: the reader's state right after the chunk's last document; None: it has no state.
         last_input: fingerprint of that document, by which a resumed rank notices another input.
-        dead_letters_size: size of dead_letters.jsonl in bytes, with the dead letters of this chunk.
-        work: what its documents took, as ``WorkStats.to_json`` writes it. It is parsed only to be
-            summed, which takes longer than the rest of the line.
+        dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
+        work: ``WorkStats.to_json``, parsed only to be summed: that takes longer than the other
+            fields.
         seconds: what the rank took until then.
-        at: when, in Unix seconds.
+        at: Unix time in seconds.
     """
 
     chunk_index: int
@@ -377,20 +372,18 @@ def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Se
 
 
 def count_unbroken(commits: Iterable[int]) -> int:
-    """Returns the number of chunks 0, 1, 2, ... up to the first one without a commit."""
     found = set(commits)
     return next(index for index in range(len(found) + 1) if index not in found)
 
 
 def read_last_chunk(path: Path) -> int | None:
-    """Returns the chunk in the file for people; None if there is no such file, or no number in it.
+    """Returns the chunk in the file for people; None without a file, or without a number in it.
 
-    A run writes it after the commit of that chunk is synced. ``repair``, a restored mirror and a
-    new start correct or remove it first. So the chunk that it names was committed, and so were all
-    before it.
+    The file is written after the commit is synced; ``repair``, a restored mirror and a new start
+    correct or remove it first. So that chunk and all before it were committed.
 
     Raises:
-        StorageFailed: it cannot be read.
+        StorageFailed: the file cannot be read.
     """
     text = b""
     with explained("read", path), suppress(FileNotFoundError):

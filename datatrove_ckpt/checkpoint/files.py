@@ -1,9 +1,8 @@
-"""The one place that changes the disk. Everything a checkpoint or a staged output writes goes
-through ``Disk``.
+"""Changes the disk: everything that a checkpoint or a staged output writes goes through ``Disk``.
 
-Each method of ``Disk`` that changes something is one *effect*: it happened or it did not, except
-``write``, of which a crash may leave a prefix. ``testing`` replaces ``files.disk`` to crash before,
-or in the middle of, any effect; this is the project's only seam for crashes on disk.
+Each method of ``Disk`` that changes the disk is one *effect*: it happened or it did not, except
+``write``, which a crash may cut to a prefix. ``testing`` replaces ``files.disk`` to crash before or
+within any effect; this is the only seam for crashes on disk.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
@@ -78,7 +77,6 @@ class Disk:
     # effects -------------------------------------------------------------------------------------
 
     def make_dir(self, path: Path, mode: int = PRIVATE_FOLDER) -> None:
-        """Makes one folder. An existing folder keeps its mode."""
         with explained("make the folder", path):
             path.mkdir(mode, exist_ok=True)
 
@@ -133,7 +131,6 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def remove_dir(self, path: Path) -> None:
-        """Removes the folder if it is there and empty."""
         with suppress(OSError):
             path.rmdir()
 
@@ -259,7 +256,6 @@ class Disk:
         return fd
 
     def forget(self, path: Path) -> None:
-        """Closes the descriptor that ``append`` keeps."""
         with self._appending:
             fd = self._open.pop(path, None)
             if fd is not None:
@@ -342,8 +338,8 @@ class HashedFile(io.RawIOBase):
 
 
 def _release_in_child() -> None:
-    """A forked child (of the user's process pool) inherits the lock, and would hold it after this
-    process has ended.
+    """Closes a forked child's copy of the lock, which would hold the lock after this process has
+    ended.
     """
     for lock in list(_held):
         os.close(lock._fd)
@@ -415,7 +411,7 @@ def name_holder(holder: dict[str, object]) -> str:
 
 
 def this_process() -> dict[str, object]:
-    """Host and pid; of a worker also the pid of the ``command`` that started it."""
+    """Returns host and pid; of a worker also the pid of the ``command`` that started it."""
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None
     return {
@@ -426,14 +422,13 @@ def this_process() -> dict[str, object]:
 
 
 class Lock:
-    """An exclusive lock on a rank's folder. The process holds it until ``release``, or until it
-    ends in any way.
+    """An exclusive lock on a rank's folder, held until ``release`` or the end of the process.
 
-    ``works`` is False on a file system without locks, where only the fence (``identity``) keeps two
-    processes apart.
+    ``works`` is False on a file system without locks; there the fence (``identity``) alone
+    separates two processes.
 
     Raises:
-        CheckpointLocked: another process holds it; the message names its host and pid.
+        CheckpointLocked: another process holds the lock; the message names its host and pid.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,13 +1,9 @@
-"""HistoryLog: appends to ``history.jsonl`` of one rank, and bounds its size. The storage thread
-alone uses it.
+"""HistoryLog appends to ``history.jsonl`` of one rank, and bounds its size.
 
-A line is one write, so a kill tears the last line at most, which the next attempt cuts off. Readers
-skip other damaged lines, which go when the log is thinned.
-
-When the log would grow beyond ``MAX_BYTES``, it is replaced by a copy with fewer progress lines:
-the older, the fewer, and never without the first and the last one of an attempt. So a week of
-minute lines stays below a megabyte, and so does a year. If starts and ends alone are too many, the
-oldest lines go.
+A line is one write, so a kill tears at most the last line, which the next attempt cuts off. Readers
+skip other damaged lines. Beyond ``MAX_BYTES`` the log is replaced by a copy with fewer progress
+lines: fewer of older hours, but always the first and the last line of an attempt. If starts and
+ends alone are too many, the oldest lines are removed.
 """
 
 from __future__ import annotations
@@ -42,16 +38,16 @@ _FACTORS = [2**power for power in range(11)]
 
 
 class HistoryLog:
-    """``history.jsonl`` of one rank. Opening it cuts off a torn tail.
+    """``history.jsonl`` of one rank, for the storage thread alone. Opening it cuts off a torn tail.
 
     Args:
         attempt: number of this process's attempt.
 
     Attributes:
-        earlier, position, skipped: of the last progress line that was there.
+        earlier, position, skipped: of the last progress line in the file.
         unsynced: whether power loss may cost a line.
-        generation: how often the file was replaced. It grows before the replacement, so a reader
-            that opens the file and then finds the same number has the file of that number.
+        generation: number of replacements. It grows before a replacement, so a reader that opens
+            the file and then finds an equal number has the matching file.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -134,8 +130,8 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
-    """Indices of the lines that stay: events, and of each attempt its first and last progress and
-    last histograms.
+    """Returns indices of the lines that stay: events, and of each attempt its first and last
+    progress and last histograms.
     """
     fixed: set[int] = set()
     first: dict[int, int] = {}

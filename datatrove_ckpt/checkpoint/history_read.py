@@ -1,8 +1,7 @@
-"""Reads ``history.jsonl``: attempts, what happened to servers, and as many of the minutes as are
-needed.
+"""Reads ``history.jsonl``: attempts, server events, and as many minutes as are needed.
 
-``status`` needs the last minutes, and ``report`` an even share of all of them. A minute line takes
-longer to parse than all else that is read of a rank, so the others are not parsed.
+``status`` needs the last minutes, and ``report`` an even share of all minutes. The other minute
+lines are not parsed: parsing them would take longer than reading the rest of the rank.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
 
 @dataclass(slots=True)
 class AttemptSummary:
-    """One start of a rank until its end.
+    """An attempt, from the start of a rank to its end.
 
     Attributes:
         number: from 1.
         started, last_seen: times of its first and last line.
         ended: time of its end line; None: it still runs, or was killed.
-        why: "done", "stopped", "error", or "" if there is no end line.
+        why: "done", "stopped", "error", or "" without an end line.
         what: what stopped it, or the error.
         without_a_word: it ended without an end line.
-        in_flight: requests in flight at its last line; None: it was killed before that one.
+        in_flight: requests in flight at its last progress line; None: there is no progress line.
         own: the documents that it finished until its last line.
     """
 
@@ -111,15 +110,15 @@ class Rates:
 
 @dataclass(slots=True)
 class History:
-    """A rank's history, as far as it was parsed.
+    """The parsed part of a rank's history.
 
     Attributes:
         attempts: by ascending numbers.
-        minutes: progress lines, the last one of each attempt among them.
-        spreads: the last line of each attempt, which has all of its requests. Only with minutes.
-        servers: what happened to servers in the newest attempt.
-        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as there
-            are lines. None if it has ended.
+        minutes: progress lines, including the last line of each attempt.
+        spreads: the last line of each attempt, over all its requests. Read only with minutes.
+        servers: events of servers in the newest attempt.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as lines
+            reach; None if the attempt has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
@@ -220,9 +219,6 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
 
 def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    """Returns the last line of the attempt, and the line ``RATE_SECONDS`` before it, or the first
-    one.
-    """
     oldest = b""
     for line in reversed(minutes):
         head = _HEAD.match(line, BODY_AT)

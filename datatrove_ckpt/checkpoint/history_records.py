@@ -1,11 +1,8 @@
-"""The records in ``history.jsonl``: what the attempts of a rank did, and when, one line per event.
+"""The records of ``history.jsonl``: what the attempts of a rank did, one line per event.
 
-For people, ``status`` and ``report``. Recovery does not need it, so damage costs the line and never
-the run.
-
-Each line has a checksum (``lines``) and is a JSON object with the keys "k", the kind of the line,
-"at", Unix seconds, and "n", the number of the attempt, from 1: the owner's fence in ``run.json``,
-which also counts starts that left no line here.
+Recovery does not read them, so damage costs a line and never the run. Each line has a checksum
+(``lines``) and is a JSON object with the keys "k" (kind), "at" (Unix seconds) and "n" (number of
+the attempt, from 1: the owner's fence in ``run.json``, which also counts starts without a line).
 
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our
@@ -15,8 +12,7 @@ which also counts starts that left no line here.
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
-Readers ignore keys and kinds of later releases. The log is bounded (``history_log``): of older
-attempts and hours, some lines are left out.
+Readers ignore keys and kinds of later releases.
 """
 
 from __future__ import annotations
@@ -134,18 +130,18 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class WorkCounts:
-    """What attempts did. Unlike the counts of documents, this does not survive a kill: the last
-    minute is not here.
+    """What attempts did. A kill loses the last minute of these counts, unlike the counts of
+    documents.
 
     Attributes:
         requests: requests that a server answered.
-        failed: requests without an answer at the end: rejected, or given up.
+        failed: requests that ended without an answer.
         cached: requests that were answered from the request cache.
         sent: attempts of requests that were sent to a server.
-        retries: of these, those that failed and whose request was sent again.
-        resent: of these, those that were lost with their server and whose request was sent again.
+        retries: attempts that failed and whose request was sent again.
+        resent: attempts that were lost with their server and whose request was sent again.
         restarts: of servers.
-        errors: failed attempts of requests, by kind, such as "timeout", "connection" or "HTTP 503".
+        errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503".
     """
 
     documents: int = 0
@@ -283,26 +279,23 @@ class ServerEvent(_Record):
 
 @dataclass(slots=True, kw_only=True)
 class Progress(_Record):
-    """Where the rank stands: written at the start of an attempt, after ten seconds, each minute,
-    and at its end.
+    """Where the rank stands: written at an attempt's start, after ten seconds, each minute, and at
+    its end.
 
     Attributes:
-        seconds: of all attempts up to now ("s").
-        documents: all finished documents, in commits and journals of all attempts, with their
-            requests and tokens, answers from the cache included ("d"). Exact, however many attempts
-            were killed.
-        chunks: committed, over all attempts ("c").
-        total: what all attempts did ("all" and "err"), without the last minute of those that were
-            killed.
+        seconds: of all attempts ("s").
+        documents: finished documents in commits and journals of all attempts, with their requests
+            and tokens, cached answers included ("d"). Exact after any kills.
+        chunks: committed chunks of all attempts ("c").
+        total: what all attempts did ("all" and "err"), without the last minute of killed attempts.
         own: what this attempt did ("own" and "own_err").
-        in_flight: requests that a server has now ("q", with the next two).
+        in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents.
-        wait: for answers, now ("w").
-        silence: of the servers, until now ("out").
+        wait: for answers ("w").
+        silence: of the servers ("out").
         position: how much of the input is done ("pos").
-        skipped: lines of the input that were read in all attempts, and were no documents ("skip",
-            if there are any).
+        skipped: lines of the input, over all attempts, that were no documents ("skip", if any).
     """
 
     KIND = "progress"
@@ -473,7 +466,6 @@ def parse_line(line: bytes) -> Record | None:
 
 
 def is_progress_line(line: bytes) -> bool:
-    """Whether a line seems to hold ``Progress``; without parsing it."""
     return line.startswith(_PROGRESS, BODY_AT)
 
 

@@ -1,24 +1,19 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. Where another release has
-described the user's code in another way, all but the code is compared, and the code from the next
-start on. ``run.json`` is replaced atomically, so a crash leaves either description, and both are
-accepted.
+The identity is a flat dict of plain JSON values, which the caller makes. If another release
+describes the user's code in another way, the code is not compared before the next start.
+``run.json`` is replaced atomically, so a crash leaves either description, and both are accepted.
+Secrets are compared as hashes, because earlier releases wrote some of them in plain text.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
-that finds another owner in the file stops before its next write. Locks (``files.Lock``) keep a
-second process from starting. The fence covers the cases that locks do not: file systems without
-locks, and clusters that give a lost node's job to another node while the old process still runs.
-Between a check of the fence and the write that follows, there are microseconds in which both
-processes may write; each writes whole, valid lines and files.
+that finds another owner in the file stops before its next write. The fence serves where locks
+(``files.Lock``) do not: on file systems without locks, and in clusters that give a lost node's job
+to another node while the old process runs. In the microseconds between a check of the fence and the
+write, both processes may write; each writes whole, valid lines and files.
 
-Secrets in the user's fields are replaced by their hashes, both in what is written and in what is
-read: earlier releases wrote some as they were, and such a file still describes the same run.
-
-An owner also lists, by their nonces, the earlier owners whose work this folder holds: all of it
-(null), or up to the version of a mirror that the folder was restored from (a number; see
-``mirror/restore.py``). And it names the number of commits that it found, by which the next owner
-notices that some are lost.
+An owner lists the nonces of earlier owners whose work this folder holds: all of it (null), or up to
+the version of a mirror from which the folder was restored (see ``mirror/restore.py``). It also
+keeps the number of commits that it found, by which the next owner notices lost commits.
 """
 
 from __future__ import annotations
@@ -90,8 +85,6 @@ def decides(name: str) -> bool:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes a run this run and no other."""
-
     fields: Json
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
@@ -103,7 +96,6 @@ class RunIdentity:
 
     @property
     def digest(self) -> str:
-        """Equal for two runs with the same fields."""
         return str(xxhash.xxh3_64_hexdigest(comparable("", self.kept)))
 
 
@@ -186,16 +178,15 @@ def settings_in(content: Json) -> Json:
 def check_format(
     where: object, content: object, known: int = FORMAT, written_by: object = None
 ) -> None:
-    """Checks that this version can go on with what another one wrote. Anything without a number
-    passes.
+    """Checks that this version can continue what another version wrote. No number passes.
 
     Args:
         where: the file, for the message.
-        known: the newest format of such files.
-        written_by: the version that wrote it, if ``content`` does not say.
+        known: the newest known format of such files.
+        written_by: the version that wrote the file, if ``content`` does not name it.
 
     Raises:
-        VersionMismatch: it is of a newer version, or of one that is too old.
+        VersionMismatch: the format is newer, or too old.
     """
     if isinstance(content, dict):
         number = content.get(FORMAT_KEY)
@@ -350,12 +341,11 @@ class Fence:
 
 
 class RunClaim:
-    """A run's claim on a rank's folder. The identity fits the folder; ``take`` makes this process
-    the owner.
+    """A run's claim on a rank's folder whose identity fits; ``take`` makes this process the owner.
 
     Args:
         accept_changes: record a different identity, with the time, instead of refusing it. A folder
-            in which no work was kept takes any identity.
+            without any work takes any identity.
 
     Raises:
         CheckpointMismatch: the checkpoint belongs to another run; the message names each field with
@@ -532,7 +522,6 @@ def describe_alike(old: Json, new: Json) -> bool:
 
 
 def without_code(fields: Json) -> Json:
-    """Returns the fields that mean the same in every version."""
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
@@ -551,7 +540,6 @@ def refusal(what: str, changes: Sequence[Change], *way_out: object) -> Checkpoin
 
 
 def _lines(change: Change) -> list[str]:
-    """A field with both values; of two mappings, the values that differ."""
     field, old, new = change[:3]
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
@@ -630,7 +618,6 @@ _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see re
 
 
 def comparable(name: str, value: object) -> bytes:
-    """Returns equal bytes for two values of this setting that are the same."""
     return orjson.dumps(_plain(name, value))
 
 

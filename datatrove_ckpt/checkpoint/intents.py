@@ -1,13 +1,12 @@
 """Intents: what a rank is about to publish, on its disk before any of it appears in the output
 folder.
 
-A file that stands where a rank publishes is replaced only if its content is named here: then an
-earlier attempt of this rank published it. A chunk that is written again, by another version of zlib
-perhaps, has other bytes. Any other content belongs to another job, and stays.
+A rank replaces an existing file only if an intent names its content: then an earlier attempt
+published it. A rewritten chunk may have other bytes (another zlib). Other content belongs to
+another job, and stays.
 
-A rank without this file may have published anything: an earlier release began it, it came from a
-mirror, or ``repair`` rebuilt its commits. Then ``ChunkOutput.prepare`` takes the files under the
-rank's names for its own, once.
+Without this file (an earlier release, a mirror, or commits that ``repair`` rebuilt) a rank may have
+published any content. Then ``ChunkOutput.prepare`` once accepts all files under the rank's names.
 """
 
 from __future__ import annotations

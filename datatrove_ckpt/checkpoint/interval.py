@@ -1,16 +1,15 @@
-"""Seconds between two saves: a number that the user sets, or "auto", which keeps saving at a set
-share of the time.
+"""Seconds between two saves: a number, or "auto", which spends a set share of the time on saving.
 
 No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
 another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
 
     interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-The mean keeps the share even if one save in a hundred takes a second. Several saves count, because
-a single slow one would stretch the next interval, and so the possible loss, to the maximum.
+The mean keeps the share even if one save in a hundred takes a second. After a single slow save
+alone, the interval, and so the possible loss, would grow to the maximum.
 
-``young``, ``daly`` and ``efficiency`` also know that everything that is not saved gets lost every M
-seconds on average (the MTBF). A save takes C seconds, in which the work stops, and a restart R.
+``young``, ``daly`` and ``efficiency`` also know the MTBF: the mean of M seconds between two losses
+of all unsaved work. A save stops the work for C seconds, and a restart takes R seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RECENT = 5
 
 
 def young(save_cost: float, mtbf: float) -> float:
-    """The best seconds of work between two saves, to first order: sqrt(2CM).
+    """Returns the best seconds of work between two saves, to first order: sqrt(2CM).
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
@@ -37,8 +36,8 @@ def young(save_cost: float, mtbf: float) -> float:
 
 
 def daly(save_cost: float, mtbf: float) -> float:
-    """The best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M if C >=
-    2M.
+    """Returns the best seconds to a higher order: sqrt(2CM) * (1 + sqrt(C/2M)/3 + C/18M) - C, or M
+    if C >= 2M.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS
     22(3), 2006.

@@ -1,14 +1,13 @@
 """``job.json``: the identity that all ranks of a job share.
 
-The ranks' ``run.json`` files are the truth. ``job.json`` says that they were compared with each
-other, so that a rank that starts reads one file, and not those of a thousand other ranks. A rank
-that finds none, or one that differs, takes ``job.lock``, compares itself with all other ranks,
-replaces ``job.json``, and keeps the lock until its own ``run.json`` is written. A crash on the way
-leaves a ``job.json`` that no rank has used yet: the next rank that differs from it looks at the
-other ranks again.
+The ranks' ``run.json`` files are the truth. ``job.json`` records that they were compared, so that a
+starting rank reads one file instead of a thousand. A rank that finds no ``job.json``, or a
+different one, takes ``job.lock``, compares itself with all other ranks, replaces ``job.json``, and
+keeps the lock until its own ``run.json`` is written. After a crash in between, the next rank that
+differs from ``job.json`` compares again.
 
-A rank takes part in the comparison if it holds work, or if the process that wrote its ``run.json``
-still has its lock.
+A rank is compared if it holds work, or if the process that wrote its ``run.json`` still has its
+lock.
 """
 
 from __future__ import annotations
@@ -101,13 +100,12 @@ def join_job(
     accept_changes: bool,
     check_output: Callable[[], None],
 ) -> Iterator[None]:
-    """Compares a rank that starts with the other ranks of its job. Inside the block, the rank
-    writes ``run.json``.
+    """Compares a starting rank with the other ranks of its job. The block writes ``run.json``.
 
     Args:
         root: ``checkpoints_local_dir``.
-        check_output: called before ``job.json`` names another output folder; an error of it refuses
-            the rank.
+        check_output: called before ``job.json`` names another output folder; its error refuses the
+            rank.
 
     Raises:
         CheckpointMismatch: another rank belongs to another run; the message names each field with
@@ -190,7 +188,6 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
 
 
 def name_tasks(ranks: list[int]) -> str:
-    """Names ranks in a message, the first few by number: "tasks 0, 1"."""
     noun = "task" if len(ranks) == 1 else "tasks"
     shown = f"{noun} {', '.join(map(str, ranks[:5]))}"
     if len(ranks) <= 5:
@@ -199,7 +196,6 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def tasks_of(root: Path) -> int:
-    """Returns the number of tasks of a run that has begun; 0 if no readable file names it."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
@@ -221,7 +217,7 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """``job.json`` agrees, also about code and place, and need not be written again without a
+    """Whether ``job.json`` agrees, also about code and place, and needs no rewrite without a
     secret.
     """
     if (path := root / JOB).exists():
@@ -320,10 +316,6 @@ def compare_kept(
 
 
 def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    """Field, old and new value of what the user has accepted.
-
-    It holds for all ranks that were finished then.
-    """
     changes = [change for content in kept for change in content.get("accepted_changes", [])]
     return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 

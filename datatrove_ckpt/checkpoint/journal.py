@@ -2,13 +2,11 @@
 finished.
 
 A document is finished once its line is written. The journal keeps the offset and length of each
-ordinal's line (12 bytes per document, so a chunk of 100,000 documents costs about a megabyte), and
-reads the lines back in input order.
+ordinal's line (12 bytes per document), and reads the lines back in input order.
 
-It reads a megabyte at a time because of the event loop. A thread that reads one line after another
-releases the GIL for a moment at each read, and takes it again before a waiting thread is awake. It
-never holds the GIL for the 5 ms after which Python would switch threads: an event loop was seen to
-wait for 50 ms.
+It reads a megabyte at a time for the event loop's sake. A thread that reads single lines releases
+the GIL for a moment at each read, but never holds it for the 5 ms after which Python switches
+threads: an event loop waited for 50 ms.
 """
 
 from __future__ import annotations
@@ -76,18 +74,17 @@ Count: TypeAlias = Callable[[list[Took]], None]
 
 @dataclass(slots=True)
 class Finished:
-    """A finished document. Lines of earlier releases have no ``work`` and no ``ends``.
+    """A finished document. Lines of earlier releases lack ``work`` and ``ends``.
 
     Attributes:
         fingerprint: hash of the document as it was read.
         document: JSON of the document as it will be written; of the dead letter for "dead";
             ``null`` for "dropped".
-        requests, prompt_tokens, completion_tokens: totals of its rollouts, answers from the cache
-            included.
-        work: of each rollout and request. None, too, if there was one rollout with at most one
-            request, which was answered, and its result was kept unless the document is dropped.
-        seconds: what the rank took until the line was written, if the line says it.
-        ends: number of its answers, of those that were cut off, and of empty ones.
+        requests, prompt_tokens, completion_tokens: totals of its rollouts, with cached answers.
+        work: of each rollout and request. Also None for one rollout with at most one answered
+            request whose result was kept unless the document is dropped.
+        seconds: what the rank took until the line was written, if known.
+        ends: numbers of its answers, of truncated answers, and of empty answers.
     """
 
     ordinal: int
@@ -166,13 +163,13 @@ class Finished:
 def read_finished(
     path: Path, known: dict[int, str], first_ordinal: int = 0, end: int | None = None
 ) -> Iterator[tuple[Line, Finished | None]]:
-    """Yields the journal's whole lines with their documents. A document that comes again is None.
+    """Yields the journal's whole lines with their documents; None for a repeated document.
 
-    A process that was fenced off may have finished the document as well: the first line counts.
+    A fenced-off process may have finished the document as well: the first line counts.
 
     Args:
         known: gets the fingerprint of each document, by ordinal.
-        first_ordinal, end: the ordinals that belong there.
+        first_ordinal, end: the chunk's range of ordinals.
 
     Raises:
         CheckpointCorrupt: a line that no crash can leave, or that belongs to another chunk.
@@ -204,8 +201,7 @@ def read_finished(
 
 
 class ChunkJournal:
-    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends to it. It is read once it
-    is complete.
+    """``chunk_00007.jsonl`` of one rank. Only the storage thread appends; it is read once complete.
 
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an

@@ -113,7 +113,6 @@ def journal_name(chunk_index: int) -> str:
 
 
 def is_journal(name: str) -> bool:
-    """Whether a run could have given a journal this name."""
     match = _JOURNAL.fullmatch(name)
     return match is not None and name == journal_name(int(match[1]))
 
@@ -180,7 +179,6 @@ def retry_folders(root: Path) -> list[Path]:
 
 
 def retry_number(name: str) -> int | None:
-    """Returns the number of a retry from the name of its folder; None if it is no such name."""
     match = _RETRY.fullmatch(name)
     if match:
         return int(match[1])

@@ -1,13 +1,8 @@
 """RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
 
-The order of the reads makes it safe beside a run: which files are there, run.json, shard.json and
-last_chunk, the history, the journals, and the commits last. A run adds commits meanwhile, so what
-was read before them proves less, and nothing wrong. A chunk that is committed meanwhile has left
-its journal, and is counted as committed.
-
-``CHECKPOINTS/retry-00001`` and the like are checkpoints of their own, for retries of dead letters.
-Their output goes to the same folder. ``RankLedger.root`` names the retry that a rank belongs to; ""
-is CHECKPOINTS itself.
+docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
+are checkpoints of retries of dead letters, with a shared output folder. ``RankLedger.root`` names
+the rank's retry; "" is CHECKPOINTS itself.
 
 Ledgers are small without their commits, and are dropped after use: there may be ten thousand ranks.
 """
@@ -118,20 +113,18 @@ class Limits:
 
 @dataclass(slots=True)
 class RankLedger:
-    """One rank. Of a damaged one only its folder is known, its holder, and ``run`` if that can be
-    read.
+    """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
 
     Attributes:
         run: the content of ``run.json``; without ``Want.SETTINGS`` only the owner.
         holder: host and pid of the process that works on this rank now.
-        is_finished: it has neither lock file, nor request cache, nor journal: a run removes them
-            when all documents are committed. ``repair`` leaves the lock file in place, which marks
-            the rank as unfinished.
-        expected: what other files say about the commits.
+        is_finished: there is no lock file, request cache or journal: a run removes them at its end.
+            ``repair`` leaves the lock file, which marks the rank as unfinished.
+        expected: what other files promise about the commits.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
         commits: by chunk index, in the order in which they were written.
-        causes: of dead letters, with how often each occurs.
+        causes: of dead letters, with their numbers.
         written: when a run last wrote its files, in Unix seconds, if that may matter.
         damage: why a run would refuse the folder.
     """
@@ -242,7 +235,6 @@ class RankLedger:
 
     @property
     def unfinished(self) -> DocumentCounts:
-        """The documents in journals of chunks that are not committed."""
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
@@ -278,7 +270,6 @@ class RankLedger:
 
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
-    """Names a rank or a chunk for people: "retry-00001, rank 3, chunk 7"."""
     parts = [root] if root else []
     parts += [f"rank {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
@@ -356,9 +347,9 @@ class JobSums:
     """Sums over the ranks of a job and their retries: each document counts once.
 
     Attributes:
-        committed: what each rank and each retry has committed, with the rank's number.
+        committed: commits of each rank and each retry, with the rank's number.
         retried: the commits of retries, if commits were read.
-        numbers: of all of them together; those of requests only if histories were read.
+        numbers: the sums of all; of requests only if histories were read.
     """
 
     ranks: int = 0
@@ -372,7 +363,6 @@ class JobSums:
         return sum_delivered(self.committed)
 
     def add(self, rank: RankLedger) -> None:
-        """Adds a rank, or a retry of a rank that was added."""
         self.ranks += not rank.root
         self.committed.append((rank.number, rank.sums.counts))
         self.retried += rank.commits.values() if rank.root else ()
@@ -451,11 +441,6 @@ class _Listing:
             raise
 
     def check(self) -> None:
-        """Finds the journals.
-
-        Raises:
-            CheckpointCorrupt: see ``check_files``.
-        """
         for name, entry in self.entries.items():
             is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
             if (is_journals and not is_journal(name)) or (
@@ -467,7 +452,6 @@ class _Listing:
         self.journals.sort()
 
     def _refuse(self) -> None:
-        """Raises, unless what was there has just gone."""
         check_files(self._path, last_chunk_of(self._path))
 
     @property
@@ -618,14 +602,12 @@ _START_OVER = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What the other files say about a rank's commits. To be read before the commits, to which a
-    run adds meanwhile.
+    """What other files promise about a rank's commits. Read it first: a run adds commits meanwhile.
 
     Attributes:
         known: number of commits when the rank's last owner started.
         last: the chunk up to which all were committed; None: no file names it.
-        documents: number of documents of a finished rank; None: no file names it, or the rank is
-            not finished.
+        documents: number of documents of a finished rank; None: unfinished, or no file names it.
     """
 
     folder: Path

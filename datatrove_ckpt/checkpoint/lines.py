@@ -1,12 +1,10 @@
 """Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
 
-A crash tears what was written last: the end of a file may be a part of a line or, after power loss,
-any bytes. So bad bytes at the end of a file are a torn tail, which the next attempt cuts off before
-it appends anything. A bad line with a good line after it is damage that no crash explains.
+A crash tears the last write: bad bytes at the end of a file are a torn tail, which the next attempt
+cuts off before it appends. A bad line with a good line after it is damage that no crash explains.
 
-A kill leaves a prefix of a line, which has no line break. Power loss may also lose any block of a
-line, which then reads as zero bytes (``may_be_torn``). ``commits`` is stricter with these than
-``read_lines``.
+A kill leaves a prefix without a line break. Power loss may also replace any block of a line by NUL
+bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``.
 """
 
 from __future__ import annotations
@@ -101,7 +99,9 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
 
 
 def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """SQLite names other causes for it: a database that is only readable, or an I/O error."""
+    """Whether the file was removed: SQLite then names other causes, a read-only database or an I/O
+    error.
+    """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOENT, errno.ESTALE)
     return not Path(path).parent.exists()
@@ -172,7 +172,6 @@ def may_be_torn(raw: bytes) -> bool:
 
 
 def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
-    """Yields number, bytes and content of each line, None for a bad one."""
     with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
         offset = 0
         for number, raw in enumerate(file, 1):
@@ -201,7 +200,6 @@ def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
 
 
 def whole_lines(data: bytes) -> list[bytes]:
-    """Splits into lines, each with its line break, without a torn one at the end."""
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         return lines[:-1]
@@ -255,7 +253,7 @@ def sealed_shard(content: Json) -> bytes:
 
 
 def read_shard(path: Path) -> Json:
-    """The content of ``shard.json``; empty if there is none.
+    """Returns the content of ``shard.json``; empty if there is none.
 
     Raises:
         CheckpointCorrupt: it is damaged, or holds something else.

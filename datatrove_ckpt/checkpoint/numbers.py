@@ -34,17 +34,15 @@ class RunNumbers:
 
     Attributes:
         counts, chunks, files: what is committed.
-        unfinished: the documents in journals of chunks that are not committed, by
-            ``unfinished_chunks``.
-        exact: whether ``unfinished`` was counted; else it is as old as the last line of the
-            history.
-        work: what all attempts did, as of the last line of the history.
-        lost_in_flight: requests in flight at the last line of attempts that were killed: they are
-            sent again, and their answers may have been paid for.
-        number_of_attempts: all of them.
-        killed: of these, those that have no end line.
-        seconds: what the attempts took; of several ranks, their sum.
-        in_flight, waiting: requests at the last line, while it runs.
+        unfinished: the documents in journals of uncommitted chunks, by ``unfinished_chunks``.
+        exact: ``unfinished`` was counted; else it is as old as the history's last line.
+        work: what all attempts did, as of the history's last line.
+        lost_in_flight: requests in flight at the last line of killed attempts: they are sent again,
+            and may have been paid for.
+        number_of_attempts: all attempts.
+        killed: attempts without an end line.
+        seconds: sum over the attempts of all ranks.
+        in_flight, waiting: requests at the last line, while the rank runs.
         skipped: lines of the input that were no documents.
         dead_letters: by cause; no more than were read.
     """

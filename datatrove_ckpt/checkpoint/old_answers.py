@@ -1,17 +1,14 @@
-"""Opens the answers of an old run, so that equal requests are not paid again: the setting
-``answers_from``.
+"""Opens the answers of an old run, so that equal requests are not paid again (``answers_from``).
 
-The new run has another prompt or rollout, and reads the same input. An answer is used if the
-document has the same ordinal in the same rank, and the rollout's index and the final payload
-(model, prompt, parameters) are equal. Nothing else of the old run is used. Permanent errors are
-left out, because the change may correct them. A commit deletes its answers, unless the old run had
-``keep_answers``.
+The new run has another prompt or rollout, and reads the old run's input. An answer is used if
+document ordinal, rank, index of the rollout and final payload (model, prompt, parameters) are
+equal. Permanent errors are not used, because the change may correct them. A commit deletes its
+answers, unless the old run had ``keep_answers``.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
 only read. A document that needs an answer moves its old answers to the rank's own request cache
-(``RankFiles.answers``). The rejected alternative copies all of them at the start: answers of
-documents beyond a shorter input would look as if the input had shrunk, and a mirror would upload
-them.
+(``RankFiles.answers``). Copying all of them there was rejected: answers of documents beyond a
+shorter input would look as if the input had shrunk, and a mirror would upload them.
 """
 
 from __future__ import annotations
@@ -54,15 +51,13 @@ _ROWS_AT_ONCE = 1000
 
 
 def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCache | None:
-    """Returns a copy of the answers that an old run has for this rank; None if it has none that can
-    be used.
+    """Returns a copy of an old run's answers for this rank; None if it has no usable answers.
 
     Args:
         root: the old run's ``checkpoints_local_dir``, or its run folder.
 
     Raises:
-        ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or its answers cannot be
-            used.
+        ConfigError, CheckpointMismatch: ``root`` holds no checkpoint, or no usable answers.
         CheckpointLocked: a process works on this rank of the old run.
         CheckpointCorrupt, StorageFailed: the old rank cannot be read.
     """

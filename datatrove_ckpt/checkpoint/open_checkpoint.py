@@ -150,12 +150,12 @@ class OpenCheckpoint:
     # documents and answers -----------------------------------------------------------------------
 
     def admit(self, fingerprint: str, position: PositionGetter = no_position) -> ChunkSlot | None:
-        """Returns the slot of the next document of the input; None if the document is done already.
+        """Returns the slot of the next document of the input; None if the document is done.
 
         Args:
             fingerprint: hash of the document.
-            position: returns the reader's state right after the document. Called for the last
-                document of a chunk, when the chunk is committed, in the storage thread.
+            position: returns the reader's state right after the document. The storage thread calls
+                it for a chunk's last document, at the commit.
 
         Raises:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
@@ -246,7 +246,6 @@ class OpenCheckpoint:
 
     @property
     def all_committed(self) -> bool:
-        """After ``end_of_input``: whether all chunks are committed."""
         return self._chunks.all_complete and not self.publishing
 
     def raise_failure(self) -> None:
@@ -257,7 +256,6 @@ class OpenCheckpoint:
     # any thread ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run with what went wrong in another thread."""
         self.error = error
         self.on_change()
 
@@ -299,15 +297,15 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The checkpoint of one rank, not open yet: settings, which ``InferenceRunner`` explains, and
-    what ``take`` calls.
+    """The unopened checkpoint of one rank: settings (see ``InferenceRunner``), and what ``take``
+    calls.
 
     Args:
-        before_first: called before the first start of a rank; an error of it refuses the rank.
-        before_move: called before the first start of a job with another output folder; likewise.
-        placed_later: output is in place long after it is written, so only the room on the disk
-            limits how many chunks wait for that.
-        old_answers: opens the answers of an old run; an error of it refuses the rank.
+        before_first: called before a rank's first start; its error refuses the rank.
+        before_move: called before a job's first start with another output folder; likewise.
+        placed_later: output is in place long after it is written, so only the disk's free space
+            limits how many chunks wait.
+        old_answers: opens the answers of an old run; its error refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
@@ -331,11 +329,10 @@ class CheckpointManager:
         return rank_folder(self.root, self.rank)
 
     def take(self) -> RankLease:
-        """Takes the lock, compares the identity with the rank's and the job's, takes the fence, and
-        recovers.
+        """Takes the rank: lock, identities of rank and job, fence, recovery.
 
-        What fails on the way is undone: a refused process leaves the rank to its owner, and a
-        finished rank finished.
+        A failure undoes these steps: a refused process leaves the rank to its owner, and a finished
+        rank finished.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.

@@ -1,8 +1,8 @@
-"""When the files of a published chunk are in place for good: at once, or later.
+"""Decides when the files of a published chunk are in place: at once, or later.
 
-On a disk and on S3 a file is in place when it is published. On the Hugging Face hub its content is
-uploaded first, and named later, by a commit that carries the files of many chunks. The chunk's
-commit line follows that commit; until then its journal and its staged files stay.
+On a disk and on S3 a published file is in place. The Hugging Face hub gets its content first; a
+later commit names the files of many chunks. The chunk's commit line follows the hub's commit; until
+then its journal and its staged files stay.
 """
 
 from __future__ import annotations

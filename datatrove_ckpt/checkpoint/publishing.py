@@ -1,8 +1,7 @@
-"""The publisher thread: it turns complete journals into output files (steps 2 and 3 of a commit),
-one chunk at a time.
+"""The publisher thread turns complete journals into output files (steps 2 and 3 of a commit).
 
 Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs
-beside the storage thread. Only the outcome, the commit, goes through the storage thread.
+beside the storage thread, which does the commit.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Publisher:
         self._queue.put(partial(self._publish, chunk, journal))
 
     def no_more(self) -> None:
-        """Every chunk of the input is submitted."""
         self._queue.put(self.output.placement.hurry)
 
     def stop(self) -> None:

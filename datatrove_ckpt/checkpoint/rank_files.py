@@ -50,16 +50,16 @@ from datatrove_ckpt.process.worker import worker_slot
 
 @dataclass(slots=True)
 class Snapshot:
-    """What a copy must hold of the checkpoint at one instant of the storage thread.
+    """What a copy of the checkpoint must hold at one instant of the storage thread.
 
     Attributes:
         run: the content of ``run.json``.
-        sizes: how many bytes of each other file belong to the snapshot, by file name.
-        generations: how often files that may be replaced were replaced.
-        is_current: whether the file of this name has not been replaced since. To be called once the
-            file is open.
-        unfinished: ordinals of the documents that have answers and are not finished.
-        answers: answers of these documents that were put after the answer numbered ``since``.
+        sizes: bytes of each other file that belong to the snapshot, by file name.
+        generations: numbers of replacements of replaceable files.
+        is_current: whether the file of this name has not been replaced since. Call it once the file
+            is open.
+        unfinished: ordinals of the unfinished documents that have answers.
+        answers: their answers that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
     """
 
@@ -89,12 +89,12 @@ class Mirror(Protocol):
         """Called once the rank is open."""
 
     def check(self, first: bool, stopping: threading.Event) -> None:
-        """Called before output is published, in any thread: returns once it may be.
+        """Returns once output may be published. Any thread may call it.
 
         Args:
-            first: nothing is committed yet: then output may appear only once there is a copy of the
-                rank, so that a start on another node knows that the rank has begun.
-            stopping: set: the caller has given up.
+            first: nothing is committed yet: output may appear only once the mirror has a copy of
+                the rank, so that a start on another node knows that the rank has begun.
+            stopping: when set, the caller has given up.
 
         Raises:
             Fenced: another process has taken the rank over.
@@ -113,12 +113,12 @@ class Mirror(Protocol):
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
-    All methods belong to the storage thread. Before that thread starts and after it has ended, they
-    belong to the thread that opens and closes the checkpoint. Other threads may read ``counts`` and
-    ``committed``, which only the storage thread writes, and whether there are ``old`` answers.
+    All methods belong to the storage thread; before its start and after its end, to the thread that
+    opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, and
+    whether there are ``old`` answers.
 
     Args:
-        cache, log: this rank's, open and recovered.
+        cache, log: the rank's, open and recovered.
         point: what recovery found.
         old: the answers of an old run, see ``old_answers``.
     """
@@ -209,7 +209,6 @@ class RankFiles:
 
     @property
     def seconds_to_sync(self) -> float | None:
-        """Seconds until the next sync is due; None if everything is synced."""
         if not self._dirty and not self.cache.unsynced and not self._history.unsynced:
             return None
         return max(0.0, self._next_sync - time.monotonic())
@@ -239,8 +238,8 @@ class RankFiles:
     # chunks --------------------------------------------------------------------------------------
 
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
-        """Step 1 of a commit. The publisher does steps 2 and 3 with the journal of the complete
-        chunk.
+        """Does step 1 of a commit. The publisher does steps 2 and 3 with the journal of the
+        complete chunk.
         """
         journal = self._journal(chunk)
         journal.sync()

@@ -60,12 +60,12 @@ class ResumePoint:
         position: the reader's state at ``next_ordinal``, for a reader that can seek.
         milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
         done: commits beyond the unbroken run, by chunk index.
-        journals: journals of chunks that are not committed, by chunk index.
-        cached: ordinals of documents that have answers and are not finished.
-        answers: how many answers they have.
+        journals: journals of uncommitted chunks, by chunk index.
+        cached: ordinals of unfinished documents that have answers.
+        answers: number of their answers.
         counts, work: what all earlier attempts committed.
-        finished: the documents that they finished, in commits and journals.
-        seconds: what they took, as far as it was written down.
+        finished: their finished documents, in commits and journals.
+        seconds: their recorded time.
         interrupted: an earlier attempt did not complete.
     """
 

@@ -1,14 +1,13 @@
-"""RequestCache: every answer of a document that is not committed, so that no request is sent twice.
+"""RequestCache: every answer of an uncommitted document, so that no request is sent twice.
 
-There is one SQLite connection, owned by the storage thread. ``locking_mode=EXCLUSIVE`` is set
-before WAL mode, so that SQLite needs no shared memory; this also works on network file systems,
-where plain WAL does not. ``synchronous=NORMAL`` writes the log at every commit and rarely syncs it:
-a commit survives kill -9 at once, and power loss once ``sync`` was called. Losing the last commits
-loses answers, never consistency.
+The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
+no shared memory, so it works on network file systems, where plain WAL does not.
+``synchronous=NORMAL`` writes the log at every commit and rarely syncs it: a commit survives kill -9
+at once, and power loss after ``sync``. Losing the last commits loses answers, never consistency.
 
-A damaged cache costs answers and nothing else. So it is set aside, with a warning, and an empty one
-takes its place. Each row has a checksum. A row that does not fit it is left out, with a warning,
-until its chunk is committed or the same request puts it again.
+A damaged cache is set aside, with a warning, and an empty cache takes its place. Each row has a
+checksum. A row that does not fit it is ignored, with a warning, until its chunk is committed or an
+equal request replaces it.
 """
 
 from __future__ import annotations
@@ -256,7 +255,6 @@ class RequestCache:
         return {request.key: request.answer for request in found}
 
     def answers_since(self, number: int, ordinals: Iterable[int]) -> list[CachedRequest]:
-        """Returns the answers of these documents that were put after answer ``number``."""
         query = f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ? AND rowid > ?"
         rows = [row for ordinal in ordinals for row in self._read(query, (ordinal, number))]
         return [_request(row) for row in rows if _is_intact(row)]
@@ -280,7 +278,6 @@ class RequestCache:
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
-        """Makes what was put survive power loss."""
         wal = _logs(self.path)[0]
         if self.unsynced and wal.exists():
             files.disk.sync(wal)
@@ -293,12 +290,12 @@ class RequestCache:
         self._connection.close()
 
     def abandon(self) -> None:
-        """Leaves the database open until this process ends, because another process owns it by now.
+        """Leaves the database open until this process ends, because another process now owns it.
 
         Closing the connection would write the log into the database, and delete it, while that
-        process uses both. So would the garbage collector, and Python's exit, so one reference is
-        leaked. Python 3.11 has no public way: 3.12 has ``Connection.setconfig``, and a close after
-        ``interrupt`` still deletes a log that is written back.
+        process uses both. The garbage collector and Python's exit would close it, so one reference
+        is leaked. Python 3.11 has no public way: ``Connection.setconfig`` is new in 3.12, and a
+        close after ``interrupt`` still deletes the log.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
@@ -357,7 +354,7 @@ class NotOurs(sqlite3.DatabaseError):
 
 
 def _is_damage(error: BaseException | None) -> bool:
-    """Whether an error means that the database is damaged; not that the disk failed."""
+    """Whether an error means a damaged database, and not a failed disk."""
     code = getattr(error, "sqlite_errorcode", None)
     # The lowest byte is the kind of the error; the others are details.
     return isinstance(error, NotOurs) or (isinstance(code, int) and code & 0xFF in _DAMAGE)
@@ -425,7 +422,6 @@ def _rename_aside(path: Path) -> Path:
 
 
 def _checksum(values: Row) -> int:
-    """Returns a checksum of a row's other columns, as SQLite's signed integer."""
     chunk, ordinal, doc_id, rollout, payload, occurrence, result, error = values
     kind = "" if result is None else "r"
     head = f"{chunk}\0{ordinal}\0{doc_id}\0{rollout}\0{payload}\0{occurrence}\0{kind}\0"
@@ -457,7 +453,6 @@ def _size(path: Path) -> int:
 
 
 def _close(connection: sqlite3.Connection) -> None:
-    """Closes a connection whose database may be damaged."""
     with suppress(sqlite3.Error):
         connection.close()
 

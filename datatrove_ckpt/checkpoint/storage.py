@@ -1,13 +1,11 @@
-"""The storage thread: it does all writes to a rank's journals, request cache and commit log, in one
+"""The storage thread does all writes to a rank's journals, request cache and commit log, in one
 order.
 
-The event loop hands items over and never waits on a disk. The thread takes everything that is
-queued as one group: one SQLite transaction and one write per journal, so groups grow by themselves
-when the disk is slow. What was written survives kill -9 at once. Syncs run at most every
-``sync_seconds``; a commit syncs what it needs, whatever the interval.
-
-Handing over item by item is as fast as collecting items on the event loop's side (measured), and
-needs no timer there.
+The event loop hands items over and never waits on a disk. The thread writes everything in its queue
+as one group: one SQLite transaction and one write per journal, so groups grow when the disk is
+slow. A write survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs
+what it needs. Collecting items on the event loop's side would be no faster (measured), and needs a
+timer.
 """
 
 from __future__ import annotations
@@ -100,13 +98,12 @@ class StorageThread:
     # any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Call) -> None:
-        """Runs ``function`` in the storage thread, after everything submitted so far is written."""
         self._raise_failure()
         self._queue.put(function)
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` like ``call`` and returns its result. Blocks, so it is not for the
-        event loop.
+        """Runs ``function`` like ``call`` and returns its result. Blocks, so never on the event
+        loop.
 
         Once the storage thread has ended, no other thread uses its files, and ``function`` runs in
         the calling thread.

@@ -1,8 +1,7 @@
 """What a rank's documents took, over all attempts: requests, tokens and rollouts.
 
-Each commit holds the sums of its chunk, so a kill loses both or neither. The sums are integers,
-from which mean and variance are computed once, at the end. Of an earlier release's work, only
-totals are known.
+Each commit holds the sums of its chunk, so a kill loses both or neither. Mean and variance are
+computed from the integer sums, once, at the end. Commits of earlier releases hold only totals.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class Sums:
 
     @classmethod
     def from_json(cls, values: Sequence[int | None]) -> Sums:
-        """Raises TypeError or ValueError if they are no sums."""
         sums = cls(*values)  # type: ignore[arg-type]  # checked in the next line
         known = [number for number in (sums.low, sums.high) if number is not None]
         if not all(map(is_count, (sums.n, sums.total, sums.squares, *known))):

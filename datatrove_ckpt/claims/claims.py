@@ -11,9 +11,8 @@ waste, never damage. So no clock and no listing has to be right.
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
     a record        the content of a mark
 
-A process that dies leaves its marks behind. The next owner of such a rank counts an attempt, if the
-process had no other rank, which may have been the cause. The next owner therefore runs the rank
-alone.
+A process that dies leaves its marks behind. If it had a single rank, which may have been the cause,
+the next owner counts an attempt. The next owner therefore runs the rank alone.
 """
 
 from __future__ import annotations
@@ -73,8 +72,6 @@ class Look(NamedTuple):
 
 
 class Claimant(NamedTuple):
-    """A process, by its process id and host, and its ranks."""
-
     process: str
     ranks: list[int]
     is_alive: bool
@@ -143,13 +140,13 @@ class Claims:
     """The claims of this process.
 
     Args:
-        incomplete: lists the ranks that are not complete. Called at each look, and after each beat
-            in a thread.
-        max_attempts: after so many attempts without progress a rank is given up.
+        incomplete: lists the incomplete ranks. Called at each look, and in a thread after each
+            beat.
+        max_attempts: attempts without progress after which a rank is given up.
         alone: this process runs one rank at a time.
         has_time: whether a rank that takes so many seconds can end before this process must.
-        is_worker: takes ranks in any order, so that not all workers try the same rank; and tries
-            again what another launch gave up.
+        is_worker: takes ranks in any order, so that not all workers try one rank; and retries ranks
+            that another launch gave up.
     """
 
     def __init__(
@@ -211,7 +208,6 @@ class Claims:
         return self._has_time(sum(self._took) / max(1, len(self._took)))
 
     def complete(self, rank: int) -> None:
-        """Drops the claim of a rank that is marked as complete."""
         with self._guard, _hint():
             self.done.add(rank)
             self._took.append(time.monotonic() - self._taken_at[rank])
@@ -220,7 +216,6 @@ class Claims:
                 self._store.remove(mark)
 
     def release(self, rank: int) -> None:
-        """Frees a rank, without an attempt."""
         with self._guard:
             self._let_go(rank, self._held[rank][1])
 
@@ -245,7 +240,6 @@ class Claims:
             return given_up(self._store, self._given_up_prefix)
 
     def others(self) -> list[Claimant]:
-        """Returns the other processes that are alive."""
         with self._guard:
             return [other for other in claimants(self._store, self._owner) if other.is_alive]
 
@@ -358,7 +352,6 @@ class Claims:
         return self._store.look().current().get(mark.rank) == mark
 
     def _put(self, mark: Mark, record: Record, before: Look) -> bool:
-        """Writes a mark, and removes older marks of the rank."""
         if not self._store.put(mark, orjson.dumps(asdict(record))):
             return False
         for old in before.marks:

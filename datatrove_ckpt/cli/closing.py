@@ -88,9 +88,6 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
 
 
 def _why_none(root: Path, counts: DocumentCounts) -> str:
-    """Returns the most frequent cause, with a space after it, if every document is dead; else
-    "".
-    """
     if counts.dead != counts.read:
         return ""
     ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))

@@ -168,10 +168,6 @@ def _warn_of_hub(plan: RunPlan) -> None:
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
-    """Runs or submits the executor, and prints the last line.
-
-    Returns the number of dead letters that are left.
-    """
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = QuietErrors(said_later=True)

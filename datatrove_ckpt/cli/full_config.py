@@ -19,14 +19,13 @@ class FullConfig:
         self._content = {**content, "executor": self._masked("", content["executor"])}
 
     def text(self) -> str:
-        """The configuration as YAML."""
+        """Returns the configuration as YAML."""
         return (
             "# The long form of the job. It can be run as it stands, but for what is "
             f"hidden.\n{dump(self._content)}"
         )
 
     def redact(self, text: str) -> str:
-        """Masks the same secrets in another text."""
         for secret in sorted(self._secrets, key=len, reverse=True):
             text = text.replace(secret, MASK)
         return text
@@ -59,7 +58,7 @@ class FullConfig:
 
 
 def _own_arguments(class_path: str) -> set[str]:
-    """The arguments of classes of datatrove or ours: ``text_key`` is no secret by its name."""
+    """Returns the arguments of datatrove's or our class: ``text_key`` is no secret by its name."""
     bases = import_name(class_path, "class_path").__mro__
     known = [
         cls for cls in bases if cls.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")

@@ -56,7 +56,6 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = split_overrides(given)
     parser = make_parser()
@@ -184,7 +183,6 @@ def _count(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Seconds, from a number with its unit."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
     if not found or not float(found[1]) > 0:
         raise argparse.ArgumentTypeError(
@@ -194,7 +192,6 @@ def parse_time(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """The same; a number alone is seconds."""
     if text[-1:].isdigit():
         text += "s"
     return parse_time(text)

@@ -21,7 +21,6 @@ def as_json(content: JsonObject) -> str:
 
 
 def takes_unicode() -> bool:
-    """Returns whether the output takes more than ASCII."""
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
 

@@ -76,7 +76,6 @@ def _as_worker(
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Prints each check. Returns the exit code."""
     _, executor = make_executor(arguments.config, arguments.overrides)
     # A file with a mistake needs none of it.
     from datatrove_ckpt.preflight.doctor import doctor as examine

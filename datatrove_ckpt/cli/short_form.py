@@ -410,7 +410,6 @@ def _writer(job: ShortJob, folder: str) -> Node:
 
 
 def _flags(task: str, config: Node) -> Node:
-    """Returns ``model_kwargs`` with what a server needs for the task; the user's override it."""
     from datatrove_ckpt.config.inference_config import ENGINES  # slow to import
 
     engine = ENGINES.get(str(config["server_type"]))
@@ -576,7 +575,6 @@ def _looks_like(name: str, suffixes: list[str]) -> bool:
 
 
 def _count_tasks(reader: Node, job: ShortJob, source: str, only_look: bool) -> int:
-    """Returns the number of tasks of a new run."""
     if only_look:
         return 1
     most = _MOST_TASKS

@@ -118,7 +118,6 @@ def sample(executor: PipelineExecutor, number: int) -> int:
 def _described(
     number: int, one: ShownDocument, title: str, most: int | None, outcome: str = "answer"
 ) -> str:
-    """Both texts, one below the other."""
     one = one.safe(most)
     head = f"{number}. {one.id}"
     if one.where:
@@ -131,7 +130,6 @@ def _described(
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes the page. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
         beside = Path()
         if place.folder.name == "checkpoints":

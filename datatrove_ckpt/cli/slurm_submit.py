@@ -20,7 +20,6 @@ from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 
 
 def submits(executor: PipelineExecutor) -> bool:
-    """Returns whether running this executor submits jobs. Inside a job it does the work."""
     return isinstance(executor, DatatroveExecutor) and "SLURM_ARRAY_TASK_ID" not in os.environ
 
 

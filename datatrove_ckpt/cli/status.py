@@ -27,7 +27,6 @@ from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_o
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Prints the state of the run. Returns the exit code."""
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
     if arguments.json:

@@ -25,8 +25,8 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
-    """The error as a message for the user, with the folders of the job; itself if there is nothing
-    to add.
+    """Returns the error as a message for the user, with the folders of the job; itself if there is
+    nothing to add.
     """
     logs = plan.logging_dir
     refused = hub_refusal(error)

@@ -113,7 +113,6 @@ def repair(arguments: argparse.Namespace) -> int:
 
 
 def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:
-    """Repairs the ranks in ``place``. Returns what is next."""
     if place.is_copy:
         check_idle(named, plan.ranks)
     carry_out(plan, report)

@@ -491,7 +491,6 @@ ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 
 
 def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
-    """Returns the constructor's arguments, and whether it takes others (**kwargs)."""
     try:
         hints = typing.get_type_hints(cls.__init__)
     except NameError:  # an annotation that exists only for type checkers: the constructor checks it
@@ -570,7 +569,7 @@ def fits(cls: type, kinds: Sequence[object]) -> bool:
 
 
 def in_words(kinds: Sequence[object]) -> str:
-    """The allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
+    """Returns the allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
     choices = choices_of(kinds)
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
         kinds = [

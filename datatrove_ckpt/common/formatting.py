@@ -46,12 +46,11 @@ def plural_or_no(number: int, noun: str) -> str:
 
 
 def plural_is(number: int, noun: str) -> str:
-    """Returns "1 chunk is", "3 chunks are"."""
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 def number_range(start: int, end: int) -> str:
-    """The numbers before ``end``: "7", "7 to 9"."""
+    """Returns the numbers before ``end``: "7", "7 to 9"."""
     if end - start <= 1:
         return f"{start}"
     return f"{start} to {end - 1}"
@@ -94,7 +93,7 @@ def short(value: float) -> str:
 
 
 def filled_cells(share: float, cells: int, rest: str = " ") -> str:
-    """A bar of so many characters, filled by eighths of a character."""
+    """Returns a bar of so many characters, filled by eighths of a character."""
     full, part = divmod(int(share * cells * 8), 8)
     return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
 
@@ -122,7 +121,7 @@ def byte_size(size: float) -> str:
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes that "256MB" or "1.5 GiB" says, or None."""
+    """Returns the bytes that "256MB" or "1.5 GiB" says, or None."""
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?) *([KMGT]I?|)B", text.strip().upper())
     if found:
         return int(float(found[1]) * _SIZES[found[2]])
@@ -138,7 +137,7 @@ def safe_text(value: object) -> str:
 
 
 def forgotten_await(error: BaseException) -> str:
-    """A hint for an error that a coroutine in the place of its result has caused; else ""."""
+    """Returns a hint for an error that a coroutine in place of its result has caused; else ""."""
     is_told = isinstance(error, AttributeError | TypeError) and "coroutine" in safe_text(error)
     return " (was `await` forgotten, as in `await generate(...)`?)" * is_told
 
@@ -162,7 +161,6 @@ def _safe(convert: Callable[[object], str], value: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """The error's class and message, without a full stop at the end."""
     return f"{type(error).__name__}: {error}".rstrip(" .:")
 
 

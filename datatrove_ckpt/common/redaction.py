@@ -1,11 +1,12 @@
-"""Secrets: which names and values are one, and values that no log, file, pickle or traceback shows.
+"""Secrets: which names and values are secret, and values that no log, file, pickle or traceback
+shows.
 
 loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value
 of each name on each line of a traceback. The classes here print ``***``.
 
 One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a
-secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. What
-``is_secret`` finds is hashed in ``run.json``, and old files fit if it never finds less.
+secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. ``run.json``
+holds hashes of what ``is_secret`` finds, so old files fit if it never finds less.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def secrets_among(name: str, value: object) -> Iterator[object]:
 
 
 def environment_secrets(is_one: Callable[[str, str], bool]) -> dict[str, str]:
-    """The secrets of this process's environment by variable."""
+    """Returns the secrets of this process's environment by variable."""
     return {
         name: value for name, value in os.environ.items() if _is_in_environment(is_one, name, value)
     }
@@ -214,12 +215,12 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 
 
 def hashed(name: str, value: object) -> str:
-    """The hash that stands for a secret: slow, and another one for each field, so that no list of
-    words breaks it.
+    """Returns the hash that stands for a secret: slow and different for each field, against word
+    lists.
 
-    Each kind is made of the one before, so that old hashes can be compared: the unsalted hash of
-    earlier releases, the slow one, and, where the mirror has a key, the keyed one, which names its
-    key. Only that key is on all nodes.
+    Each kind is made of the kind before, so that old hashes can be compared: the unsalted hash of
+    earlier releases, the slow hash, and, where the mirror has a key, the keyed hash, which names
+    its key. Only that key is on all nodes.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None
@@ -291,9 +292,6 @@ class Veiled:
 
 
 def shown(name: str, value: object) -> Any:
-    """A value without its secrets: plain values and settings, of everything else the name of the
-    type.
-    """
     if value is None or isinstance(value, bool | int | float):
         return value
     if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
@@ -367,7 +365,7 @@ class Redactor:
 
 @functools.lru_cache(maxsize=1000)
 def _quoted(secret: str) -> re.Pattern[str]:
-    """The secret, also as JSON, URLs and HTML write its punctuation."""
+    """Returns the secret, also as JSON, URLs and HTML write its punctuation."""
     ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
     forms = (
         one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret

@@ -111,8 +111,8 @@ def failure_line(error: BaseException) -> str:
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """What the hub refuses until a person acts (token, rights, name), and how, in one line; or
-    None.
+    """Returns what the hub refuses until a person acts (token, rights, name), and how, in one line;
+    or None.
     """
     for one in causes(error):
         response = getattr(one, "response", None)
@@ -190,7 +190,6 @@ def is_permanent(error: BaseException | None) -> bool:
 
 
 def lacks_credentials(error: BaseException | None) -> bool:
-    """Whether the client found no credentials to send."""
     return type(_unwrapped(error)).__name__ in _NO_CREDENTIALS
 
 
@@ -221,7 +220,6 @@ def http_status(error: BaseException | None) -> int | None:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether an object of the name exists already."""
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
@@ -229,8 +227,8 @@ WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:
-    """The seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None if it
-    asks nothing.
+    """Returns the seconds that a server asks to wait, by the ``WAIT_FIELDS`` of its response; None
+    if it asks nothing.
 
     Args:
         fields: the header, with names in lower case.
@@ -261,7 +259,7 @@ def _number(text: str) -> float | None:
 
 
 def advised_seconds(error: BaseException) -> float | None:
-    """The wait that a server asks for in a header or in its text."""
+    """Returns the wait that a server asks for in a header or in its text."""
     for one in causes(error):
         advice = asked_wait(_headers(one))
         if advice is not None:
@@ -272,7 +270,6 @@ def advised_seconds(error: BaseException) -> float | None:
 
 
 def _headers(error: BaseException) -> dict[str, str]:
-    """The header of the HTTP response, with names in lower case."""
     response = getattr(error, "response", None)
     places = (
         response.get("ResponseMetadata", {}).get("HTTPHeaders")
@@ -296,7 +293,9 @@ def _s3_response(error: BaseException | None) -> JsonObject:
 
 
 def _unwrapped(error: BaseException | None) -> BaseException | None:
-    """The error as the file system raised it. huggingface_hub wraps one in a ``RuntimeError``."""
+    """Returns the error as the file system raised it. huggingface_hub wraps one in a
+    ``RuntimeError``.
+    """
     while isinstance(error, FileSystemFailed) or type(error) is RuntimeError:
         if error.__cause__ is None:
             break
@@ -539,7 +538,8 @@ MIRROR = RetryPolicy(first=1.0, longest=16.0)
 
 
 def code_of_rank(error: BaseException) -> int:
-    """The exit code of a rank or worker that an error stopped, for a scheduler such as Kubernetes.
+    """Returns the exit code of a rank or worker that an error stopped, for a scheduler such as
+    Kubernetes.
 
     2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few
     times.

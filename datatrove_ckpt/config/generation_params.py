@@ -48,8 +48,8 @@ _KNOWN = frozenset(
 
 
 def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[str, HiddenDict]]:
-    """The body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI client
-    sends them.
+    """Returns the body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI
+    client sends them.
 
     Raises:
         ConfigError: one of the three cannot be sent. ``key`` is what the payload is called there.

@@ -289,7 +289,6 @@ class InferenceConfig:
 
     @property
     def gpus_each(self) -> int:
-        """GPUs of one server, where they are divided."""
         if self.gpus is None:
             return self.engine.gpus_per_server(self)
         return self.gpus // self.replicas
@@ -310,11 +309,10 @@ class InferenceConfig:
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
     def texts_for(self, requests: int) -> int:
-        """How many rollouts keep so many requests in flight."""
         return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
     def endpoint_api_key(self) -> Key | None:
-        """The key for the endpoint, or None.
+        """Returns the key for the endpoint, or None.
 
         Raises:
             ConfigError: the variable of ``api_key_env`` is not set, or the key cannot be sent in a
@@ -345,7 +343,7 @@ class InferenceConfig:
 
     @classmethod
     def from_datatrove(cls, config: object) -> InferenceConfig:
-        """The same settings as in a datatrove ``InferenceConfig``."""
+        """Returns the same settings as in a datatrove ``InferenceConfig``."""
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
@@ -509,7 +507,7 @@ class Launch:
         return self.config.server_python or sys.executable
 
     def sizes(self, tp: str, dp: str, pp: str) -> dict[str, object]:
-        """The flags of these names, where there is some parallelism."""
+        """Returns the flags of these names, where there is some parallelism."""
         sizes = {
             tp: self.config.tp,
             dp: self.config.dp,
@@ -635,7 +633,7 @@ class Engine:
                 )
 
     def find(self, config: InferenceConfig) -> str | None:
-        """A path that ``command`` needs, or None. Checks that the engine is installed.
+        """Returns a path that ``command`` needs, or None. Checks that the engine is installed.
 
         Raises:
             ServerStartFailed: it is not; the message says what to install.
@@ -652,7 +650,7 @@ class Engine:
     def launch(
         self, config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE
     ) -> EngineCommand:
-        """How to launch a server.
+        """Returns how to launch a server.
 
         Raises:
             ConfigError, ServerStartFailed: see ``find``.
@@ -681,8 +679,8 @@ class Engine:
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
-        """The payload keys that make it keep to a form, or why there are none. By default those of
-        OpenAI's API.
+        """Returns the payload keys that make it keep to a form, or why there are none. By default
+        those of OpenAI's API.
 
         Args:
             kind: "json_schema", "regex" or "choice".
@@ -701,7 +699,7 @@ class Engine:
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:
-        """Why ``generate`` has no such method with this engine; "" if it has."""
+        """Returns why ``generate`` has no such method with this engine; "" if it has."""
         if way in self.ways:
             return ""
         having = engines_where(lambda engine: way in engine.ways)

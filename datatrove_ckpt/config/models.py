@@ -34,8 +34,8 @@ _OF_THE_RANK = ("rollouts_per_document", "metric_interval")
 def models_of(
     config: InferenceConfig | Mapping[str, InferenceConfig],
 ) -> dict[str, InferenceConfig]:
-    """The models by their names, in their order; a single one may have the name "". Several are
-    copies, which know their names.
+    """Returns the models by their names, in their order; a single one may have the name "". Several
+    are copies, which know their names.
 
     Raises:
         ConfigError: a name or a setting cannot be one.

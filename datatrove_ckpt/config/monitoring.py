@@ -41,7 +41,7 @@ class MonitoringConfig:
 
 
 def name_of_folder(folder: str) -> str:
-    """The name of a run by its folder of checkpoints or output: see ``run_name``."""
+    """Returns the name of a run by its folder of checkpoints or output: see ``run_name``."""
     parts = [part for part in folder.split("/") if part]
     telling = [part for part in parts if part.lower() not in _TELL_NOTHING]
     return (telling or parts or ["run"])[-1]

@@ -16,7 +16,7 @@ from datatrove_ckpt.errors.doors import written
 
 
 def expand_path(setting: str, path: str) -> Path:
-    """The path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
+    """Returns the path on this node: ``~``, ``$NAME`` and ``${NAME}`` as in a shell, then absolute.
 
     Call it where the task runs: on another node a variable may have another value.
 
@@ -42,7 +42,6 @@ def expand_path(setting: str, path: str) -> Path:
 
 
 def existing_part(path: Path) -> Path:
-    """The path, or its nearest parent that exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path

@@ -50,7 +50,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may take it: control characters as JSON writes them."""
+    """Returns the text as a terminal may take it: control characters as JSON writes them."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 
@@ -90,7 +90,7 @@ class CkptError(Exception):
 
 
 def named(error: CkptError, model: str) -> CkptError:
-    """The error; its message begins with the model's name, unless that is ""."""
+    """Returns the error; its message begins with the model's name, unless that is ""."""
     if model and not str(error).startswith(f"{model}: "):
         error.args = (f"{model}: {error.args[0] if error.args else ''}", *error.args[1:])
     return error

@@ -76,7 +76,7 @@ class Door:
     runner: int = 1
 
     def name(self, setting: str) -> str:
-        """A setting, a phrase about several, or an act, as it is written here."""
+        """Returns a setting, a phrase about several, or an act, as it is written here."""
         if setting in _ACTS:
             return _ACTS[setting][self.is_command]
         if setting == "executor" and self.form:
@@ -119,7 +119,6 @@ def entered(door: Door, words: Sequence[str] = ()) -> Iterator[None]:
 
 
 def command() -> str:
-    """The command that runs the job; "" where there is none."""
     return shlex.join(_words)
 
 
@@ -129,7 +128,7 @@ def _command_of_all() -> list[str]:
 
 
 def _command_without(setting: str) -> str:
-    """The command without a setting and its value: ``--tasks=2``, ``--executor.tasks 2``."""
+    """Returns the command without a setting's flags: ``--tasks=2``, ``--executor.tasks 2``."""
     kept: list[str] = []
     words = iter(_command_of_all())
     for word in words:
@@ -149,12 +148,12 @@ def step_name(index: int, step: object) -> str:
 
 
 def step_place(index: int, step: object) -> str:
-    """A step before a colon: in the short form, what has its settings."""
+    """Returns a step before a colon: in the short form, what has its settings."""
     return _door.form or step_name(index, step)
 
 
 def setting_of(setting: str, place: str) -> str:
-    """A setting of a step. The short form has it once."""
+    """Returns a setting of a step. The short form has it once."""
     if _door.form:
         return _door.name(setting)
     return f"{setting} of {place}"
@@ -210,8 +209,6 @@ class ChangeSetting(Remedy):
 
 @dataclass(frozen=True)
 class Tasks(Remedy):
-    """Start again with another number of tasks."""
-
     number: int
 
     def __str__(self) -> str:
@@ -263,7 +260,6 @@ class StartOver(Remedy):
 
 
 def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:
-    """The command that repairs a checkpoint, quoted for a shell."""
     command = ["datatrove-ckpt", "repair", *what]
     if output is not None:
         command += ["--output", output]

@@ -415,7 +415,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             time.sleep(self.poll_interval)
 
     def _running(self) -> list[_Job]:
-        """The jobs of an earlier start.
+        """Returns the jobs of an earlier start.
 
         Raises:
             CheckpointMismatch: they work with other settings.
@@ -620,7 +620,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     @cached_property
     def _settings(self) -> str:
-        """Hash of every setting that affects the output, and of the code."""
+        """Returns a hash of every setting that affects the output, and of the code."""
         inputs = [
             (str(step.data_folder.resolve_paths("")), getattr(step, "glob_pattern", None))
             for step in self.pipeline
@@ -630,7 +630,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
 
     def _seconds(self) -> float:
-        """Returns the seconds after which a job is killed."""
         if self.timeout is None:
             return _DEFAULT_SECONDS
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))

@@ -325,7 +325,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     @property
     def _may_have_workers(self) -> bool:
-        """Whether processes may safely take ranks of this run by themselves (``run_worker``)."""
         if not self._runners or any(
             runner.checkpoints_local_dir is None for runner in self._runners
         ):

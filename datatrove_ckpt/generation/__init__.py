@@ -1,5 +1,4 @@
-"""The asynchronous core of a rank: documents in, rollouts run, answers kept, finished documents
-recorded.
+"""The asynchronous core of a rank: reads documents, runs rollouts, keeps answers, records results.
 
 Start at ``rank.py``, then ``scheduler.py`` (from the first document to the last commit, and an
 early stop), then ``generate.py`` (one call of a rollout's ``generate``).

@@ -1,8 +1,8 @@
-"""What a document is identified by before its rollout: its bytes as it was read, whatever it holds.
+"""Identifies a document before its rollout by its bytes as it was read, whatever it holds.
 
 A document may come with an image, a tensor or a file that the rollout uses and removes. So each
 value that ``documents.encode`` cannot write is replaced by a text: its type, and a hash of its
-content where the content is known to be the same after each start:
+content if the content is known to be equal after each start:
 
 - PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content
@@ -10,9 +10,8 @@ content where the content is known to be the same after each start:
 - the decoders of videos and sound that ``datasets`` makes: their encoded bytes, or else the name of
   their file
 
-Of every other object only the type counts: its attributes may be addresses, times and counters, and
-a run must not refuse its own input. For a document that ``encode`` can write the bytes are the same
-as there.
+Of other objects only the type counts: attributes may be addresses, times and counters, and a run
+must not refuse its own input. The bytes of a document without such values are those of ``encode``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class AsRead(NamedTuple):
 
 
 def as_read(document: Document) -> AsRead:
-    """Encodes any document, and never fails. The bytes are the same for equal documents, in any
-    process.
+    """Encodes any document, and never fails. Equal documents give equal bytes in any process.
 
     A lone surrogate survives. A container that holds itself is cut off where it repeats.
     """

@@ -1,16 +1,14 @@
-"""``texts_per_request``: texts that wait for their embeddings share requests, whatever documents
-they are of.
+"""``texts_per_request``: texts that wait for embeddings share requests, across documents.
 
-Each text has its cache key, its row, its counters and its errors, as if it had been alone.
+Each text has its own cache key, row, counters and errors, as if it were alone.
 
     what happens to a shared request                          then
     it is full, or 5 ms old                                   it is sent
     answered                                                  each text has its vector, by index,
-                                                              and its share of the
-                                                              tokens: the sum is the request's
+                                                              and its share of the tokens: the sum
+                                                              is the request's
     rejected (HTTP 400, 413, 422), or fails while others      its halves are sent, until the text at
-                                                              fault is alone
-    are answered
+    are answered                                              fault is alone
     in flight at several deaths of its server                 its texts are sent alone, in
                                                               quarantine
     no request can be answered                                each text has the error, and the first
@@ -44,8 +42,6 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 
 class Waiter(Protocol):
-    """The document that waits for a text."""
-
     def request_started(self) -> None: ...
 
     def request_finished(self) -> None: ...
@@ -139,7 +135,6 @@ class Batches:
 
 
 async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
-    """Gives each text its answer or its error."""
     texts = [text for text in texts if not text.answer.done()]
     if not texts:
         return

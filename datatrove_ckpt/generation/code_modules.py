@@ -1,5 +1,4 @@
-"""The user's modules: where they are, what binds their names and changes them, and what differs at
-each start.
+"""The user's modules: their places, what binds and changes their names, what differs at each start.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one
 module.
@@ -164,7 +163,6 @@ class Source:
 
     @functools.cache  # noqa: B019 (source_of keeps it, too)
     def _codes(self, file: str) -> dict[tuple[str, str], list[int]]:
-        """The lines of functions, by name and bytecode."""
         found: dict[tuple[str, str], list[int]] = {}
         for code in nested_codes(compile_tree(parse(self._texts[file]))):
             found.setdefault((code.co_name, write_code(code)), []).append(code.co_firstlineno)
@@ -320,7 +318,6 @@ class Project:
         )
 
     def module(self, name: str) -> Module | None:
-        """Returns a module of the user; None: it is not the user's, or is missing."""
         if name not in self._modules:
             loaded = sys.modules.get(name)
             file = _file(name)

@@ -1,9 +1,8 @@
-"""Source code as syntax trees, and trees and code objects as text that is equal on every Python
-version.
+"""Source code as syntax trees, and trees and code objects as text that is equal on all Pythons.
 
 ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
 that parse at once fail with ``SystemError``. All parsing of the package happens here, behind one
-lock. Other code may parse, too (loguru does), so such an error is also tried again.
+lock, and is tried again, because other code (loguru) may parse, too.
 
 The modules ``code_*`` import only the standard library: a test runs them on every Python that it
 finds.
@@ -55,7 +54,7 @@ def _alone(work: Callable[[], _Result]) -> _Result:
 
 
 def write_tree(node: object) -> str:
-    """A syntax tree as ASCII text: equal for equal trees, on any Python version."""
+    """Returns a syntax tree as ASCII text: equal for equal trees, on any Python version."""
     if isinstance(node, list):
         # {**x} has a key that is absent, {None: x} has the constant None.
         parts = [
@@ -166,7 +165,6 @@ def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def loaded_names(code: types.CodeType) -> set[str]:
-    """Returns the globals and built-in functions that the code reads."""
     kinds = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
     steps = [step for inner in nested_codes(code) for step in dis.get_instructions(inner)]
     return {step.argval for step in steps if step.opname.startswith(kinds)}

@@ -24,8 +24,6 @@ _SHORT = 200
 
 
 class Import(NamedTuple):
-    """What an import binds: a module, or a name of one."""
-
     module: str
     name: str | None
     level: int

@@ -66,7 +66,7 @@ class Plain:
     Attributes:
         parts: JSON values, by path.
         code: the user's functions, classes and modules in the values.
-        is_opaque: there are objects of libraries, of which only the type is known.
+        is_opaque: some objects are of libraries; only their type is known.
         cause: why the values differ at each start.
     """
 
@@ -273,7 +273,6 @@ def cells(function: types.FunctionType) -> list[tuple[str, object]]:
 
 
 def wrapped(thing: object) -> Any:
-    """Returns the ``__wrapped__`` of a function, or None."""
     try:
         if isinstance(thing, type):
             return None

@@ -1,5 +1,4 @@
-"""What the user's code is: the source that a rollout reaches by name, and the values that its
-source does not show.
+"""Finds the user's code: the source that a rollout reaches by name, and values that are not in it.
 
     a name               is looked up in its own module, and through its imports; never anywhere
                          else
@@ -13,8 +12,8 @@ source does not show.
     named
 
 Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this
-process saw it first. Fields are named without modules, so that a helper may move. Of two things of
-one name, the second has a number.
+process first saw it. Fields are named without modules, so that a helper may move. Of two things
+with one name, the second has a number.
 """
 
 from __future__ import annotations
@@ -351,7 +350,6 @@ class Walk:
         cause: str = "",
         prefix: str = ".{}",
     ) -> Plain:
-        """Adds parts of a value. ``cause``: why it differs at each start."""
         plain = Plain(self._project, folder).look(owner, name, value, paths)
         self._reach_all(found, plain)
         cause = cause or plain.cause

@@ -1,13 +1,13 @@
-"""Dead letters: documents that could not be processed, each with its cause and with what a retry
-needs.
+"""Dead letters: documents that could not be processed, each with its cause and the data for a
+retry.
 
-A rank's dead letters are appended to ``dead_letters.jsonl`` when their chunk is committed. A retry
-writes the letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and
-processes this file like any other input, with a checkpoint in the same folder. A document that
-fails again is a dead letter for the next retry.
+A chunk's dead letters are appended to ``dead_letters.jsonl`` at its commit. A retry writes the
+letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this
+file like other input, with a checkpoint in that folder. A document that fails again is a dead
+letter for the next retry.
 
-A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``).
-Else the document would be in the output twice.
+A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``):
+otherwise the document would be in the output twice.
 """
 
 from __future__ import annotations
@@ -114,8 +114,6 @@ Attempt = tuple[int, int]
 
 
 class TakenLetters:
-    """The letters of a rank that its retries have taken."""
-
     def __init__(self, root: Path, rank: int) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
         for folder in retry_folders(root):
@@ -124,8 +122,7 @@ class TakenLetters:
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
 
     def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
-        """Returns the letter to write instead of processing the document; None: no retry has it, so
-        process it.
+        """Returns the letter that replaces processing the document; None: no retry has taken it.
 
         Args:
             ordinal: its number in this input; the letter of a retried document overrides it.
@@ -209,8 +206,6 @@ class DeadLetterPass:
 
 
 class RetriedDocuments:
-    """The documents of a file of letters, as they were first read."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 

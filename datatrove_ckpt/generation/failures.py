@@ -1,9 +1,8 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
-``on_document_error="stop"`` (the default) stops the rank at any failure, with two exceptions: a
-request that the server rejects, if ``skip_bad_requests`` is set, and a request that kills servers.
-
-A failure of the server is never a document's: it stops the rank (``Answers.fail``).
+``on_document_error="stop"`` (the default) stops the rank at any failure, except for a request that
+the server rejects, if ``skip_bad_requests`` is set, and a request that kills servers. A failure of
+the server is never a document's: it stops the rank (``Answers.fail``).
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class Failures:
     Attributes:
         dead: dead letters of all attempts.
         limit: most dead letters before the rank stops; None: no limit.
-        kept: dead letters are written. Without a checkpoint they are not.
-        taken: letters that retries have taken: their documents are not processed here; None: there
-            are no retries.
+        kept: dead letters are written; False without a checkpoint.
+        taken: letters of retries, whose documents are not processed here; None: there are no
+            retries.
         if_corrected: see ``correction``.
     """
 
@@ -132,9 +131,9 @@ _BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
 def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
     """Returns whether a rollout's error means that one of its requests was rejected.
 
-    datatrove looks for the word "BadRequestError" anywhere in an ``InferenceError``, the payload
-    included. Here, in the midst of a text, it counts only if the server has rejected a request of
-    the document.
+    datatrove searches the whole text of an ``InferenceError``, payload included, for
+    "BadRequestError". Here, within a text, the word counts only if the server has rejected a
+    request of the document.
     """
     for cause in causes(error):
         if isinstance(cause, RequestRejected):

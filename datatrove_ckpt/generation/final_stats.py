@@ -1,7 +1,7 @@
 """A rank's numbers as datatrove's stats, under the names that its own runner uses.
 
-They are of all attempts of this rank, with its retries of dead letters. They come from the
-checkpoint, and replace what the step object holds, which may have run another rank before.
+They cover all attempts of this rank and its retries of dead letters. The checkpoint has them: the
+step object may have run another rank before.
 """
 
 from __future__ import annotations

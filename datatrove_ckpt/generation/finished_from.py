@@ -1,14 +1,13 @@
-"""Finds finished documents in an old output, so that they need no request: the setting
-``finished_from``.
+"""Finds finished documents in an old output, so that they need no request (``finished_from``).
 
-The old output is of datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of
-tasks: JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals.
-A row belongs to the document that has its id, its text and its metadata, but for what the rollout
-added and for the path of the input file.
+The old output is datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks:
+JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row
+belongs to the document with its id, text and metadata, except for what the rollout added and for
+the path of the input file.
 
 Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to
-a temporary file without a name: gzip cannot seek, and datatrove's rows are in no order. In memory
-are 16 bytes for each row, 40 while they are sorted.
+an unnamed temporary file: gzip cannot seek, and datatrove's rows are in no order. Each row takes 16
+bytes of memory, 40 while they are sorted.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ class _OldFile(NamedTuple):
 
 
 class FinishedDocuments:
-    """Finds the old results of documents. For one thread; ``close`` may be called by another.
+    """Finds the old results of documents. For one thread; another thread may call ``close``.
 
     Args:
-        places: folders or URLs, each with a pattern of file names at its end or without.
+        places: folders or URLs, which may end with a pattern of file names.
         rollouts: the most results that a document may have.
         folder: for the temporary file; None: the system's.
     """
@@ -91,16 +90,14 @@ class FinishedDocuments:
         self.differing = 0
 
     def take(self, document: Document) -> Json | None:
-        """Returns the metadata that the document had when it was finished; None if the old output
-        lacks it.
+        """Returns the metadata of the finished document; None if the old output lacks the document.
 
         The first call reads the old output.
 
         Raises:
-            ConfigError: the old output is not there, or holds nothing that can be taken over.
+            ConfigError: the old output is not there, or holds nothing usable.
             CheckpointLocked: a process works on the old run.
-            InputError, StorageFailed: a file cannot be read, or the temporary file cannot be
-                written.
+            InputError, StorageFailed: an input file, or the temporary file, fails.
         """
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
@@ -219,7 +216,6 @@ class FinishedDocuments:
         return found
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
-        """Yields the documents of a file that can be taken over. Counts the others."""
         where = old.folder.resolve_paths(old.name)
         compression = None if old.format.is_compressed else "infer"
         try:
@@ -298,7 +294,6 @@ def _metadata_of(row: Row) -> Json:
 
 
 def _is_same(as_read: object, old: object) -> bool:
-    """Whether two values are equal once they are JSON."""
     try:
         return _as_json(as_read) == _as_json(old)
     except TypeError:  # no writer would have written it
@@ -306,7 +301,7 @@ def _is_same(as_read: object, old: object) -> bool:
 
 
 def _as_json(value: object) -> object:
-    """Converts a value to JSON. Columns of Parquet have null for each key that another row has."""
+    """Converts a value to JSON. Parquet has null for each key that another row has."""
     return _without_nulls(
         orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
     )

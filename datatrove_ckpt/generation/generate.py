@@ -1,7 +1,6 @@
-"""One call of a rollout's ``generate``: the answer comes from the request cache, or from the server
-and is then kept.
+"""Runs one call of a rollout's ``generate``: takes the answer from the request cache or a server.
 
-Everything here runs on the event loop of ``scheduler.py``.
+A server's answer is kept. Everything here runs on the event loop of ``scheduler.py``.
 """
 
 from __future__ import annotations
@@ -312,7 +311,6 @@ class Requests:
         return result
 
     def count_finished(self, result: object) -> None:
-        """Counts an answer of an old output like an answer of the request cache."""
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
             self._count(result, self._usual)
@@ -437,13 +435,11 @@ class Requests:
             raise self._stopped(error)
 
     def _stopped(self, error: CkptError) -> RolloutServerError:
-        """Stops the rank. Returns what its rollout sees."""
         named(error, self._model.config.name)
         self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
         return RolloutServerError(error)
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
-        """Queues an answer. Returns whether its request must wait for the storage thread."""
         rank = self._rank
         answers = self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
@@ -534,7 +530,6 @@ class Requests:
         return result.answer
 
     def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
-        """Returns why the arguments are wrong; "" if they are right."""
         engine = self._config.engine
         if lacks := engine.lacks(name):
             return lacks
@@ -647,8 +642,10 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 
 
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
-    """Returns what is kept of an answer. Its fields depend on what the payload asks for, not only
-    on what came: so tables have the same columns whenever the first tool call comes.
+    """Returns what is kept of an answer.
+
+    Its fields depend on the payload's request, not only on the answer: so tables have their columns
+    whenever the first tool call comes.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {
@@ -676,15 +673,15 @@ def _result(fields: JsonObject, response_id: str, model: str) -> Result:
 def request_seed(
     seed: int, ordinal: int, doc_id: str, rollout_idx: int, digest: str, occurrence: int
 ) -> int:
-    """Returns the ``seed`` of a request, in the range that vLLM, SGLang, llama.cpp and OpenAI all
-    take: 0 to 2**31 - 1.
+    """Returns the ``seed`` of a request: 0 to 2**31 - 1, which vLLM, SGLang, llama.cpp and OpenAI
+    all take.
 
-    Engines that honour seeds then sample the same when a request is sent again. With one seed for
-    all, two rollouts of a document would be one sample.
+    Engines that honour seeds then repeat their sample when a request is sent again. With one seed
+    for all requests, two rollouts of a document would be one sample.
 
     Args:
         seed: ``InferenceConfig.seed``.
-        ordinal: tells apart documents whose ids repeat.
+        ordinal: separates documents whose ids repeat.
         digest: the payload's, without a seed. The number of the call would depend on the order of
             parallel calls.
         occurrence: counts equal payloads within one rollout, from 0.

@@ -1,5 +1,4 @@
-"""Null checkpoint: writes finished documents straight to the user's writer, and keeps nothing for a
-resume.
+"""Null checkpoint: writes finished documents to the user's writer, and keeps nothing for a resume.
 
 It has the methods of ``OpenCheckpoint``, so a caller need not know whether there is a checkpoint.
 """

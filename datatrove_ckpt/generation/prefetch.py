@@ -3,10 +3,10 @@
 A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the
 thread fills a small buffer, which the event loop takes whole.
 
-A resume may seek to a document's position only if all documents before it came earlier, and all
-later ones come later. A step that reorders or splits documents breaks this order. So a position is
-used only after the next document has come with a later one. If documents come out of order, a
-resume counts documents instead.
+A resume may seek to a document's position only if all earlier documents came before it, and all
+later documents come after it. A step that reorders or splits documents breaks this order. So a
+position is used only after the next document has come with a later position. Otherwise a resume
+counts documents.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class SourceDocument:
         id: as it was read, and printable. A rollout may change the document.
         size: of the document, in bytes, roughly.
         resumable: a resume may start after this document.
-        stats: of the steps before the runner, right after the last document of a chunk.
+        stats: of the steps before the runner, right after a chunk's last document.
         finished: the metadata with results, if an old output has them.
     """
 
@@ -237,7 +237,6 @@ class DocumentSource:
 
     @property
     def skipped(self) -> SkippedLines:
-        """Lines and rows that were no documents, in all attempts."""
         return self._reading.skipped
 
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
@@ -312,11 +311,9 @@ class DocumentSource:
         return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:
-        """Adds the stats of earlier attempts to those of the steps before the runner."""
         self._stats.finish(self._read)
 
     def close(self) -> None:
-        """Ends the thread, without waiting for a blocked reader."""
         with self._change:
             self._closed = True
             self._change.notify()

@@ -1,10 +1,9 @@
-"""A rank's numbers: its history is kept with them, and the screen of its command shows them
-(``process/screen.py``).
+"""A rank's numbers, for its history and for the screen of its command (``process/screen.py``).
 
-The history gets a line after ten seconds and each minute, when servers stop and start to answer,
-what happens to servers, and how the attempt ends. The storage thread adds what it alone knows, and
-writes the line: see ``checkpoint/history_records.py``. The numbers of all attempts come from the
-checkpoint: see ``final_stats``.
+The history gets a line after ten seconds and each minute, and at the events and the end of the
+attempt. The storage thread adds its own numbers, and writes the line: see
+``checkpoint/history_records.py``. The checkpoint has the numbers of all attempts: see
+``final_stats``.
 """
 
 from __future__ import annotations
@@ -99,7 +98,6 @@ class ModelObserver:
         self._outages.append(outage)
 
     async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        """Waits until the model's servers are ready."""
         self.early += 1
         try:
             return await asyncio.shield(client)
@@ -126,7 +124,7 @@ class ModelObserver:
 class RankReporter:
     """One rank's progress in this attempt.
 
-    ``progress``, ``spread`` and ``last_records`` may be called in any thread.
+    Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
         checkpoint: writes the history, and calls ``last_records`` when it is closed.
@@ -170,7 +168,6 @@ class RankReporter:
         return [model.client for model in self._models.values() if model.client is not None]
 
     def silence(self) -> Silence:
-        """Returns the longest silence of a model."""
         return max(
             (found for model in self._models.values() for found in model.silences()),
             default=Silence(),
@@ -196,7 +193,6 @@ class RankReporter:
         self._source = source
 
     def position(self) -> InputPosition:
-        """Returns how much of the input is done."""
         if self._source is None:
             return InputPosition()
         first = self._checkpoint.resumed.next_ordinal

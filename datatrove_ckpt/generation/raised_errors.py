@@ -3,8 +3,8 @@
 Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing
 of datatrove, so these subclasses inherit from both sides.
 
-A pickled error keeps its message and the text of ``error``; document and payload stay behind,
-because not every document can be pickled, and a payload may hold a secret.
+A pickled error keeps its message and the text of ``error``, but not document and payload: some
+documents cannot be pickled, and a payload may hold a secret.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ _RAISED: dict[type, type[_OfServer]] = {
 
 
 class raised_for_scripts:
-    """Raises the subclass of each error that has one here. Tracebacks of our errors show the user's
-    frames only: executors and Python print them after the message, with everything that was in a
-    variable.
+    """Raises the subclass of each error that has a subclass here.
+
+    Tracebacks of our errors show the user's frames only: executors and Python print them after the
+    message, with the values of variables.
     """
 
     def __enter__(self) -> None:
@@ -168,7 +169,6 @@ def called_at() -> str:
 
 
 def _after_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Removes our frames at the beginning, but for the last one if nothing follows."""
     while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
         trace = trace.tb_next
     return trace

@@ -1,7 +1,7 @@
 """Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
-Apart from ``runner.py``, which makes the step: a program that only makes it, or looks at it, needs
-none of this.
+``runner.py`` makes the step without this module: a program that only makes or inspects a step needs
+none of it.
 """
 
 from __future__ import annotations
@@ -478,11 +478,11 @@ class RankMessages:
 
 
 def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """Returns what removes the bytes of media from a finished document; None if its writer saves
-    them.
+    """Returns a function that removes media bytes from a finished document; None if its writer
+    saves them.
 
-    They would be in the journal, 13 MB in JSON for a picture of 10 MB, and then be left out by the
-    writer.
+    They would be in the journal, 13 MB in JSON for a picture of 10 MB, for a writer that drops
+    them.
     """
     if writes_media(writer):
         return None

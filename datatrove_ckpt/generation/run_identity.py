@@ -1,12 +1,11 @@
-"""What makes two runs the same run: a flat dict of plain values, whose names appear in
-``CheckpointMismatch``.
+"""What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left
-out. The user's code is described by what its source reaches (see ``code_walk.py``). Of a secret the
+out. The source that the user's code reaches describes the code (``code_walk.py``). Of a secret the
 hash is kept.
 
 What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it
-was when the job was made. Of an imported function a pickle holds the name alone, so it is described
+was when the job was made. An imported function, of which a pickle holds only the name, is described
 as this process has imported it.
 """
 
@@ -91,10 +90,10 @@ def code_identity(
     """Describes the user's code.
 
     Args:
-        when_made: what this gave in the process that made the job: it describes what was pickled by
+        when_made: this function's result in the process that made the job, for what was pickled by
             value. None: the job is being made now.
         output_writer: its adapter is code of the user, too.
-        rollout_version: stands for all of that.
+        rollout_version: replaces the description.
     """
     if rollout_version is not None:
         named = Description(
@@ -225,7 +224,6 @@ def run_identity(
     metadata_key: str,
     world_size: int,
 ) -> RunIdentity:
-    """Returns the identity of a run, as plain JSON values."""
     output = {
         "metadata_key": metadata_key,
         "records_per_chunk": records_per_chunk,
@@ -252,7 +250,6 @@ def run_identity(
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:
-    """Returns the flags of a server that change its answers, sorted by name."""
     flags = dashed_names(model_kwargs)
     return {name: flags[name] for name in sorted(engine.answering_flags & set(flags))}
 

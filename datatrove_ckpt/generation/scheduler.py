@@ -5,9 +5,9 @@ Everything here runs on one event loop, which never waits on a disk or a reader.
 back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the
 number of complete chunks that wait to be published.
 
-A document or a server that fails stops the rank with a drain (``Shutdown.fail``), whatever rollouts
-do with the error: ``except Exception: return None`` in a user's code must not turn an outage into
-dropped documents. Where nothing more can be saved, all ends at once (``Shutdown.abort``).
+A failing document or server stops the rank with a drain (``Shutdown.fail``), whatever rollouts do
+with the error: ``except Exception: return None`` in a user's code must not turn an outage into
+dropped documents. If nothing more can be saved, all work ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class DocumentLimit:
         self._bytes = media
 
     async def acquire(self, size: int) -> None:
-        """Waits for room for a document of ``size`` bytes, and takes it."""
         if size > _SMALL:
             await self._bytes.acquire(size)
         while self._in_work >= self._size:
@@ -381,11 +380,11 @@ class Scheduler:
         return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:
-        """Raises if the document ends unrecorded: CancelledError if the rank was stopped, the
-        failure if the document has stopped it.
+        """Raises if the document ends unrecorded: CancelledError after a stop of the rank, or its
+        failure.
 
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
-        cannot tell the cases apart: in Python 3.11 a TaskGroup in the rollout leaves it raised.
+        cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
         if self.shutdown.aborted:
             raise asyncio.CancelledError

@@ -1,4 +1,5 @@
-"""What a function of the script needs of its module, for a pickle that another program loads.
+"""Collects what a function of the script needs of its module, for a pickle that another program
+loads.
 
 dill pickles a function of ``__main__`` by value, but not the module's other functions and
 constants. So a step also carries what its functions name.
@@ -6,11 +7,11 @@ constants. So a step also carries what its functions name.
     the program that unpickles           what happens
     imports the script (multiprocess)    nothing: the names are there, or are not
                                          (``nothing_carried``)
-    is another one                       ``__main__`` gets the names; it has begun and needs its own
-                                         no more
+    is another program                   ``__main__`` gets the names; it has begun and no longer
+                                         needs its own
 
-Ray's pickles bring the names themselves. What is or holds a secret stays behind: others may read a
-pickle's file. To find secrets, a value is pickled to nowhere, and each object is checked: by
+Ray's pickles bring the names themselves. Secrets, and what holds secrets, stay behind: others may
+read a pickle's file. To find secrets, a value is pickled to nowhere, and each object is checked: by
 ``is_surely_secret``, and for the values of environment variables like HF_TOKEN.
 """
 
@@ -200,7 +201,6 @@ def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
 
 
 def _stays(name: str, value: object) -> str:
-    """Returns why a value is not pickled; "" if it is."""
     if isinstance(value, types.ModuleType):
         return ""
     try:

@@ -1,5 +1,4 @@
-"""The user's code that a rank calls: checks the rollout function, and gives it the arguments of
-``shared_context``.
+"""Checks the user's rollout function, and gives it the arguments of ``shared_context``.
 
 A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an
 awaitable.
@@ -170,7 +169,6 @@ class _Noting:
 
 
 def _question(payload: Any) -> str:
-    """Returns the last user message of a payload, or the first text."""
     # Of a payload that is about to be refused.
     with suppress(AttributeError, LookupError, TypeError):
         if not isinstance(payload, Mapping):
@@ -193,7 +191,6 @@ class _Call(partial[Any]):
 
 
 def _function(rollout_fn: object) -> types.FunctionType | None:
-    """Returns the function that a call runs in the end; None if it is no Python function."""
     while isinstance(rollout_fn, partial):
         rollout_fn = rollout_fn.func
     if not isinstance(rollout_fn, types.FunctionType | types.MethodType):

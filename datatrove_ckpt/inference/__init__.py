@@ -1,7 +1,6 @@
-"""Everything that talks to a model server or launches one.
+"""Everything that talks to a model server or launches a server.
 
-    client/     takes one payload, returns one answer: connections, retries, and whose fault a
-                failure is
+    client/     takes a payload, returns an answer: connections, retries, blame of failures
     servers/    launches, watches and restarts servers, and divides the node's GPUs among them
 
 ``servers`` imports ``client``, never the other way round. Neither touches a checkpoint, and neither

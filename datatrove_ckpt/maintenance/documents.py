@@ -120,7 +120,7 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
 
 
 def _answer(row: Json, key: str) -> str:
-    """The results as text; of a row without any, all of it."""
+    """Returns the results as text; of a row without any, all of it."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -133,7 +133,7 @@ def _answer(row: Json, key: str) -> str:
 
 
 def _text(result: object) -> str:
-    """A result's text, or those of its choices, and on the next line what else it has."""
+    """Returns a result's text, or those of its choices, and on the next line what else it has."""
     if isinstance(result, str):
         return result
     if not isinstance(result, dict):
@@ -155,7 +155,6 @@ def _text(result: object) -> str:
 
 
 def _choices(choices: object) -> str:
-    """Returns "" for what are no choices of a server."""
     if not isinstance(choices, list) or not all(
         isinstance(choice, dict) and "text" in choice for choice in choices
     ):

@@ -1,9 +1,8 @@
-"""Decides what a rank does, whether it needs attention, and why. The limits are minutes: a line is
-due each minute.
+"""Decides what a rank does, whether it needs attention, and why. Limits are minutes: a line per
+minute is due.
 
-A rank that runs has a process that holds its lock. The lock of a mirror's copy, and on some file
-systems of a process on another node, cannot be seen: there, a rank runs as long as its history
-grows.
+A running rank has a process that holds its lock. In a mirror's copy, and on some file systems from
+another node, locks cannot be seen: there, a rank runs as long as its history grows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _HOST = socket.gethostname()
 
 
 def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankState:
-    """The state of one rank.
+    """Returns the state of one rank.
 
     Args:
         ledger: with history, journals and causes of dead letters.
@@ -75,8 +74,8 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
 
 
 def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """The position of the last line, for the documents that were counted since then, or taken
-    back.
+    """Returns the position of the last line, for the documents that were counted since then, or
+    taken back.
     """
     position = last.position
     then = last.documents.read
@@ -229,7 +228,6 @@ def find_left(ranks: Sequence[RankState]) -> None:
 
 
 def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float]:
-    """Documents and tokens per second; requests, if no server counts tokens."""
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds

@@ -18,7 +18,7 @@ from datatrove_ckpt.maintenance.redo import Redo
 
 
 def plan_rebuild(rank: RankLedger) -> Redo | str:
-    """What to do with a rank whose log is damaged, or why nothing can be done."""
+    """Returns what to do with a rank whose log is damaged, or why nothing can be done."""
     try:
         whole = read_whole_commits(rank.commits_file)
         last = read_last_chunk(rank.last_chunk_file)
@@ -51,7 +51,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
 
 
 def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """The commits before the first one that does not start where it must, by chunk index."""
+    """Returns the commits before the first misplaced commit, by chunk index."""
     found: dict[int, Commit] = {}
     for commit in whole:
         found.setdefault(commit.chunk_index, commit)

@@ -1,22 +1,21 @@
 """Takes back the commits of the chunks to redo. The next run processes these chunks again.
 
-It makes a chunk from its journal and its cached answers where they still exist, else from new
-answers, and skips the later chunks, which are committed.
+It uses journals and cached answers where they still exist, else new answers, and skips the later
+chunks, which are committed.
 
 The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
     0. take the lock and the fence            no other process works on the rank until the end
     1. remove datatrove's completion marker   else the executor skips the rank
-    2. overwrite the chunks' dead letters with spaces, if others follow them: the redone chunk
-      appends them again
+    2. overwrite the chunks' dead letters     if others follow them: the redone chunk appends them
+       with spaces                            again
     3. remove the chunks' output files        the next run may choose other names (from metadata,
-                                              for example), and
-                                              replaces no content that it does not know; on the hub
-                                              in one commit
-    4. correct run.json and last_chunk        they say how many commits there are, and a run refuses
+                                              for example), and replaces no content that it does not
+                                              know; on the hub in one commit
+    4. correct run.json and last_chunk        they hold the number of commits, and a run refuses
                                               fewer
     5. replace commits.jsonl                  <- from here on the next run redoes the chunks
-    6. cut off the chunks' dead letters, if no others follow them
+    6. cut off the chunks' dead letters       if no others follow them
 
 A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
@@ -97,7 +96,6 @@ def _claim(rank: RankLedger) -> RunClaim:
 
 
 def _letters_end(redo: Redo) -> int:
-    """The end of the last dead letter to keep, in bytes."""
     return max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
 
 
@@ -131,7 +129,6 @@ def _carry_out(redo: Redo) -> None:
 
 
 def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-    """The file in blocks, with spaces in these ranges of bytes."""
     at = 0
     with explained("read", path), path.open("rb") as file:
         while block := bytearray(file.read(_BLOCK)):

@@ -54,7 +54,7 @@ class Plan:
 
 
 def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
-    """The plan that follows from a report.
+    """Returns the plan that follows from a report.
 
     Args:
         logging_dir: the executor's; completion markers of the ranks to redo are removed there.

@@ -55,12 +55,12 @@ _LEAST_SECONDS = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Sums(RunNumbers):
-    """What is known of a rank now, and added up over ranks.
+    """The numbers of a rank now, and sums over ranks.
 
     Attributes:
         rates: of the last minutes, while it runs.
         as_of: time of its last line; None in the first ten seconds of an attempt. Of several ranks,
-            the oldest of those that run, or of the others if none does.
+            the oldest of the running ranks, or of the others if none runs.
         time_left: at the present rate; None if the end of the input is not known, if nothing runs,
             or if nothing has been answered for longer than that.
     """
@@ -76,13 +76,13 @@ class RankState(Sums):
     """One rank.
 
     Attributes:
-        root: "" or the retry of dead letters that it belongs to, such as "retry-00001".
+        root: "" or its retry of dead letters, such as "retry-00001".
         folder: its files, or a copy of them.
-        has_rate: ``rates`` are of five minutes at least, so that they can be compared.
+        has_rate: ``rates`` cover at least five minutes, so that they can be compared.
         attempts: those that the history still names.
         last_word: time of the last change of any of its files.
-        last_change: of its journals and commits, if it runs, or its last attempt ended without a
-            word; else 0.
+        last_change: of its journals and commits, if it runs, or its last attempt has no end line;
+            else 0.
         holder: host and pid of the process that has its lock.
         is_copy: read from a mirror, where locks cannot be seen.
     """
@@ -144,9 +144,8 @@ class Totals(Sums):
     """Sums over the ranks of a run, or over its retries of dead letters.
 
     Attributes:
-        total_is_estimated: the input of ranks that are not started is taken to be as large as the
-            mean of the others'.
-        average: for each of the ``working_seconds``, in which at least one rank worked.
+        total_is_estimated: inputs of ranks without a start count as the mean of the other inputs.
+        average: over the ``working_seconds``, in which at least one rank worked.
         halted: ranks at a halt, whose work is not in the time left.
     """
 
@@ -165,15 +164,15 @@ class RunState:
 
     Attributes:
         what: the folder or URL that was read, for people.
-        given: the YAML file that was named, with overrides; empty: a folder or a URL was.
+        given: the named YAML file, with overrides; empty for a folder or a URL.
         newest: time of the newest change that was seen.
-        tasks: number of ranks of the run; 0 if nothing tells it.
+        tasks: number of ranks of the run; 0: unknown.
         identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
-        gone: of these, ranks that had committed chunks.
+        gone: missing ranks that had committed chunks.
         foreign: ranks with higher numbers than the run has. They are not counted.
         workers: the processes that have claimed ranks, or may do so.
-        given_up: ranks that workers try no more, with the causes.
+        given_up: ranks that workers no longer try, with the causes.
         retries: of dead letters: they read documents that ``ranks`` have read before.
     """
 
@@ -263,7 +262,7 @@ VERSION = 2
 
 
 def to_json(state: RunState) -> bytes:
-    """The JSON of ``status --json``. docs/status.md explains it."""
+    """Returns the JSON of ``status --json``. docs/status.md explains it."""
     content = {
         "version": VERSION,
         "what": state.what,

@@ -17,7 +17,7 @@ from datatrove_ckpt.maintenance.run_state import RankState, Totals
 
 
 def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
-    """The sums over some ranks.
+    """Returns the sums over some ranks.
 
     Args:
         now: Unix seconds.
@@ -99,7 +99,6 @@ def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals that are sorted by their starts."""
     covered = 0.0
     until = float("-inf")
     for start, end in spans:

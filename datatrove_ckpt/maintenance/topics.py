@@ -15,7 +15,6 @@ _SHOWN_WORKERS = 20
 
 
 def topics(state: RunState) -> Iterator[tuple[str, str]]:
-    """Each topic that there is something to say about, with that."""
     totals = state.together
     if state.is_finished and not totals.documents:
         yield "documents", "none in the input"
@@ -102,9 +101,6 @@ def age(state: RunState) -> str:
 
 
 def _ago(state: RunState) -> str:
-    """The age of the lines that tell where the ranks stand, with a space before it; empty if they
-    are new.
-    """
     seconds = state.read_at - (state.together.as_of or state.read_at)
     if seconds < 1:
         return ""
@@ -151,7 +147,6 @@ def _documents(totals: Totals) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """As ``plural``, with commas between thousands."""
     return f"{number:,} {plural(number, noun).partition(' ')[2]}"
 
 

@@ -30,12 +30,6 @@ from datatrove_ckpt.output.formats import is_known
 
 
 def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
-    """Verifies all ranks. Raises ConfigError.
-
-    Args:
-        output: the output folder, if it is not where ``job.json`` says.
-        full: also read every output file.
-    """
     command = repair_command(*place.given, output=output)
     if full:
         command += " --full"
@@ -56,7 +50,7 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
 
 
 def find_output(place: Place, ranks: list[RankLedger]) -> str:
-    """The output folder of a run, as its checkpoint names it.
+    """Returns the output folder of a run, as its checkpoint names it.
 
     In a run folder that was copied or renamed it is the one there: what it names may be another
     run's by now.
@@ -94,8 +88,8 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
-    """The run folder whose output is recorded here, if it is another run's: this one was copied or
-    renamed.
+    """Returns the run folder whose output is recorded here, if it is another run's: this one was
+    copied or renamed.
     """
     there = Path(recorded).with_name("checkpoints")
     is_other = (
@@ -230,8 +224,8 @@ def _check_settings(report: Report) -> None:
 
 
 def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
-    """The differences between two ranks; none if the user has accepted all values of the fields
-    that differ.
+    """Returns the differences between two ranks; none if the user has accepted all values of the
+    fields that differ.
     """
     known = defaultdict[str, set[bytes]](set)
     for accepted in accepted_changes(rank, usual):

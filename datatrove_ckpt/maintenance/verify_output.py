@@ -116,14 +116,12 @@ def is_owned(report: Report) -> bool:
 
 
 def _is_ours(report: Report, path: str) -> bool:
-    """Whether a file is staged, or of a checkpoint inside the output folder."""
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
 def _check_duplicates(report: Report) -> set[str]:
-    """Returns the names of all committed files."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     for chunk in report.chunks:
         for file in chunk.files:

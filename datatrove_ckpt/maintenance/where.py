@@ -35,12 +35,12 @@ class Place:
     Attributes:
         what: the folder or URL, for people.
         folder: the checkpoint folder, or a copy of the mirror.
-        given: how the user named it, for commands to type: WHAT, and overrides.
+        given: the user's WHAT and overrides, for commands to type.
         mirror: reads the mirror; None if ``folder`` is no copy.
-        tasks: of the run, if a YAML file tells it; else 0.
-        logging_dir: the executor's, if a YAML file or a run folder tells it.
+        tasks: of the run, from a YAML file; else 0.
+        logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
-        config: the YAML file's content; empty without one.
+        config: the YAML file's content; empty without a file.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Place:
             self.mirror.refresh()
 
     def said(self, text: str) -> str:
-        """The text with the mirror's URL in place of the copy's path."""
+        """Returns the text with the mirror's URL in place of the copy's path."""
         if not self.is_copy:
             return text
         return text.replace(str(self.folder), self.what)
@@ -96,8 +96,8 @@ def open_place(
     Args:
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
-        trusted: refuse versions of a mirror that are not sealed with the key, if there is one.
-        overrides: that the file was read with, as they are typed.
+        trusted: refuse versions of a mirror that lack the key's seal, if there is a key.
+        overrides: of the file, as they are typed.
 
     Raises:
         ConfigError: there is no such place, or the YAML file names none.
@@ -141,7 +141,7 @@ def open_place(
 
 
 def _named(what: str) -> tuple[Place, str | None]:
-    """The place, and the mirror's URL if it is a mirror."""
+    """Returns the place, and the mirror's URL if it is a mirror."""
     place = Place(what, Path(what), [what])
     if _URL.match(what):
         return place, what
@@ -291,7 +291,7 @@ def _mirror_has_more(local: Path, remote: str) -> bool:
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
-    """The step with a checkpoint: its index in the pipeline, and its init_args."""
+    """Returns the step with a checkpoint: its index in the pipeline, and its init_args."""
     pipeline = executor.get("pipeline")
     steps = enumerate(map(_arguments, pipeline if isinstance(pipeline, list) else ()))
     found = {

@@ -1,10 +1,9 @@
-"""``job.json`` of a mirror: the identity that all ranks of a job share, for nodes that see no other
-rank's folder.
+"""``job.json`` of a mirror: the identity that all ranks of a job share, for nodes with separate
+disks.
 
-Ranks with disks of their own see each other on the mirror alone. So each rank that starts compares
-itself with the mirror's ``job.json``; if that is missing or another one, with the newest version of
-every rank that only the mirror has. Then its first upload writes ``job.json`` anew, and the next
-ranks read one object.
+Such ranks see each other on the mirror alone. So each starting rank compares itself with the
+mirror's ``job.json``; if that is missing or differs, with the newest version of every rank that
+only the mirror has. Then its first upload writes ``job.json``, and the next ranks read one object.
 """
 
 from __future__ import annotations
@@ -113,7 +112,8 @@ def restore_job(url: str, folder: Path) -> None:
 
 
 def _read_job(store: ObjectStore) -> Json:
-    """The content of ``job.json``; empty if there is none, or a damaged one, which proves nothing.
+    """Returns the content of ``job.json``; empty if there is none, or a damaged one, which proves
+    nothing.
 
     Raises:
         VersionMismatch: a newer version of this program wrote it.

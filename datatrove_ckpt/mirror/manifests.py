@@ -1,5 +1,5 @@
-"""The format of a rank's checkpoint on a remote: objects, and manifests that say which objects make
-a checkpoint.
+"""The format of a rank's checkpoint on a remote: objects, and manifests that name a checkpoint's
+objects.
 
     REMOTE/00000/claim-00000003-<nonce>.json        an Ownership: who writes here; the largest
                                                     number wins
@@ -7,15 +7,15 @@ a checkpoint.
                                                     checksum, written last
     REMOTE/00000/objects/<nonce>-000034             a part of a file; never changed, shared by
                                                     versions
-    REMOTE/00000/copies/<nonce>-000034              a second copy of the same part
+    REMOTE/00000/copies/<nonce>-000034              a second copy of this part
 
 The names of the objects are part of the format, so they keep the older words "claim" and
-"generation". ``nonce`` is that of the owner that wrote the object, so two processes never write one
+"generation". ``nonce`` belongs to the owner that wrote the object, so two processes never write one
 object.
 
-A version is complete if its manifest is intact and so is, of each of its objects, one of the two
-copies. Versions share objects, so with one copy a single bad byte would spoil all the versions that
-are kept. The object store itself makes the second copy, which costs a request and no transfer.
+A version is complete if its manifest and at least one copy of each of its objects are intact.
+Versions share objects, so without a second copy a single bad byte would spoil all versions. The
+object store makes the second copy, which costs a request and no transfer.
 """
 
 from __future__ import annotations
@@ -272,8 +272,6 @@ class Damaged(Exception):
 
 
 class Versions:
-    """The versions of one rank's checkpoint, below the URL of the rank's folder."""
-
     def __init__(self, url: str) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
@@ -338,7 +336,6 @@ class Versions:
         return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
-        """Completes the version. Its objects must have been written before."""
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: str) -> None:

@@ -1,17 +1,14 @@
-"""RemoteMirror: copies a rank's checkpoint to a remote while the rank works, one version after the
-other.
+"""RemoteMirror copies a rank's checkpoint to a remote while the rank works, version by version.
 
-A version is the checkpoint at one instant of the storage thread's order of effects, see
-``uploads.py``.
-
-The thread is its own, so a remote that fails or hangs costs warnings, but no answer and no time.
-Only a rank's first output waits for the mirror: a rank that the mirror does not know has published
+A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has a
+thread of its own, so a remote that fails or hangs costs warnings, but no answer and no time. Only a
+rank's first output waits for the mirror: a rank that the mirror does not know has published
 nothing, so output that it finds is another job's.
 
 Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first
 takes ownership of the mirror, and a process that finds a newer owner stops with ``Fenced``. It
 looks at each upload, and before it publishes a chunk, which costs a listing. If the mirror does not
-answer, it publishes all the same: no other process can take the rank over there meanwhile.
+answer, it publishes nevertheless: no other process can take the rank over meanwhile.
 """
 
 from __future__ import annotations
@@ -249,7 +246,6 @@ class RemoteMirror:
                 self._looks.popleft().set()
 
     def _try_upload(self) -> int:
-        """Returns how many intervals to wait before the next upload."""
         try:
             self._upload()
         except _Interrupted:
@@ -325,12 +321,12 @@ class RemoteMirror:
     def _take_snapshot(
         self, uploads: Uploads, stack: ExitStack
     ) -> tuple[Snapshot, dict[str, IO[bytes]]]:
-        """Returns a snapshot, and the files that have grown since the last one, each opened at its
-        first new byte.
+        """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
+        its first new byte.
 
-        A commit between the snapshot and the opening removes a journal, and the history may be
-        replaced. Then there is a newer state, which is taken. Once a journal is open, it can be
-        read to its end even if it is removed.
+        A commit between the snapshot and the opening may remove a journal, or the history be
+        replaced: then a newer snapshot is taken. An open journal can be read to its end even if it
+        is removed.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
@@ -368,7 +364,6 @@ class _Interrupted(Exception):
 
 
 def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The next ``size`` bytes of the file, in blocks of at most one object."""
     while size:
         data = file.read(min(size, MAX_OBJECT_BYTES))
         if not data:

@@ -1,9 +1,8 @@
 """Small objects below a URL, through fsspec. Only this module changes what is stored there.
 
-Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` on file systems
-where a put is not atomic (local files; not S3): a kill may leave a part of the object. ``testing``
-replaces ``effects`` to crash before or in the middle of any effect. Credentials come from the
-environment; a URL holds none.
+Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` where a put is
+not atomic (local files; not S3), which a kill may cut. ``testing`` replaces ``effects`` to crash
+before or within any effect. Credentials come from the environment; a URL holds none.
 
 On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a
 listing, which it keeps, and which may lag behind; so no known name is looked up there. In a
@@ -150,7 +149,6 @@ class ObjectStore:
                 yield block
 
     def copy(self, name: str, to: str, data: bytes) -> None:
-        """Copies an object. ``data``: its content."""
         # It would list the folder first; content that a bucket has is not sent again.
         if _is_hub(self._fs):
             self.put(to, data)
@@ -163,9 +161,6 @@ class ObjectStore:
             effects.delete(self._fs, self._path(name))
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Returns the object's content, or None if there is no such object, or one of more than
-        ``most`` bytes.
-        """
         try:
             with file_system_call():
                 data = bytes(

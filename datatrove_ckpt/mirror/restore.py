@@ -1,5 +1,4 @@
-"""Before a rank with a mirror opens its checkpoint: use the local folder, restore from the mirror,
-or refuse.
+"""Decides, before a rank with a mirror opens its checkpoint: use the folder, restore, or refuse.
 
     this node has  the mirror has                     what happens
     nothing        nothing                            the rank starts
@@ -16,13 +15,13 @@ or refuse.
     either         a bucket that does not exist       refused: without a mirror, a lost node costs
                                                       all its work
 
-``run.json`` and the versions name owners by their nonces. Choosing the checkpoint that is further
-ahead never mixes two of them: what only the other one knew is requested again, and chunks that only
-the other one had committed are written again, over the files that exist.
+``run.json`` and the versions name owners by their nonces. The more advanced checkpoint is chosen,
+and never mixed with the other: answers that only the other had are requested again, and its chunks
+are written again, over the existing files.
 
 The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A
 restored checkpoint gets a new owner. Its ``earlier`` owners include those of damaged versions, so
-these are not tried again.
+that these are not tried again.
 """
 
 from __future__ import annotations
@@ -272,10 +271,6 @@ def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    """Renames the existing folder, unless a process works on it.
-
-    Returns its new path, if there was a folder.
-    """
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)

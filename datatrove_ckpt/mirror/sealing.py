@@ -1,13 +1,11 @@
-"""Seals of versions, made with a key that is in the environment and nowhere else.
+"""Seals of versions, made with a key that is only in the environment.
 
-Without the key no version can be made or changed. The seal is an HMAC-SHA256 of the manifest, the
-name of the version and the rank's place on the mirror. So a manifest cannot be changed, renumbered,
-or moved to another rank. A sealed manifest names the SHA-256 of each object, because xxh128 finds
-damage, but not intent.
+The seal is an HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
+mirror. So without the key no manifest can be made, changed, renumbered, or moved to another rank. A
+sealed manifest names the SHA-256 of each object, because xxh128 finds damage, but not intent.
 
-What a seal cannot show: a writer can remove versions from the mirror, and an older sealed version
-then is the newest one. Only a node that still has its folder notices that. A writer can also stop a
-run, by claiming the mirror.
+A writer can still remove versions from the mirror, so that an older sealed version is the newest.
+Only a node that still has its folder notices. A writer can also stop a run, by claiming the mirror.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What of a rank's checkpoint is uploaded, and the versions made of it.
+"""Uploads the new bytes of a rank's checkpoint, and makes versions of them.
 
-Each version sends only what is new: files only grow, so their new bytes become a new object, and so
-do new answers of unfinished documents. Then the manifest is written, which completes the version,
-and what the last three versions do not need is removed. A kill in between leaves the version before
-intact, and objects that no version needs, which the next process removes.
+Files only grow, so their new bytes become a new object, and so do new answers of unfinished
+documents. Then the manifest completes the version, and objects that the last three versions do not
+need are removed. A kill in between leaves the version before intact, and unneeded objects, which
+the next process removes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The Arrow type of Python values, and the one type that holds the values of two, without changing
-any value.
+"""The Arrow type of Python values, and the type that holds the values of two types unchanged.
 
-Arrow's own inference and its ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0,
-a time beside a date loses the time of day, a time zone beside none is dropped, text beside bytes
-becomes bytes. So only these are united: no value with anything, integers of any widths, integers
-with floats (Arrow refuses those that a float cannot hold), decimals, times of any unit, times of
-any two zones (as UTC), dicts and lists of those.
+Arrow's inference and ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time
+beside a date loses the time of day, a time zone beside none is dropped, text beside bytes becomes
+bytes. So only these are united: no value with anything, integers of any widths, integers with
+floats (Arrow refuses integers that a float cannot hold), decimals, times of any unit, times of any
+two zones (as UTC), and dicts and lists of these.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class NotUnited(Exception):
 
 
 def type_of(values: list[object], column: str) -> DataType:
-    """The type of a column with these values.
+    """Returns the type of a column with these values.
 
     Raises:
         NotUnited: there is none without changing a value.
@@ -69,7 +68,6 @@ def type_of(values: list[object], column: str) -> DataType:
 
 
 def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
-    """The type of values of one Python type that alone does not decide it."""
     import pyarrow as pa
 
     if kind is dict:
@@ -133,7 +131,8 @@ def _struct(values: list[dict[object, object]], column: str) -> DataType:
 
 @cache
 def _of_whole_results() -> dict[str, DataType]:
-    """What a WholeResult has beside its text. Those of a chunk may all be empty, and show no type.
+    """Returns what a WholeResult has beside its text. Those of a chunk may all be empty, and show
+    no type.
 
     None stands for a text, which a column of a chunk becomes where there is no value.
     """
@@ -148,7 +147,7 @@ def _of_whole_results() -> dict[str, DataType]:
 
 
 def unite(old: DataType, new: DataType, column: str) -> DataType:
-    """The type that holds the values of both. None stands for no type.
+    """Returns the type that holds the values of both. None stands for no type.
 
     Raises:
         NotUnited: there is none.

@@ -1,9 +1,8 @@
-"""ChunkOutput: the documents of a finished chunk -> any DiskWriter -> staged files -> published in
-one step.
+"""ChunkOutput writes the documents of a finished chunk to staged files, and publishes the files.
 
-Files are staged in the checkpoint's folder, and then get their names, or are uploaded (see
-``targets.py``). Each chunk gets a fresh copy of the writer, with our file manager (see
-``file_managers.py``).
+Each chunk gets a fresh copy of the user's DiskWriter, with our file manager (``file_managers.py``).
+Files are staged in the checkpoint's folder, and then get their names, or are uploaded
+(``targets.py``).
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class ChunkOutput:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
     def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Of a rank that kept no intents, all files are its own."""
+        """Refuses foreign files. All files of a rank that kept no intents are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
@@ -129,13 +128,13 @@ class ChunkOutput:
         self._target.finish()
 
     def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
-        """Writes and publishes a chunk: steps 2 and 3 of a commit. Returns its files; see
+        """Writes and publishes a chunk (steps 2 and 3 of a commit). Returns its files; see
         ``placement``.
 
         Raises:
             OutputFailed: a document cannot be written, or the output folder refuses it. The journal
-                is kept.
-            OutputMismatch: another job has written a file of the same name, or owns the folder.
+                stays.
+            OutputMismatch: another job has written a file of this name, or owns the folder.
             StorageFailed: the disk refused a write.
         """
         staging = self._target.staging / f"chunk_{chunk_index:05d}"

@@ -40,8 +40,6 @@ _BATCH = 1000
 
 
 class ChunkWriting:
-    """Writes the chunks of one rank, one after the other, into staged files."""
-
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
         self.columns = RankColumns()
         self._writer = writer
@@ -182,8 +180,8 @@ class ChunkWriting:
     def _copy(
         self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len
     ) -> DiskWriter:
-        """A writer with the user's settings and no state of earlier chunks, which writes to the
-        staging folder.
+        """Returns a writer with the user's settings and no state of earlier chunks, which writes to
+        the staging folder.
 
         Args:
             schema: that of the chunk, if the writer has none.
@@ -203,7 +201,5 @@ class ChunkWriting:
 
 
 class _NotWritten(Exception):
-    """``finished``: the document that was being written."""
-
     def __init__(self, finished: Finished | None = None) -> None:
         self.finished = finished

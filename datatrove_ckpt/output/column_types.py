@@ -1,27 +1,26 @@
-"""The column types of Parquet chunks: of all documents of a chunk, not of the first one; do the
-files load as one?
+"""The column types of a Parquet chunk, over all its documents, and whether chunks load as one
+dataset.
 
-datatrove's ParquetWriter takes the schema of the first document of a file, and the columns of the
-first document of each batch: a column that is None at first fails later, and a new column is left
-out silently. Here a chunk's schema is the union over all its documents: null with any type is that
-type, integers with floats are float64, dicts have the keys of all. It depends on nothing else:
-chunks finish in any order and are written again after a kill. So what lets files load as one must
-hold for each chunk alone. Loaders (``pyarrow.dataset``, ``datasets``) take the columns of the first
-file, and convert the others (measured, Arrow 26 and datasets 5.2):
+datatrove's ParquetWriter takes the schema of a file's first document, and the columns of each
+batch's first document: a column that is None at first fails later, and a new column is dropped
+silently. Here a chunk's schema is the union over all its documents: null with any type is that
+type, integers with floats are float64, dicts have the keys of all. It depends on nothing else,
+because chunks finish in any order and are written again after a kill. Loaders (``pyarrow.dataset``,
+``datasets``) take the columns of the first file, and convert other files (measured, Arrow 26 and
+datasets 5.2):
 
 - A column without any value is written as text, also inside lists and dicts: only null could follow
   Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
-  file it makes texts of the numbers, dates and booleans of later files, and does not load with
-  bytes. The field's metadata marks it.
+  file it turns numbers, dates and booleans of later files into text, and does not load with bytes.
+  The field's metadata marks it.
 - A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
-- The other way round cannot be known when the first file is written. Only a ``schema`` given to the
-  writer helps. Such a chunk is warned about when it is written, and ``verify --full`` names both
-  files.
-- Types that cannot be united, such as text and integers, stop the rank before the second of them is
+- The opposite order cannot be known when the first file is written. Only a ``schema`` given to the
+  writer helps. Such a chunk causes a warning, and ``verify --full`` names both files.
+- Types that cannot be united, such as text and integers, stop the rank before the second type is
   published.
 
-A chunk is first written with the schema of the chunk before, while its own is found out, and once
-more if they differ.
+A chunk is first written with the schema of the chunk before. If its own schema proves different,
+the chunk is written again.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ _NO_VALUE = {b"datatrove_ckpt": b"no value"}
 
 
 def infers_schema(writer: DiskWriter) -> bool:
-    """Whether the writer finds out the schema from the documents."""
     return PARQUET.is_written_by(writer) and writer.schema is None
 
 
@@ -103,7 +101,6 @@ def _writable(field: Field) -> Field:
 
 
 def raw_type(field: Field) -> DataType:
-    """The type from which ``_writable`` made the field."""
     import pyarrow as pa
 
     kind = field.type
@@ -129,7 +126,8 @@ def name_culprit(
     decode: Callable[[bytes], Document],
     known: dict[str, DataType],
 ) -> str | None:
-    """Which document cannot be written, and why, found row by row. None: every row alone can.
+    """Returns which document cannot be written, and why, found row by row. None: every row alone
+    can.
 
     Args:
         documents: it is read twice.
@@ -164,7 +162,7 @@ def name_culprit(
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
-    """The schema of a Parquet file; None if it cannot be read, or pyarrow is not installed."""
+    """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
     try:
         import pyarrow.parquet as pq
 
@@ -208,7 +206,7 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
 
 
 def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
-    """Why a file does not load after another one. ``inside``: a struct's column, a dot."""
+    """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
     known = {field.name: field for field in first}
     found: list[Misfit] = []
     for field in later:
@@ -266,8 +264,6 @@ def _takes_empty_text(kind: DataType) -> bool:
 
 
 class RankColumns:
-    """The types of the chunks of one rank."""
-
     def __init__(self) -> None:
         self.guess: Schema | None = None
         self.known: dict[str, DataType] = {}

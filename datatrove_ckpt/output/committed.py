@@ -1,9 +1,9 @@
-"""Compares an output folder with what the checkpoints say: every committed file is there, and no
-unknown one.
+"""Compares an output folder with the checkpoints: each committed file is there, and no unknown
+file.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
-that its listings hold. Only a file with another stamp than its commit names is read: a million
-files that nobody touched cost nothing.
+of its listings. Only a file whose stamp differs from its commit is read: a million untouched files
+cost nothing.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -12,8 +12,8 @@ files that nobody touched cost nothing.
     a rank resumes, or is complete      committed files that are missing, or have another content
     a rank is complete                  files that its template may have named, and no commit does
 
-The last check only warns of a file whose name does not tell its rank, or that has a chunk index
-which the rank does not have: fields of documents may have made such a name in another run.
+The last check only warns of a file whose name does not contain the rank, or has a chunk index that
+the rank does not have: fields of documents may have made such a name in another run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TO_DELETE = 20
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
-    """The kind and the description of what is wrong with a file that is not right.
+    """Returns the kind and the description of what is wrong with a file that is not right.
 
     Args:
         size: its size now, in bytes; None: it does not exist.
@@ -63,7 +63,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 
 
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
-    """The refusal to replace files that this rank has not published."""
+    """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
         f"{where} has other content, which this rank has not published, under these names: "
         f"{some(names)}. Nothing "
@@ -105,17 +105,17 @@ class CommittedFile(OutputFile):
 
 
 class RankCommits:
-    """What the checkpoint of a rank, and those of its retries, say about output files. Raises
+    """What the checkpoint of a rank, and of its retries, record about output files. Raises
     CheckpointError.
 
     Args:
-        retries: ``retry_folders(root)``; None: look.
-        read: ``read_rank``, or that of the rank's lease.
+        retries: ``retry_folders(root)``; None: list them.
+        read: ``read_rank``, or the method of the rank's lease.
         want: what else to read for ``seen``, which gets each ledger.
 
     Attributes:
-        unfinished: root and index of the chunks with a journal: output may be there, and is made
-            again.
+        unfinished: root and index of the chunks with a journal: their output may be there, and is
+            made again.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class RankCommits:
 
 
 def published_names(root: Path, rank: int) -> set[str] | None:
-    """The names of all files that a rank and its retries may have published; None: a part of them
-    is not known.
+    """Returns the names of all files that a rank and its retries may have published; None: a part
+    of them is not known.
 
     The commits are read after the intents, so the rank may be at work meanwhile.
     """
@@ -188,7 +188,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 
 def committed_files(writer: DiskWriter, root: Path) -> int:
-    """How many files in the writer's output folder the commits of all ranks name.
+    """Returns how many files in the writer's output folder the commits of all ranks name.
 
     Raises CheckpointError.
     """
@@ -235,7 +235,7 @@ class OutputCheck:
         self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
-        """The committed files by their paths. Refuses two commits that name one file."""
+        """Returns the committed files by their paths. Refuses two commits that name one file."""
         committed: dict[str, CommittedFile] = {}
         for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
             other = committed.setdefault(one.path, one)
@@ -301,7 +301,6 @@ class OutputCheck:
     # what is refused -----------------------------------------------------------------------------
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
-        """Refuses an output folder in which committed files are missing or changed."""
         wrong = [one for one in committed.values() if not found.is_right(one)]
         if not wrong:
             return
@@ -418,7 +417,6 @@ class OutputCheck:
         self._refuse(names, which, self._is_certain)
 
     def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:
-        """Only warns of files that may be others'."""
         if not names:
             return
         text = (

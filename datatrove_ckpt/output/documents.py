@@ -1,11 +1,11 @@
-"""Converts a document to bytes and back, types included: the journal can keep what datatrove's
-writers can write.
+"""Converts a document to bytes and back, types included: the journal keeps what datatrove's writers
+can write.
 
-Any value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
-decimals, numpy values, NaN and infinity (JSON would turn them into null), ``InferenceResult``. A
-user's dict with a "$py" key is wrapped, too. Tuples come back as lists, as with any JSON. Pickle
-was rejected: loading it could run code that somebody put into the folder. A usual finished document
-needs no wrapper: see ``encode_finished``.
+A value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
+decimals, numpy values, NaN and infinity (null in JSON), ``InferenceResult``, and a user's dict with
+a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run
+code that another user put into the folder. A usual finished document needs no wrapper: see
+``encode_finished``.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ for _kind in RESULTS:
 def result_of(
     fields: JsonObject, plain: type[InferenceResult] = InferenceResult
 ) -> InferenceResult:
-    """The result that has these fields; ``plain``: its class if the fields are datatrove's alone.
+    """Returns the result that has these fields; ``plain``: its class if the fields are datatrove's
+    alone.
 
     Raises:
         TypeError: the fields are those of something else.
@@ -130,7 +131,7 @@ class _Dataclass(Protocol):
 
 
 def encode(document: Document) -> bytes:
-    """The document as one line of JSON without a line break.
+    """Returns the document as one line of JSON without a line break.
 
     Raises:
         DocumentNotSerializable: a value has no JSON form; the error names the document and the
@@ -150,10 +151,10 @@ def encode(document: Document) -> bytes:
 
 
 def encode_finished(document: Document, key: str) -> bytes:
-    """Like ``encode``, but a usual document becomes what ``JsonlWriter`` writes of it, byte for
-    byte: see ``line_of``.
+    """Encodes a document; a usual document becomes, byte for byte, a line of ``JsonlWriter``
+    (``line_of``).
 
-    Usual is: JSON only, no media, and a list of nothing but InferenceResults at ``key`` of its
+    A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
     text = document.text
@@ -186,8 +187,8 @@ def _is_usual(document: Document) -> bool:
 
 
 def line_of(data: bytes) -> bytes | None:
-    """The line that ``JsonlWriter`` writes of an encoded document, if that is known without parsing
-    it.
+    """Returns the line that ``JsonlWriter`` writes of an encoded document, if that is known without
+    parsing it.
     """
     if not data.endswith(_RESULTS_END):
         return None
@@ -195,8 +196,8 @@ def line_of(data: bytes) -> bytes | None:
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:
-    """A document's fields as ``encode`` writes them. ``other`` replaces the values that have no
-    form of their own.
+    """Returns a document's fields as ``encode`` writes them. ``other`` replaces the values that
+    have no form of their own.
 
     Raises:
         Exception: what ``other`` or a user's class raises, or why the fields cannot be written.
@@ -219,7 +220,6 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
 
 
 def document_fields(document: Document) -> dict[str, object]:
-    """A document's fields. Raises TypeError for those that datatrove cannot write and read."""
     if not isinstance(document.text, str):
         raise TypeError(f"its text is of type {type(document.text).__name__}, not str")
     if not isinstance(document.metadata, dict):
@@ -233,7 +233,7 @@ def document_fields(document: Document) -> dict[str, object]:
 
 
 def _after_text(text: object) -> int:
-    """Where to begin to search an encoded document: after its text, which is most of it."""
+    """Returns where to begin to search an encoded document: after its text, which is most of it."""
     if isinstance(text, str):
         return len(text)
     return 0
@@ -259,7 +259,6 @@ def is_plain(data: bytes, with_vectors: bool = False) -> bool:
 
 
 def has_nan(value: object) -> bool:
-    """Whether a null may stand for NaN or infinity."""
     values: Collection[object]
     if type(value) is dict:
         values = value.values()
@@ -294,7 +293,9 @@ def _has_other_nan(value: object) -> bool:
 
 
 def trim(data: bytes) -> bytes:
-    """The same bytes in a buffer of their size: that of ``orjson.dumps`` is seven times larger."""
+    """Copies the bytes to a buffer of their size: the buffer of ``orjson.dumps`` is seven times
+    larger.
+    """
     return b"%b" % data
 
 
@@ -322,7 +323,7 @@ def decode_rows(data: bytes) -> Document:
 
 
 def as_json(array: _Array) -> object:
-    """The array as JSON for orjson, in the shortest digits of its type."""
+    """Returns the array as JSON for orjson, in the shortest digits of its type."""
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:
@@ -371,7 +372,6 @@ def _scalar(value: np.generic) -> list[object]:
 
 
 def _view(value: tuple[str, list[int], str]) -> _Array:
-    """The array, read only."""
     dtype, shape, data = value
     return np.frombuffer(base64.b64decode(data), dtype).reshape(shape)
 
@@ -470,7 +470,9 @@ def _refuse(value: object) -> NoReturn:
 
 
 def as_plain(value: object) -> object:
-    """The value as a JSON type that is as good: for enums, paths, subclasses, other dataclasses."""
+    """Returns the value as a JSON type that is as good: for enums, paths, subclasses, other
+    dataclasses.
+    """
     if type(value) in _PLAIN_TYPES:  # first: True is an int, too
         return value
     if isinstance(value, enum.Enum):
@@ -506,7 +508,7 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
 
 
 def wrap_deep(value: object, other: Other = _refuse, depth: int = _DEEPEST) -> object:
-    """The same structure, from plain JSON values only.
+    """Returns the same structure, from plain JSON values only.
 
     Raises ``NoForm`` also for a container that holds itself.
     """

@@ -1,8 +1,7 @@
-"""File managers that replace datatrove's in a writer: they decide where the writer's files are, and
-when they appear.
+"""File managers that replace datatrove's in a writer: they decide where and when files appear.
 
-Both can abandon files that are not complete; datatrove's manager can only close, which would
-publish them. Bytes depend on the documents only: the gzip header gets no time.
+Both can abandon incomplete files; datatrove's manager can only close, and so publish, them. Bytes
+depend on the documents only: the gzip header gets no time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
-    """What to install for a file's compression; None if it is there."""
+    """Returns what to install for a file's compression; None if it is there."""
     if compression == "infer" and filename.endswith(".zst"):
         compression = "zstd"
     elif compression == "infer":
@@ -172,7 +171,7 @@ class _RemoteStream(OutputStream):
             self._remove_copy()
 
     def _remove_copy(self) -> None:
-        """The hub's file system keeps a copy in the temporary folder after an error."""
+        """Removes the temporary copy that the hub's file system keeps after an error."""
         copy = getattr(self._raw, "temp_file", None)
         if copy is not None:
             Path(copy.name).unlink(missing_ok=True)

@@ -99,7 +99,6 @@ def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str)
 
 
 def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:
-    """All that write files, each after its place in messages."""
     for index, step in enumerate(pipeline):
         place = step_place(index, step)
         for name in ("output_writer", "exclusion_writer"):
@@ -127,7 +126,6 @@ def _reads(reader: BaseDiskReader, writer: DiskWriter) -> bool:
 
 
 def _sample(writer: DiskWriter) -> str:
-    """The name of a file that the writer may make."""
     template = writer.output_filename
     fields = dict.fromkeys(template.get_identifiers(), "x") | {
         "rank": "00000",
@@ -137,7 +135,7 @@ def _sample(writer: DiskWriter) -> str:
 
 
 def _below(folder: DataFolder, other: DataFolder) -> str | None:
-    """The path of ``other`` below the folder; "" if they are one, None if it is elsewhere."""
+    """Returns the path of ``other`` below the folder; "" if they are one, None if it is outside."""
     parent = _path(folder)
     child = _path(other)
     if child == parent:

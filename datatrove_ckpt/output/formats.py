@@ -47,7 +47,7 @@ class Format:
         )
 
     def count(self, file: IO[bytes]) -> int:
-        """How many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
+        """Returns how many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
         raise NotImplementedError
 
     def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
@@ -110,7 +110,7 @@ class Parquet(Format):
 
 
 def _with_float32(value: Any, kind: DataType) -> Any:
-    """The value with numbers and vectors of float32 as numpy's: writers keep that type."""
+    """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
     from pyarrow import types
 
     if value is None:

@@ -1,7 +1,7 @@
-"""Refuses rows that do not fit, unchanged, the schema that a writer has been given.
+"""Refuses rows that do not fit, unchanged, the schema that a writer was given.
 
-Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and leaves out what a dict
-has more than its struct. A value is accepted if Arrow gives it back equal, so 2.0 may be an
+Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and omits keys of a dict
+that its struct lacks. A value is accepted if Arrow returns an equal value, so 2.0 may be an
 integer, and midnight a date. Only a float may lose digits in a shorter float.
 """
 
@@ -102,7 +102,7 @@ def _is_same(value: object, kept: Any, rounded: bool) -> bool:
 
 
 def _with_time(value: object) -> object:
-    """A date as its midnight."""
+    """Returns a date as its midnight."""
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return datetime.datetime.combine(value, datetime.time())
     return value

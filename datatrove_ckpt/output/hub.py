@@ -1,8 +1,8 @@
-"""A folder on the Hugging Face hub: which repository it is in, and what lies there now.
+"""A folder on the Hugging Face hub: its repository, and the files in it.
 
-Listings come from ``HfApi``: ``HfFileSystem`` keeps listings for the life of the process. The hub
-itself may also answer with a listing that is one commit behind. The client reads the token,
-HF_TOKEN or the saved login, for each call.
+Listings come from ``HfApi``, because ``HfFileSystem`` keeps listings for the life of the process.
+The hub's own listing may be one commit behind. The client reads the token, HF_TOKEN or the saved
+login, for each call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class HubFile:
 
     Attributes:
         size: in bytes.
-        oid: SHA-256, in hexadecimal, of a file that is kept in LFS or Xet; None in git and in a
-            bucket.
+        oid: SHA-256, in hexadecimal, of a file in LFS or Xet; None in git and in a bucket.
         blob: git's own hash of the file's entry; None in a bucket.
-        stamp: see ``OutputFile``, of a file in a bucket, from the hash of its content in Xet; else
-            0.
+        stamp: in a bucket, ``OutputFile.stamp`` from the hash of the content in Xet; else 0.
     """
 
     size: int
@@ -128,7 +126,8 @@ class HubFolder:
 
     @classmethod
     def of(cls, folder: DataFolder) -> HubFolder | None:
-        """The folder on the hub that a datatrove folder stands for; None if it is elsewhere.
+        """Returns the folder on the hub that a datatrove folder stands for; None if it is
+        elsewhere.
 
         Raises ConfigError.
         """
@@ -250,7 +249,6 @@ class HubFolder:
         )
 
     def head(self) -> str | None:
-        """The branch's newest commit. Raises OSError."""
         head: str | None = (
             self.api().repo_info(self.repo, revision=self.branch, repo_type=self.kind).sha
         )
@@ -287,7 +285,7 @@ class HubFolder:
             yield from response.iter_bytes(size)
 
     def history(self, known: History) -> History:
-        """The branch's newest commit, and those of the last hour. Raises OSError."""
+        """Returns the branch's newest commit, and those of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
         places = {commit.oid: place for place, commit in enumerate(known.made)}
@@ -315,7 +313,7 @@ class HubFolder:
         return History(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
-        """Those of the files that exist, without listing the folder. Raises OSError."""
+        """Returns the existing files, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}
         for start in range(0, len(names), _PATHS_AT_ONCE):
             wanted = {self.full_name(name): name for name in names[start : start + _PATHS_AT_ONCE]}
@@ -352,7 +350,6 @@ def _hub_file(entry: Any) -> HubFile:  # RepoFile or BucketFile
 
 
 def is_missing_repository(error: BaseException | None) -> bool:
-    """Whether the hub says that there is no such repository or bucket, at least for this token."""
     from huggingface_hub.errors import BucketNotFoundError, RepositoryNotFoundError
 
     return isinstance(error, RepositoryNotFoundError | BucketNotFoundError)

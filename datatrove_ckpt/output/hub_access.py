@@ -1,15 +1,14 @@
-"""May a job write to its folder on the hub? Asked before anything is paid for, without leaving a
-trace.
+"""Checks, before anything is paid for and without a trace, whether a job may write to its folder on
+the hub.
 
     question                                    asked by
     is there a token?                           no request
     is the repository there, may it be written  GET auth-check/write: the hub's own answer for token
                                                 and repository
-    is a bucket there?                          GET of the bucket; there is no question for the
-                                                right to write to it
+    is a bucket there?                          GET of the bucket; no request shows the right to
+                                                write to it
 
-``whoami-v2`` was rejected: it does not tell whether this repository takes the token, and is
-limited.
+``whoami-v2`` was rejected: it does not show whether the token fits this repository, and is limited.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ def check_access(
     refuses for now.
 
     Args:
-        private: how to make a repository that is missing; None: do not make it.
+        private: how to make a missing repository; None: do not make it.
         only_look: make nothing, and wait for seconds only.
-        committed: counts the files that the job has committed there: a new repository would lack
-            them.
+        committed: counts the job's committed files there: a new repository would lack them.
 
     Raises:
         OutputFailed: the folder cannot be written to.
@@ -62,13 +60,12 @@ def check_access(
 
 
 def private_if_made(writer: DiskWriter) -> bool | None:
-    """How a writer for the hub makes a missing repository; None: not at all."""
+    """Returns how a writer for the hub makes a missing repository; None: not at all."""
     private: bool | None = getattr(writer, "private", None)
     return private
 
 
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
-    """The message about a missing repository in which the job has committed files."""
     return (
         f"{folder.url}: {_no_repository(folder)}, but this job has committed "
         f"{plural(committed, 'file')} there. It was "
@@ -93,8 +90,6 @@ def _kind(folder: HubFolder) -> str:
 
 @dataclass
 class _Access:
-    """The questions about one folder. See ``check_access``."""
-
     _folder: HubFolder
     _private: bool | None
     _make: bool
@@ -181,7 +176,7 @@ class _Access:
 
 
 def _shown(error: BaseException) -> str:
-    """One line without the token, which a proxy may have quoted."""
+    """Returns one line without the token, which a proxy may have quoted."""
     from huggingface_hub import get_token
 
     status = http_status(error)

@@ -1,16 +1,15 @@
 """Commits a rank's uploaded files to the hub: few commits for many files, in a thread of its own.
 
-Uploaded files wait until the first of them has waited ``hub_commit_seconds`` or a part of it, or
-there are 100 of them, or the rank has no more; then for the rank's turn (``hub_pace``), while more
-may come.
+Uploaded files wait until the first file has waited for ``hub_commit_seconds`` or a part of it, or
+there are 100 files, or the rank has no more. While more files may come, they then wait for the
+rank's turn (``hub_pace``).
 
     a kill before the commit       the next attempt writes the chunk again, and does not send
                                    content that the hub has
-    a kill after the commit        the next attempt finds the same files there, and makes no commit
+    a kill after the commit        the next attempt finds equal files there, and makes no commit
     the commit's answer gets lost  the files are looked up before they are sent again
 
-The hub may show a state before its newest commit, so the same commit may be made twice. That is
-harmless.
+The hub may show a state before its newest commit, so a commit may be repeated, which is harmless.
 """
 
 from __future__ import annotations

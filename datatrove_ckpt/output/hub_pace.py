@@ -1,12 +1,12 @@
-"""How often the ranks of a job commit to one repository of the hub, all together.
+"""Limits how often the ranks of a job together commit to one repository of the hub.
 
-The hub allows 128 commits per hour and repository to a free account, and then refuses everybody's
-for up to an hour. So each rank counts the commits of the last hour in the repository's history, and
-waits for its turn once there are ``per_hour``. A commit is made only if there was no other since it
-counted, so ranks stay within that number together.
+The hub allows a free account 128 commits per hour and repository, and then refuses all commits for
+up to an hour. So each rank counts the last hour's commits in the repository's history, and waits
+once there are ``per_hour``. A commit is made only if there was no other commit since the count, so
+ranks stay within that number together.
 
-A rank with more documents loses nothing while it waits, and waits at half of the number. One that
-has come to its end keeps a GPU for nothing: the rest is for such ranks.
+A rank with more documents loses nothing while it waits, and waits at half of the number. A rank at
+its end blocks a GPU: the other half is for such ranks.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class CommitPace:
         return math.ceil(self.per_hour * _SHARE_BEFORE_END)
 
     def seconds_until_turn(self, history: History, ends: bool = False) -> float:
-        """Seconds until the rank should look again; 0: it may commit now.
+        """Returns the seconds until the rank should look again; 0: it may commit now.
 
-        Each commit that becomes older than an hour makes room for one. As many ranks as have
-        committed compete for them, so each waits for one of the next so many, drawn by chance.
+        Each commit that becomes older than an hour makes room for one commit. If n ranks have
+        committed, each waits for one of the next n such moments, drawn by chance.
         """
         made = history.of_last_hour[::-1]
         over = len(made) - self.most(ends)

@@ -1,8 +1,7 @@
-"""Reads from a folder on the hub, and uploads the content of files ahead of the commit that names
-them.
+"""Reads from a folder on the hub, and uploads files' content before the commit that names them.
 
-``preupload_lfs_files`` reads the staged file itself, without a copy, and does not send content that
-the hub has already. Small text files are no LFS objects: they travel inside the commit.
+``preupload_lfs_files`` reads the staged file itself, and does not send content that the hub has.
+Small text files are no LFS objects: they travel inside the commit.
 """
 
 from __future__ import annotations
@@ -67,7 +66,9 @@ class UploadedFile:
         """
 
     def operation(self) -> CommitOperationAdd:
-        """A new one for each attempt: the client refuses operations that were committed."""
+        """Returns a new operation for each attempt: the client refuses operations that were
+        committed.
+        """
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
@@ -146,7 +147,7 @@ class HubReads:
         return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """A branch's name may lag behind its newest commit."""
+        """Looks the files up at the newest commit, behind which a branch's name may lag."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)
@@ -154,8 +155,6 @@ class HubReads:
 
 
 class HubUploads(HubReads):
-    """Uploads to one folder, and commits there."""
-
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
         self.lease: RankLease = lease
@@ -215,20 +214,22 @@ class HubUploads(HubReads):
         return []
 
     def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Those of the files that exist. Raises OutputFailed and Stopping."""
+        """Returns the existing files. Raises OutputFailed and Stopping."""
         look_up = partial(self.folder.look_up, names)
         return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
     def history(self) -> History:
-        """The branch's newest commit, and those of the last hour. Raises OSError and Stopping."""
+        """Returns the branch's newest commit, and those of the last hour. Raises OSError and
+        Stopping.
+        """
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
         self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]
         return self._history
 
     def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
-        """Makes one commit of what is not there yet, once. If it is stopped or fails, it may have
-        happened.
+        """Commits the files that are missing, with one attempt. After a stop or an error, the
+        commit may exist.
 
         Another job's files may have appeared: only content that this rank may have published is
         replaced.
@@ -237,9 +238,8 @@ class HubUploads(HubReads):
             How many commits had been seen before.
 
         Raises:
-            OutputMismatch: a file is there with other content. Nothing was overwritten.
-            OSError: the hub refused, as if ``head`` is not the newest commit any more, or no answer
-                came.
+            OutputMismatch: a file has other content. Nothing was overwritten.
+            OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
         """
         folder = self.folder
         found = self.calls.run(

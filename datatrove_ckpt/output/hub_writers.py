@@ -1,9 +1,8 @@
 """datatrove's writers for the hub, without their own uploads.
 
-``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit by themselves when
-they are closed, so a chunk could not be published in one step. Their settings are taken over by
-Parquet writers with a folder on the hub. These have the same class names, because the run's
-identity holds them.
+``HuggingFaceDatasetWriter`` and ``HuggingFaceBucketWriter`` upload and commit when they are closed,
+so a chunk could not be published in one step. Parquet writers with a folder on the hub take over
+their settings, and their class names, which are in the run's identity.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Which files of a template lie in an output folder, and how large they are: one listing, however
-many there are.
+"""Finds the files of a template in an output folder, and their sizes, with one listing.
 
-Locally only the folders are read in which a file of the template may be. Object stores that can
-list by prefix list the names of one rank. The hub is asked for the folder that all names of the
-template have in common.
+Locally, only folders are read in which a file of the template may be. Object stores that can list
+by prefix list the names of one rank. On the hub, the common folder of all names is listed.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ _NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
 @dataclass
 class FoundFiles:
-    """What lies in an output folder.
+    """The files in an output folder.
 
     Attributes:
-        sizes: in bytes, by path; None: the store tells no size.
-        touched: committed files with another stamp than their commit names.
-        altered: committed files with another content than their commit names.
+        sizes: in bytes, by path; None: the store does not return a size.
+        touched: committed files whose stamp differs from their commit.
+        altered: committed files whose content differs from their commit.
         by_rank: files that the template may have named, and no commit names, each with the folder
             of its retry or "".
-        hub_files: what the hub tells of the files; empty elsewhere.
+        hub_files: the hub's entries; empty elsewhere.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)
@@ -58,12 +56,10 @@ class FoundFiles:
     hub_files: dict[str, HubFile] = field(default_factory=dict)
 
     def show(self, files: Mapping[str, HubFile]) -> None:
-        """Adds what a later look at the hub has found."""
         self.hub_files |= files
         self.sizes |= {name: file.size for name, file in files.items()}
 
     def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
-        """Adds a file. ``file``: what a commit says of it."""
         if file is not None:
             name = file.path
             if file.stamp not in (0, stamp) and file.size == size:
@@ -88,8 +84,8 @@ def list_output(
     rank: int | None = None,
     others: bool = True,
 ) -> FoundFiles:
-    """Lists the files that exist among ``committed``, by their plain paths, and those that the
-    template may have named.
+    """Lists the existing files of ``committed``, by their plain paths, and files that the template
+    may have named.
 
     Args:
         rank: only look for other files of this rank.
@@ -148,7 +144,9 @@ def list_files(
 def _hub_files(
     hub: HubFolder, base: str, committed: Collection[str], others: bool
 ) -> dict[str, HubFile]:
-    """The part of the folder where files of the template may be, and committed files elsewhere."""
+    """Returns the part of the folder where files of the template may be, and committed files
+    elsewhere.
+    """
     files: dict[str, HubFile] = {}
     with file_system_call():
         if others:
@@ -194,7 +192,6 @@ def local_stamp(status: os.stat_result) -> int:
 
 
 def content_hash(folder: DataFolder, path: str) -> str:
-    """The xxh128 of a file's content. Raises OSError."""
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
         with folder.open(path, "rb") as file:
@@ -206,7 +203,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
 
 
 def _head(template: Template, rank: int | None) -> tuple[str, bool]:
-    """What all names start with, and whether the folders below are part of the names, too."""
+    """Returns the common start of all names, and whether folders below are part of the names."""
     mark = "\0"
     values = dict.fromkeys(template.get_identifiers(), mark)
     if rank is not None:

@@ -1,8 +1,8 @@
 """The names of output files: filled in from documents, checked, and recognised in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Every other field comes from a
-document's metadata, which is not trusted: the name must stay inside the output folder, must not be
-one of our own folders, and must fit a file system; a value with "/" is a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Other fields come from a
+document's metadata, which is not trusted: the name must stay inside the output folder, outside our
+own folders, and must fit a file system; "/" in a value makes a subfolder.
 """
 
 from __future__ import annotations
@@ -76,14 +76,13 @@ class FileNames:
             )
 
     def keywords(self, document: Document, chunk_index: int) -> dict[str, str]:
-        """What ``DiskWriter.write`` gets beside the document."""
         found = {"chunk_index": self.chunk_field(chunk_index)}
         if "id" in self.fields:
             found["id"] = document.id
         return found
 
     def fill(self, values: Mapping[str, object]) -> str:
-        """The name that the template gives with these values and this rank.
+        """Returns the name that the template gives with these values and this rank.
 
         Raises InvalidFileName.
         """
@@ -167,7 +166,6 @@ def _odd_parts(name: str) -> int:
 
 
 def plain(name: str) -> str:
-    """The name as a listing has it, without parts such as "."."""
     found = posixpath.normpath(name)
     if found == name:
         return name  # no second copy: there may be a million
@@ -178,8 +176,8 @@ def plain(name: str) -> str:
 
 
 def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -> re.Pattern[str]:
-    """A pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry are
-    named retry1_00000.
+    """Returns a pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry
+    are named retry1_00000.
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other
@@ -213,14 +211,16 @@ def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -
 
 
 def stem(template: str) -> str:
-    """The template without the endings of formats and compressions, which writers may add or leave
-    out.
+    """Returns the template without the endings of formats and compressions, which writers may add
+    or leave out.
     """
     return _ENDINGS.sub("", plain(template))
 
 
 def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
-    """The rank's key (the retry's folder or "", and rank) and the chunk index in a matched name."""
+    """Returns the rank's key (the retry's folder or "", and rank) and the chunk index in a matched
+    name.
+    """
     names = match.groupdict()
     retry, _, index = (names.get("chunk_index") or "0").rpartition("_")
     root = ""
@@ -230,7 +230,9 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
 
 
 def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
-    """The class with its module; of datatrove and this package without, whose modules may move."""
+    """Returns the class with its module; of datatrove and this package without, whose modules may
+    move.
+    """
     kind = writer if isinstance(writer, type) else type(writer)
     place = kind.__module__
     package = place.partition(".")[0]

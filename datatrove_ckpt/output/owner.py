@@ -2,21 +2,20 @@
 the folder.
 
 The file is made before the first request, so that only one of several runs succeeds: by a link on a
-disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub.
-Elsewhere, and in buckets of the hub, the file is written, and read again a second later. Two runs
-that start in that second may both go on, until the first one publishes and reads the file once
-more.
+disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. On
+other stores and in buckets of the hub, the file is written, and read again a second later. Two runs
+that start within that second may both continue, until the first run publishes and reads the file
+once more.
 
-The file is not in the folder: datatrove's readers take every file there for data. Where it cannot
-be written, only ``Target.publish`` keeps two runs apart.
+The file is not in the folder, because datatrove's readers take every file there for data. Where it
+cannot be written, only ``Target.publish`` keeps two runs apart.
 
-A file that names another run refuses this one, also if the other run is no more: a person must
-remove the file. Only a run that had its checkpoints in the same place, and has none there any more,
-gives way.
+A file that names another run refuses this run, even if the other run is gone: a person must remove
+the file. The exception is a removed run that had its checkpoints in this run's place.
 
-A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as they were at
-its first start. The file ``home`` in that folder keeps them, in case the folder is moved or copied,
-or the settings change.
+A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as of its first
+start. The file ``home`` in that folder keeps them, in case the folder is moved or copied, or the
+settings change.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ class Owner(NamedTuple):
     """A run, as the record of an output folder names it.
 
     Attributes:
-        home: its mirror, or its ``checkpoints_local_dir``, as they were at the run's first start.
+        home: its mirror, or its ``checkpoints_local_dir``, as of the run's first start.
         run: the hash of its identity at that time.
-        key: random, so that a later run in the same place is another one; "": not known.
+        key: random, so that a later run in its place differs; "": not known.
         host: where the record was written.
-        replaces: the key of the removed run that had the same place, if its record was there when
-            this run began.
+        replaces: the key of the removed run in this place, if its record existed when this run
+            began.
     """
 
     home: str
@@ -90,7 +89,6 @@ class Homes(NamedTuple):
 
     @property
     def kept(self) -> Owner | None:
-        """The run as it began; None: not kept on this disk."""
         path = self.root / HOME
         if not path.exists():
             return None
@@ -171,7 +169,7 @@ class Ownership:
 
         Args:
             is_unused: returns whether the folder holds no file of the template. Then a removed run
-                that had its checkpoints in the same place is no owner any more.
+                that had its checkpoints in this place is no owner any more.
 
         Raises:
             OutputMismatch: another run owns the folder.

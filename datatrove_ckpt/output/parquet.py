@@ -1,8 +1,8 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
-datatrove opens a file with the schema of its first document, and with a dictionary for each column.
-Here pyarrow writes the rows directly. For the same schema the bytes are those that datatrove
-writes, but for vectors: a dictionary would be larger than they are.
+datatrove opens a file with the schema of its first document, and a dictionary for each column. Here
+pyarrow writes the rows. For an equal schema the bytes equal datatrove's, except for vectors, whose
+dictionary would be larger than they are.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class _Table:
 
 
 class _BatchWriter(ParquetWriter):  # type: ignore[misc]
-    """Writes each row to the table of its file, which closes the table with itself."""
-
     inspect: Inspect
     dictionary: bool | list[str]
 
@@ -96,7 +94,7 @@ def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) 
 
 
 def _dictionary_columns(schema: Schema) -> bool | list[str]:
-    """The columns that have a dictionary, as paths of a Parquet file; True: all."""
+    """Returns the columns that have a dictionary, as paths of a Parquet file; True: all."""
     leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
     others = [path for path in leaves if path is not None]
     return len(others) == len(leaves) or others
@@ -121,9 +119,9 @@ def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before
     the loop runs.
 
-    Arrow converts a batch under the interpreter's lock, and the default allocator, mimalloc, soon
-    returns memory to the system. With the system's allocator 1000 documents of 2 kB block the event
-    loop for 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
+    Arrow converts a batch while it holds the GIL, and the default allocator, mimalloc, soon returns
+    memory to the system. With the system's allocator 1000 documents of 2 kB block the event loop
+    for 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
     """
     if not isinstance(writer, ParquetWriter):
         return

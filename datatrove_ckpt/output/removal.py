@@ -40,7 +40,6 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
 
 
 def remove_file(folder: DataFolder, name: str) -> None:
-    """Removes a file that is not on the hub. Raises OutputFailed and StorageFailed."""
     if folder.is_local():
         files.disk.remove(Path(folder.resolve_paths(name)))
         return

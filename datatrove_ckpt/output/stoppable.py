@@ -110,8 +110,8 @@ class StoppableCalls:
 
         Args:
             policy: None: ``STORAGE``.
-            explain, advice: what messages, which start with ``what``, say about an error, and what
-                the user can do.
+            explain, advice: the parts of messages after ``what``: the error, and what the user can
+                do.
             at_most_seconds: for one call.
             lease: checked before each further attempt.
 

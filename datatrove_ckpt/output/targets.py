@@ -1,23 +1,20 @@
-"""Where a rank's staged files are published: a local folder, a remote one, or the hub.
+"""Where a rank's staged files are published: a local folder, a remote folder, or the hub.
 
 A file appears complete or not at all. All files of a chunk are complete on the local disk before
-the first byte is sent to a remote folder. There, a single PUT appears once all of it has arrived, a
-multipart upload once it is completed: only the attempt that sent all the parts completes it.
+the first byte is sent. A single PUT appears once all of it has arrived, a multipart upload once the
+attempt that sent all parts completes it.
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for
-                                                 seconds; then the whole
-                                                 file is sent again, after growing waits, for
-                                                 minutes
-    401, 403, no such bucket, no credentials     the rank stops, at its start if it can be known by
-                                                 then
+                                                 seconds; then the whole file is sent again, after
+                                                 growing waits, for minutes
+    401, 403, no such bucket, no credentials     the rank stops, if possible at its start
     killed in the middle                         S3 keeps the parts, and bills them, until the
-                                                 upload is aborted; the
-                                                 rank's next process aborts it, for the names that
-                                                 are still staged
+                                                 upload is aborted; the rank's next process aborts
+                                                 it, for the names that are still staged
 
-Only S3 (s3fs) can list open uploads, and can tell without leaving a trace whether it may be written
-to. On other file systems of fsspec, only ``put_file`` and ``info`` are used.
+Only S3 (s3fs) can list open uploads, and can show without a trace whether it may be written to. On
+other file systems of fsspec, only ``put_file`` and ``info`` are used.
 """
 
 from __future__ import annotations
@@ -129,7 +126,7 @@ class Target:
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
-        """The hash by which intents name the content that is there now."""
+        """Returns the hash by which intents name the content that is there now."""
         return self._hash(name)
 
     def prepare(self) -> None:
@@ -145,11 +142,11 @@ class Target:
 
 
 class LocalTarget(Target):
-    """A folder on a disk. A published file is a second name of the staged one: two jobs cannot both
-    give it.
+    """A folder on a disk. A published file is a second name of the staged file: a name that exists
+    is refused.
 
     Files are staged in the checkpoint's folder, where no reader of the output looks. If that is on
-    another file system, a copy beside the published files takes the staged file's part.
+    another file system, a copy beside the published files replaces the staged file.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path, name: str) -> None:
@@ -214,8 +211,6 @@ def _is_elsewhere(error: StorageFailed) -> bool:
 
 
 class RemoteTarget(Target):
-    """A remote folder, on any file system of fsspec."""
-
     def __init__(
         self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
     ) -> None:
@@ -342,7 +337,6 @@ class S3Target(RemoteTarget):
             )
 
     def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        """Name and id of every upload of these names that is neither completed nor aborted."""
         keys = {self._bucket_and_key(name)[1]: name for name in names}
         bucket, _ = self._bucket_and_key("")
         prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
@@ -384,8 +378,6 @@ class S3Target(RemoteTarget):
 
 
 class HubTarget(Target):
-    """A folder on the Hugging Face hub. Commits carry the files of many chunks."""
-
     def __init__(
         self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace
     ) -> None:

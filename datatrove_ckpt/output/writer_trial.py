@@ -1,8 +1,8 @@
-"""Can the user's writer write this document?
+"""Checks whether the user's writer can write a document.
 
 The journal keeps more than a writer can write: a set, an integer beyond 64 bits, keys that are no
-strings. So a document with anything but plain JSON is first written to memory, while it can still
-become a dead letter.
+strings. So a document that is not plain JSON is first written to memory, while it can still become
+a dead letter.
 """
 
 from __future__ import annotations

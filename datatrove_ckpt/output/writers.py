@@ -1,9 +1,9 @@
-"""How documents get to a writer of the user cheaply.
+"""Passes documents to a writer of the user cheaply.
 
 ``dataclasses.asdict``, in datatrove's default adapter, copies everything down to the last string
-(half of the cost of publishing, measured), so that a writer may change the dict it gets. A document
-that comes out of a journal has no other owner, and is read from there with dicts in place of
-dataclasses. A test compares the results.
+(half of the cost of publishing, measured), so that a writer may change its dict. A document from a
+journal has no other owner, and is read with dicts in place of dataclasses. A test compares the
+results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def _has_default_write(writer: DiskWriter) -> bool:
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
-    """How to read the documents that this writer gets. Replaces datatrove's default adapter.
+    """Returns how to read the documents that this writer gets. Replaces datatrove's default
+    adapter.
 
     datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of
     one dimension.
@@ -75,7 +76,7 @@ def _without_arrays(value: object) -> object:
 def write_for(
     writer: DiskWriter, decode: Callable[[bytes], Document], names: FileNames, chunk_index: int
 ) -> Callable[[bytes], object]:
-    """What writes an encoded document, in the cheapest way that gives the same bytes as
+    """Returns what writes an encoded document, in the cheapest way that gives the same bytes as
     ``DiskWriter.write``.
 
     Args:

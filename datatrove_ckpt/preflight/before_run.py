@@ -347,8 +347,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
 
     Raises:
         ConfigError: a setting cannot work on this machine, or with the others.
-        CheckpointMismatch: markers, checkpoints or the input of finished ranks are those of another
-            run.
+        CheckpointMismatch: markers, checkpoints or the input of finished ranks are another run's.
         OutputFailed: the output's repository on the hub cannot be written to.
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
@@ -501,12 +500,12 @@ def _check_inputs(plan: RunPlan) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
     complete.
 
-    Lists local folders, others only before jobs that are paid for. A retry does not need its input.
+    Lists local folders, and others only before paid jobs. A retry does not need its input.
 
     Raises:
         ConfigError: the folder is missing, no file matches, or the package for a compression is
             missing.
-        InputError, OSError: the tasks run here, and what they read cannot be reached.
+        InputError, OSError: the tasks run here, and their input cannot be reached.
     """
     if plan.waits or plan.retries:
         return
@@ -590,7 +589,6 @@ def _check_hub(plan: RunPlan) -> None:
 
 
 def committed_here(runner: RunnerPlan) -> Callable[[], int]:
-    """Returns what counts the output files that a runner's checkpoints on this machine name."""
     root = runner.root
     if root is None:
         return int
@@ -601,14 +599,14 @@ def committed_here(runner: RunnerPlan) -> Callable[[], int]:
 def check_output(
     plan: RunPlan, before: bool, without: Collection[int] = (), policy: RetryPolicy | None = None
 ) -> dict[Path, JobSums]:
-    """Compares the output of all ranks with their checkpoints, also of those that datatrove skips.
+    """Compares the output of all ranks, also those that datatrove skips, with their checkpoints.
 
     Returns the sums of each checkpoint that can be seen here, by its folder.
 
     Args:
-        before: ranks that have no checkpoint will start. Else the sums have the work of all
-            attempts, too.
-        without: indices of steps in the pipeline whose output is not looked at.
+        before: ranks without a checkpoint will start. Else the sums include the work of all
+            attempts.
+        without: indices of steps in the pipeline whose output is skipped.
         policy: see ``HubReads.looked``.
 
     Raises:

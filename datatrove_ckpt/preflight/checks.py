@@ -228,7 +228,6 @@ def check_checkpoints(
 
 
 def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
-    """Checks a local output folder. Arguments: see ``check_checkpoints``."""
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
@@ -490,9 +489,6 @@ class FilesystemTraits:
 
 
 def find_mount(path: Path, mounts: str) -> Mount | None:
-    """Returns the mount that a resolved path is on; None if ``mounts``, the text of /proc/mounts,
-    lacks it.
-    """
     found = None
     for line in mounts.splitlines():
         fields = [

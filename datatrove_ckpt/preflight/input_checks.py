@@ -273,12 +273,12 @@ def note_steps(plan: RunPlan) -> None:
 
 
 def check_inputs_unchanged(plan: RunPlan) -> int:
-    """Compares the input with what each finished rank has read. One listing per reader, and a
-    sample of each file.
+    """Compares the input with what each finished rank has read: a listing per reader, a sample per
+    file.
 
-    Returns the number of files that were compared. Left out are ranks that an earlier release
-    finished, runs with another number of tasks, and sources that are no files. A retry of dead
-    letters does not need the input: it may be gone, and a dataset is not opened.
+    Returns the number of compared files. It skips ranks that an earlier release finished, runs with
+    another number of tasks, sources that are no files, and retries of dead letters, whose input may
+    be gone.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a

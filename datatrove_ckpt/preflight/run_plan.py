@@ -116,7 +116,6 @@ class RunPlan:
 
     @property
     def inputs(self) -> list[Path]:
-        """The folders that the readers read."""
         return [
             Path(step.data_folder.path).absolute()
             for step in self.pipeline
@@ -136,7 +135,9 @@ class RunPlan:
     def incomplete(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
     ) -> list[int]:
-        """The ranks that would run, now. ``skip_completed``: as the executor has it if None."""
+        """Returns the ranks that would run, now. ``skip_completed``: as the executor has it if
+        None.
+        """
         if ranks is None:
             ranks = range(self.tasks)
         with naming_hub("logging_dir"):  # a run looks there first

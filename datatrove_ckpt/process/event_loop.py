@@ -1,11 +1,11 @@
-"""The event loop of a run: uvloop's where it is installed (vLLM depends on it), else Python's own.
+"""The event loop of a run: uvloop's if it is installed (vLLM depends on it), else Python's own.
 
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 
-A process that user code forked with ``os.fork`` shares the sockets and the open checkpoint files
-with its rank. In our code, it would send requests on the rank's connections, or write into its
-files. So it ends there at once, and closes nothing (``end_fork``). If the error of a task ends it,
-uvloop lets other rollouts make a step in it first, and one of them may give the exit code.
+A process that user code forked with ``os.fork`` shares the rank's sockets and open checkpoint
+files. In our code, it would send requests on the rank's connections, or write into its files. So it
+ends there at once, and closes nothing (``end_fork``). If a task's error ends it, uvloop first runs
+a step of other rollouts, which may set the exit code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 def run(main: Awaitable[_Result]) -> _Result:
-    """``asyncio.run`` on the best loop."""
+    """Does ``asyncio.run`` on the best loop."""
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:
@@ -127,8 +127,8 @@ os.register_at_fork(after_in_child=_note_fork)  # a system call for each rollout
 def end_fork(pid: int, error: BaseException | None = None) -> None:
     """Ends this process if it is a fork of process ``pid``, which called user code.
 
-    The exit code is what ``sys.exit`` asked for, 0 without an error, and 1 for another error, whose
-    traceback is printed.
+    The exit code is the argument of ``sys.exit``, 0 without an error, and 1 for another error,
+    whose traceback is printed.
 
     Args:
         error: what user code raised.

@@ -1,9 +1,9 @@
 """Settings of Python's garbage collector that fit a run.
 
-By default Python looks for garbage after every 700 new objects, and now and then through all
-objects of the process. Documents are in no reference cycles, so these collections find nothing,
-take a third of a run's CPU time, and stop the event loop for 80 ms (measured; torch and vLLM in the
-process make it worse). Only cycles of a user's rollout wait longer.
+By default Python collects after every 700 new objects, and now and then over all objects of the
+process. Documents are in no reference cycles, so these collections find nothing, take a third of a
+run's CPU time, and stop the event loop for 80 ms (measured; torch and vLLM in the process make it
+worse). Only cycles of a user's rollout wait longer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _froze = False
 def gc_paused() -> Iterator[None]:
     """Runs no collections, for imports: they make a hundred thousand objects and no garbage.
 
-    If anything was imported, all objects count as old ones afterwards. As young ones they would be
-    looked through twice: 40 ms in all.
+    After an import, all objects count as old. Young objects would be scanned twice: 40 ms in all.
     """
     enabled = gc.isenabled()
     modules = len(sys.modules)
@@ -49,9 +48,9 @@ def gc_paused() -> Iterator[None]:
 def gc_tuned() -> Iterator[None]:
     """Runs fewer collections, which skip objects made before the run.
 
-    Several ranks may run in threads of the process: the last to leave restores the settings. Enter
-    it around all ranks of a process: what one leaves behind must not be frozen for the next. A
-    collector that is switched off stays off, and higher thresholds stay.
+    Enter it around all ranks of a process, because leftovers of a rank must not be frozen for the
+    next rank. If ranks run in threads, the last thread to leave restores the settings. A disabled
+    collector stays disabled, and higher thresholds stay.
     """
     global _runs, _before, _froze
     with _lock:

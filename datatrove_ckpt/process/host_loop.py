@@ -1,13 +1,13 @@
-"""A rank inside an event loop that runs already: ``await runner.run_async(data)``, or one of
-several ranks at once.
+"""Runs a rank inside a running event loop: ``await runner.run_async(data)``, or several ranks at
+once.
 
-``InferenceRunner.run`` runs in a thread, for what blocks (the checkpoint, output files, the end of
-the run). Rollouts, requests and servers run on the caller's loop, so a rollout may use what belongs
-to that loop.
+``InferenceRunner.run`` runs in a thread, for blocking work (the checkpoint, output files, the end
+of the run). Rollouts, requests and servers run on the caller's loop, so a rollout may use objects
+of that loop.
 
-Cancellations of ``run_async`` are what signals are to ``run``: the first one starts the drain, a
-second one ends it at once. Everything is saved before the cancellation is raised. A loop that ends
-cancels the rank's tasks, too: then nothing is left to drain.
+Cancellations of ``run_async`` act like signals to ``run``: the first cancellation starts the drain,
+a second ends it. Everything is saved before the cancellation is raised. A loop that ends cancels
+the rank's tasks, too: then nothing is left to drain.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class HostLoop:
 
     Args:
         servers: of all ranks that share the loop; None: the rank has servers of its own.
-        order: requests of the rank with the lowest one go first.
-        rank: if several share the loop. ``RankThreads`` watches the time limit and notices for all
-            of them.
+        order: requests of the rank with the lowest order go first.
+        rank: if several ranks share the loop. ``RankThreads`` watches time limit and notices for
+            them.
         shutdown: of the process, if several ranks share the loop.
 
     Attributes:
         has_admitted: the rank has handed out all its documents.
-        save: returns when everything that the rank has handed over is on the disk.
+        save: returns when all that the rank has handed over is on the disk.
         is_open: the rank processes documents, or closes its files. Before that it has nothing to
             save.
     """
@@ -106,7 +106,6 @@ class HostLoop:
             call_soon(self._loop, self._closing_started)
 
     def detach(self) -> None:
-        """Marks the end of the rank, or of its step. In the rank's thread."""
         self.is_open = False
         call_soon(self._loop, self._closings.close)
 

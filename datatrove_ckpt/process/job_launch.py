@@ -1,8 +1,7 @@
-"""What a Hugging Face Job runs: ``uv run job_launch.py FOLDER ZIP``. A file alone: the package is
-in the zip.
+"""Runs in a Hugging Face Job as ``uv run job_launch.py FOLDER ZIP``, without the package.
 
-uv installs nothing from hf://. So the zip of the package comes through fsspec, as the pickled
-executor does.
+uv installs nothing from hf://, so the package's zip comes through fsspec, as the pickled executor
+does.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def main() -> None:
 
 
 def _age() -> float:
-    """Seconds since uv, the job's first process, began to install."""
     with suppress(OSError, ValueError, AttributeError):
         fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -46,8 +46,7 @@ def _text(path: Path) -> str:
 
 
 class ByteBudget:
-    """Limits the bytes that the tasks of one event loop hold together. A task that needs more than
-    all goes alone.
+    """Limits the bytes that the tasks of an event loop hold together. A larger task goes alone.
 
     Each task acquires once, and they wait in order, so none waits forever.
     """

@@ -1,10 +1,10 @@
-"""The limit on open files: raised at a rank's start to what the rank needs, and named where it was
-reached after all.
+"""The limit on open files: raised at a rank's start to what the rank needs, and named in errors
+when it is reached.
 
 Each request in flight has a connection, which is an open file here and in the server, which
-inherits the limit. Shells and Slurm often start with a soft limit of 1024, which a process may
-raise up to the hard limit. It is raised no higher than needed: some programs walk through all
-numbers up to the limit, and ``select`` fails above 1024.
+inherits the limit. Shells and Slurm often set a soft limit of 1024, which a process may raise up to
+the hard limit. It is raised no higher than needed: some programs walk through all numbers up to the
+limit, and ``select`` fails above 1024.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
 
 
 def limits() -> tuple[int, int]:
-    """Returns the soft and the hard limit."""
     both = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (2**31 - 1 if limit == resource.RLIM_INFINITY else limit for limit in both)
     return soft, hard
@@ -120,8 +119,8 @@ def limits() -> tuple[int, int]:
 def is_caused_by_limit(error: BaseException) -> bool:
     """Whether the error means that no more file could be opened.
 
-    SQLite ("unable to open database file") and the lookup of a host name do not say so. Their
-    errors count if no file can be opened now.
+    Errors of SQLite ("unable to open database file") and of host lookups do not name the cause.
+    They count if no file can be opened now.
     """
     if isinstance(error, OSError) and (error.errno or 0) >= 0:
         return error.errno in _CODES

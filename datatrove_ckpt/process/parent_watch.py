@@ -1,8 +1,8 @@
 """Kills a worker process whose parent has died: its tasks must be free for the next run.
 
 Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of
-the actor's pool would hold the rank's lock, and its server the GPUs, for a result that nothing
-takes. Answers are already saved.
+the actor's pool would hold the rank's lock, and its server the GPUs, for an unused result. Answers
+are already saved.
 """
 
 from __future__ import annotations

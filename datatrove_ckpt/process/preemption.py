@@ -1,17 +1,16 @@
 """Stops a rank early, and then gives the signals that stopped it their usual effect.
 
     first signal, or Slurm's time limit is near    no new document or request starts; requests in
-                                                   flight have
-                                                   ``drain_seconds`` to be answered
+                                                   flight have ``drain_seconds`` to be answered
     second signal                                  that wait ends at once
     then                                           everything is saved, the server stops, the old
-                                                   handlers are restored,
-                                                   and the signals are raised again for them
+                                                   handlers are restored, and the signals are raised
+                                                   again for them
 
 If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look
-like a finished rank. One event often sends several signals: srun passes a signal on to tasks that
-Slurm has signalled already. So a signal within ``SAME_EVENT`` seconds of the first one is no second
-signal.
+like a finished rank. An event often sends several signals: srun passes a signal on to tasks that
+Slurm has already signalled. So a signal within ``SAME_EVENT`` seconds of the first signal does not
+count as the second.
 
 The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop
 first, and could not restore the handler that it replaced.
@@ -120,8 +119,7 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
 
 
 class NoticeWatch:
-    """Polls for a notice in a thread, until there is one or ``close``: every few seconds, and at a
-    request to stop.
+    """Polls for a notice in a thread every few seconds, and at a request to stop, until ``close``.
 
     Args:
         came: called once, in the thread, with the text of the notice.
@@ -247,15 +245,15 @@ _AGAIN = 0.2
 
 
 class LoopWatch:
-    """Ends a process that was asked to stop, and whose event loop does not end before ``close``.
+    """Ends a process that has a stop request, and whose event loop does not end before ``close``.
 
     A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows
     KeyboardInterrupt, holds the main thread; an async generator may never end. Then a thread waits
     until everything is on the disk, calls the old handlers, which may requeue the job, and ends the
-    process. A run survives that like ``kill -9``.
+    process. For the run, this equals ``kill -9``.
 
-    While servers stop and the checkpoint is closed, no time counts: they limit it themselves, and a
-    disk may be slow.
+    The time in which servers stop and the checkpoint is closed does not count: both have limits of
+    their own, and a disk may be slow.
 
     Args:
         save: returns when everything that was handed over is on the disk.
@@ -456,7 +454,6 @@ class Preemption:
 
     @contextmanager
     def watched(self, save: Callable[[], None]) -> Iterator[None]:
-        """Watches the event loop that runs in this block; see ``LoopWatch``."""
         host = host_loop()
         if host is not None:  # the loop and the process are not ours to end
             with host.saving(save):

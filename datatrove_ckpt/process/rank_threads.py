@@ -1,7 +1,6 @@
-"""Several ranks of one process at once, over one event loop and one set of servers.
+"""Runs several ranks of a process at once, over one event loop and one set of servers.
 
-The end of a rank waits minutes for its last long answers, while the servers have hardly any
-requests. So:
+At its end a rank waits minutes for its last long answers, while the servers are nearly idle. So:
 
     a rank starts    when each running rank has handed out all its documents, and the servers have
                      free places
@@ -9,8 +8,7 @@ requests. So:
     a failure        drains its rank, then all other ranks. No further rank starts
     a signal         drains all ranks. The old handlers are called once all ranks have ended
 
-The loop runs in the main thread, and what blocks runs in a thread for each rank: see
-``host_loop.py``.
+The loop runs in the main thread, and each rank's blocking work in a thread (``host_loop.py``).
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ class RankThreads:
 
     @property
     def _may_leave(self) -> bool:
-        """A signal ends the process, and the ranks that are left only wait for a mirror or a
+        """Whether a signal ends the process while remaining ranks only wait for a mirror or a
         listing.
         """
         return self._preemption.shutdown.is_requested and not any(

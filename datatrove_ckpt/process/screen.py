@@ -1,4 +1,4 @@
-"""Shows where the ranks of a command stand: a bar on a terminal, elsewhere a line in the log from
+"""Shows the progress of a command's ranks: a bar on a terminal, elsewhere a line in the log from
 time to time.
 
     ranks in this process      report here, and each report draws
@@ -39,7 +39,7 @@ _MOST_CELLS = 40
 
 
 class RankProgress(NamedTuple):
-    """Where one rank stands.
+    """The progress of one rank.
 
     Attributes:
         attempt: another number for each start.
@@ -47,8 +47,7 @@ class RankProgress(NamedTuple):
         work: documents, requests that ended, and completion tokens of this attempt.
         share: of the input, from 0 to 1; None if unknown.
         size: of the input, in ``unit``, "bytes" or "rows".
-        state: in place of usual work, such as "waiting for the server", and for how many
-            ``seconds``.
+        state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
     """
 
@@ -206,7 +205,6 @@ class RunProgress:
 
     @property
     def is_estimated(self) -> bool:
-        """Whether the size of some ranks' inputs is still unknown."""
         begun = sum(
             progress.has_begun or rank in self._done for rank, progress in self._last.items()
         )
@@ -284,7 +282,6 @@ class RunProgress:
 
     @property
     def head(self) -> str:
-        """Percentage of the input; "" if unknown."""
         share = self.share
         if share is None:
             return ""
@@ -349,8 +346,7 @@ def has_terminal() -> bool:
 
 
 class BarTerminal:
-    """Draws a bar on the last line of a terminal, below everything that is printed in a ``with``
-    block.
+    """Draws a bar on a terminal's last line, below everything that is printed in a ``with`` block.
 
     The cursor stays at the first column of the bar. A printed line clears the bar in the same
     write:
@@ -361,10 +357,10 @@ class BarTerminal:
         the terminal      writes ^C over the first two columns of the bar
         others            overwrite the bar; the next drawing clears the rest
 
-    So no process waits for another one, nothing is lost if one is killed, and the terminal needs no
-    restoring. A thread, or a scroll region as apt has, would have to be ended in order. tqdm writes
-    the text and the bar one after the other, so that lines of two processes mix, and its lock is
-    held in forks.
+    So no process waits for another, nothing is lost if a process is killed, and the terminal needs
+    no restoring. A thread, or a scroll region as in apt, would have to be ended in order. tqdm
+    writes text and bar separately, so that lines of two processes mix, and forks inherit its held
+    lock.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.
@@ -404,7 +400,6 @@ class BarTerminal:
         _opened.remove(self)
 
     def draw(self) -> None:
-        """Draws the bar, unless the cursor is in the middle of a line."""
         with self._lock:
             if self._text is None or not self._is_open or self._is_partial:
                 return
@@ -441,8 +436,6 @@ class BarTerminal:
 
 
 class Above:
-    """A stream whose lines go above a bar."""
-
     def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
         self.stream = stream
         self._terminal = terminal
@@ -506,8 +499,8 @@ def _is_same_terminal(stream: TextIO, fd: int) -> bool:
 
 
 def _move_logging(old: object, new: object) -> None:
-    """Lets loguru's handlers for a stream write to another one, so that log lines are printed above
-    the bar.
+    """Moves loguru's handlers of a stream to another stream, so that log lines appear above the
+    bar.
 
     loguru has no public way to list its handlers. Added again, they would lose their settings.
     """

@@ -1,14 +1,14 @@
 """Shutdown: whether a rank ends early, and how quickly. All code that waits, waits on it.
 
-    ``is_requested``   a signal or the like asked for a stop
+    ``is_requested``   a signal or the like requested a stop
     ``is_stopping``    it did, or the rank fails: nothing new starts, and requests in flight have
                        until ``deadline``
-    ``is_fast``        a second signal came: nothing is waited for
-    ``aborted``        what is in work is cut off, and not recorded: the drain is over, or nothing
+    ``is_fast``        a second signal came: all waits end
+    ``aborted``        work in progress is cut off, and not recorded: the drain is over, or nothing
                        can be saved
 
 ``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and
-``fast_stop`` are called in signal handlers: nothing here takes a lock or logs, and no callback may.
+``fast_stop`` are called in signal handlers: neither this module nor a callback may lock or log.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
 
 
 class Shutdown:
-    """Says whether one rank stops.
+    """The stop of one rank.
 
     Args:
-        drain_seconds: how long requests in flight may take once a stop is requested.
+        drain_seconds: time for requests in flight once a stop is requested.
 
     Attributes:
-        cause: what requested the stop, a signal's name or the time limit; "" if nothing has.
-        failure: what the rank fails with.
-        hurried_by: what ends the drain at once, in words.
+        cause: a signal's name or the time limit; "" without a requested stop.
+        failure: the error with which the rank fails.
+        hurried_by: the cause of a fast stop, in words.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
         given_up: how many requests were in flight when the drain ended.
         open_closings: how many ``closing`` blocks are open.
-        closed_at: when the last ``closing`` block ended (``time.monotonic``); 0 if none has.
+        closed_at: end of the last ``closing`` block (``time.monotonic``); 0 if there was none.
         handles_interrupt: SIGINT requests a stop, so Python's own handler raises no
             KeyboardInterrupt.
     """
@@ -207,7 +207,6 @@ class Shutdown:
             callback()
 
     async def requested(self) -> None:
-        """Returns once the rank is to stop."""
         self._unnoticed = True
         try:
             await self._until(lambda: self.is_stopping)
@@ -229,7 +228,6 @@ class Shutdown:
                 await changed.wait()
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
-        """Awaits ``awaitable`` until the deadline. Returns whether it finished."""
         loop = asyncio.get_running_loop()
         waits = True
 
@@ -276,11 +274,8 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """``SimpleQueue.get`` for a queue that one thread reads, without a fault of CPython (seen in
-    3.11).
-
-    Raises:
-        queue.Empty: nothing came within that time.
+    """Does ``SimpleQueue.get`` for a single reader, without a fault of CPython (seen in 3.11).
+    Raises: queue.Empty: nothing came in time.
     """
     # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how
     # much of its time is left, and waits forever if that is negative, because the thread had to

@@ -6,16 +6,15 @@ module does.
     between two ranks    a task of Slurm is requeued, then as usual (``handle_between_ranks``)
     a command            ends with one line (``Interruption``)
 
-They nest: the usual handler of an inner one is the outer one's, and at last the user's or Python's.
-The usual effect of a signal (``raise_again``) is a call of the user's handler, as datatrove's
-requeue handler. Where the default action would kill, it is SystemExit(128 + n), so that the
-``finally`` blocks above run: datatrove's executor ends its manager process there, which would
-otherwise stay forever.
+They nest: the usual handler of an inner level is the outer level's, and at last the user's or
+Python's. ``raise_again`` calls the user's handler, such as datatrove's requeue handler. Where the
+default action would kill, it raises SystemExit(128 + n), so that ``finally`` blocks run:
+datatrove's executor ends its manager process there, which would otherwise stay forever.
 
-A worker of multiprocessing's pool, as datatrove's executor has it, kills itself: CPython's pool
-waits without end for the result of a worker that ends by itself, and its ``terminate`` waits for
-workers that do not end. A handler that exits, as Ray's, would raise SystemExit in a rollout, whose
-document would pay for it.
+A worker of multiprocessing's pool, as in datatrove's executor, kills itself: CPython's pool waits
+without end for the result of a worker that ends by itself, and its ``terminate`` waits for workers
+that do not end. A handler that exits, such as Ray's, would raise SystemExit in a rollout, and fail
+its document.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def may_handle(number: int) -> bool:
 
 
 class Handlers:
-    """Handles signals from ``install`` to ``restore``. Does nothing in other threads than the main
-    thread.
+    """Handles signals from ``install`` to ``restore``. Does nothing outside the main thread.
 
     In a process that is forked meanwhile, a signal has its usual effect.
 
@@ -95,13 +93,6 @@ class Handlers:
 
 
 class Interruption:
-    """Lets signals that would end this process on the spot raise KeyboardInterrupt in a ``with``
-    block.
-
-    Attributes:
-        number: the signal that came.
-    """
-
     def __init__(self, numbers: Iterable[int]) -> None:
         self.number: int | None = None
         self._numbers = set(numbers)

@@ -1,9 +1,9 @@
 """The Slurm job of this task: when it ends, and how to requeue it when Slurm preempts it.
 
-Preemption with a grace time sends SIGTERM to the step alone, and requeues the job when that time is
-over. A step that ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed
-job: the task must request it. But not after ``scancel``, whose job the request would restart: only
-a job that is being preempted has a PreemptTime and still runs.
+Preemption with a grace time sends SIGTERM to the step alone, and requeues the job after that time.
+A step that ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the
+task must request it. After ``scancel`` it must not: only a preempted job has a PreemptTime and
+still runs.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def _scontrol(*arguments: str) -> str:
 def stop_time(end: float, reserve: float) -> float:
     """Returns when ranks must stop in a job that ends at ``end``, both in seconds since the epoch.
 
-    At least half of the time since this process's first rank is for work, however short it is. Else
-    such a job would be requeued again and again without progress.
+    At least half of the time since this process's first rank is for work. Otherwise a short job
+    would be requeued again and again without progress.
     """
     start = _first_asked.setdefault(end, time.time())
     return end - min(reserve, (end - start) / 2)

@@ -1,8 +1,8 @@
 """Makes each log line one entry without secrets and control characters, before a sink gets it.
 
-datatrove replaces loguru's sinks for every task; only a patcher survives that. A traceback becomes
-a part of the message, because loguru's own shows the values of variables, API keys included.
-datatrove's record of a task's failure gets our error as its message; an interruption is no error.
+datatrove replaces loguru's sinks for every task; only a patcher survives. A traceback becomes a
+part of the message, because loguru's own shows the values of variables, including API keys.
+datatrove's record of a failed task gets our error as its message; an interruption is no error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def safe_log() -> None:
 
 
 class QuietErrors:
-    """Keeps tracebacks of this package's errors off the terminal, in every process that unpickles
-    this object.
+    """Keeps tracebacks of this package's errors off the terminal, wherever this object is
+    unpickled.
 
     On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed,
     too.
@@ -136,5 +136,4 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
 
 
 def own_error(error: BaseException | None) -> CkptError | None:
-    """Returns the error of this package that was raised or that caused ``error``."""
     return next((found for found in causes(error) if isinstance(found, CkptError)), None)

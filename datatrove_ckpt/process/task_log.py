@@ -1,11 +1,10 @@
 """The log files of tasks: datatrove's, with two differences.
 
 A task appends to its log: datatrove would truncate the log of a living rank that is started a
-second time. Ranks that run at once in this process have a log each: datatrove would remove the
-others' logs. A line of a thread that belongs to no rank goes to all of these logs.
+second time. Ranks that run at once in this process have separate logs, where datatrove would remove
+the other logs. A line of a thread without a rank goes to all of them.
 
-Imported with ``InferenceRunner``, and so by every process that unpickles an executor with such a
-step.
+Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
 """
 
 from __future__ import annotations
@@ -68,9 +67,6 @@ def _line_of_many(record: object) -> str:
 
 @contextmanager
 def log_of_many(slot: int) -> Iterator[None]:
-    """Lets the terminal show of several ranks what datatrove shows of one, each line with its
-    task.
-    """
     logger.remove()
     logger.add(sys.stderr, level="INFO" if slot == 0 else "ERROR", format=_line_of_many)
     try:

@@ -68,13 +68,13 @@ def work(
     slot: int,
     below_bar: bool,
 ) -> None:
-    """The main function of a worker process.
+    """Runs a worker process.
 
     Args:
         connection: to the parent.
-        environment: the parent's, now. A fork server has the one of its own start.
-        numbers: signals that ask for a stop. A process of the fork server does not block them yet.
-        below_bar: the parent shows a bar on the terminal that both have.
+        environment: the parent's, now. A fork server has the environment of its own start.
+        numbers: signals that request a stop. A process of the fork server does not block them yet.
+        below_bar: the parent shows a bar on the shared terminal.
     """
     global _slot
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)

@@ -9,13 +9,13 @@
     passes on signals to stop        ->  its tasks drain, or end; its outcome says so
     sends None                       ->  ends
 
-A worker that is ready, and still works on tasks, gets no None before they are done: another worker
-may die and leave a task. If a worker dies with several tasks, each of them is tried alone: any of
-them may have killed it.
+A ready worker with running tasks gets no None before they are done: another worker may die and
+leave a task. If a worker dies with several tasks, each is tried alone: any of them may have killed
+it.
 
 No lock and no queue is shared. So this process notices a killed worker at once, while CPython's
-pool, which datatrove's own executor uses, waits without end for its task. Only this process gets
-the signals of a terminal: one Ctrl-C is one request to stop.
+pool in datatrove's own executor waits without end. Only this process gets the signals of a
+terminal: one Ctrl-C is one request to stop.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class _Process:
                 os.kill(self.process.pid, number)
 
     def close(self) -> str:
-        """Kills the process if it still runs. Returns how it ended."""
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + _TO_EXIT
         # Not join: it waits for a pipe that a fork of the worker may hold open.
@@ -131,9 +130,9 @@ class Workers:
     """``with Workers(...) as workers:`` around ``workers.run(tasks)``. Its end leaves no process.
 
     Args:
-        numbers: signals that ask for a stop.
-        max_attempts: how many workers may die of the same task, which was their only one.
-        stop_seconds: a worker that takes longer to end its tasks after a request to stop is killed.
+        numbers: signals that request a stop.
+        max_attempts: how many workers may die of a task that was their only task.
+        stop_seconds: time for a worker's tasks after a request to stop, before it is killed.
 
     Attributes:
         lost: the tasks that were given up, and why.
@@ -211,11 +210,9 @@ class Workers:
 
     @property
     def _idle(self) -> int:
-        """How many workers have no task and will be ready for one."""
         return sum(not worker.tasks and not worker.is_ending for worker in self._workers)
 
     def _start(self) -> None:
-        """Starts a worker for each task without one, up to ``count``."""
         free = self._idle
         while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})

@@ -1,12 +1,10 @@
-"""SeekingReader, the base of all readers here: it chooses files, resumes, and gives each document
-its position.
+"""SeekingReader, the base of all readers: it chooses files, resumes, and gives documents positions.
 
-A format implements ``_read``, which reads one file from a place in it. Files, order, ``limit``,
+A format implements ``_read``, which reads a file from a place in it. Files, order, ``limit``,
 ``skip`` and stats are as in datatrove's ``BaseDiskReader.run``.
 
-A step holds plain data only, because datatrove copies and pickles it. One step may run several
-ranks, so a run takes the state that ``load_state_dict`` left, and forgets where the run before it
-ended.
+A step holds plain data only, because datatrove copies and pickles it. A step may run several ranks,
+so a run takes the state that ``load_state_dict`` left, and forgets where the previous run ended.
 """
 
 from __future__ import annotations
@@ -170,7 +168,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document | None:
-        """Makes a document as datatrove does, with a slot for its position."""
         fields = self.adapter(data, source_file, id_in_file)
         if not fields.get("text"):
             if not self._empty_warning:

@@ -1,5 +1,4 @@
-"""Compressed files as streams of bytes. A file that is damaged, or cut off anywhere, is an error
-that names it.
+"""Compressed files as streams of bytes, with errors that name a damaged or cut-off file.
 
 fsspec's zstd stream ends without an error in the middle of a frame, and after the first of several
 frames. So zstd is decompressed here. gzip, bz2 and xz streams notice a missing end, but their
@@ -35,7 +34,6 @@ _LIBRARIES = {"zstandard", "isal", "backports", "compression", "lz4", "snappy", 
 
 
 def codec_of(name: str, compression: str | None) -> str | None:
-    """Returns the name of a file's compression, or None. ``compression``: the reader's argument."""
     if compression != "infer":
         return compression
     found: str | None = infer_compression(name)

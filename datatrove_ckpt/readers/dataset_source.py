@@ -1,14 +1,13 @@
-"""An opened dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the
-files.
+"""A dataset of the library ``datasets`` as input of a ``SeekingReader``: its shards are the files.
 
 A streaming dataset consists of shards, mostly files. A map-style dataset is one file, whose rows
 can be indexed. As in datatrove's reader, a rank has every n-th shard if a stream has several, else
 every n-th row.
 
-A place in a shard is the number of the rank's rows before it. A resumed stream leaves out earlier
-shards, earlier row groups of a Parquet shard, and then earlier rows of the tables that the
-dataset's own builder makes, so casts, media and missing columns are as in datatrove's reader.
-``IterableDataset.load_state_dict`` would read the shard of the position from its beginning, also of
+A place in a shard is the number of the rank's rows before it. A resumed stream skips earlier
+shards, earlier row groups of a Parquet shard, and then earlier rows of the tables of the dataset's
+own builder, so casts, media and missing columns are as in datatrove's reader.
+``IterableDataset.load_state_dict`` would read the position's shard from its beginning, also of
 Parquet.
 """
 
@@ -202,7 +201,6 @@ def commit_of(url: str) -> str | None:
 
 
 def _innermost(url: str) -> str:
-    """Returns hf://b, the stored file, for "zip://a::hf://b"."""
     return url.rpartition("::")[2]
 
 
@@ -229,7 +227,6 @@ def _shard_names(dataset: IterableDataset) -> list[str]:
 
 
 def _paths(found: Sequence[object]) -> list[str]:
-    """Returns the paths of files; empty if ``found`` holds something else."""
     paths = []
     for entry in found:
         files = [entry]
@@ -261,7 +258,6 @@ def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem
 
 
 def _sample_rows(dataset: Dataset) -> str:
-    """Hashes the number of rows, the columns and some rows, however they are stored."""
     count = len(dataset)
     content = []
     if count:
@@ -341,10 +337,6 @@ def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iter
 
 
 class _Rows:
-    """Rows of an examples iterable of ``datasets``, with the methods that ``IterableDataset``
-    calls.
-    """
-
     num_shards = 1
 
     def __init__(self, source: _BaseExamplesIterable, first: int, step: int, count: Count) -> None:

@@ -1,9 +1,8 @@
-"""How large a rank's input is, and how much of it lies before a document, for percent and time
-left.
+"""The size of a rank's input, and how much of it lies before a document, for percent and time left.
 
-The unit is stored bytes, because a listing knows them. Within a file, the format says how its
-places become bytes. No file is opened for this, and a document costs nothing: a position refers to
-its file's extent.
+The unit is stored bytes, because a listing has them. Within a file, the format converts its places
+to bytes. No file is opened for this, and a document costs nothing: a position refers to its file's
+extent.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class MeasuredInputs(Protocol):
 
 @dataclass(slots=True, eq=False)
 class FileExtent:
-    """One file of an input, and how a place in it becomes a part of it. A format fills it in when
-    it opens the file.
+    """One file of an input, and which part of it a place is. A format fills it in when it opens the
+    file.
 
     Attributes:
-        before: bytes of the files before this one.
+        before: bytes of the files before this file.
         per: bytes for each unit of a place's first number; None: not known.
         starts: for places of group and row: which part of the file lies before each group, from 0
             to 1, with a last 1.
@@ -73,11 +72,9 @@ class FileExtent:
         self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
-        """Returns the bytes of the input before the place."""
         return self.before + self.inside(place)
 
     def inside(self, place: tuple[int, ...]) -> float:
-        """Returns the bytes of the file before the place."""
         if not place:
             return 0.0
         number = place[0]
@@ -133,9 +130,6 @@ class InputExtent:
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
     def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
-        """Returns how much of the input lies before a place, after so many documents of this
-        rank.
-        """
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts

@@ -59,7 +59,6 @@ def one_line(error: BaseException) -> str:
 
 
 def is_on_hub(folder: DataFolder) -> bool:
-    """Returns whether this is a folder of a repository or a bucket on the hub."""
     return "hf" in getattr(folder.fs, "protocol", ())
 
 

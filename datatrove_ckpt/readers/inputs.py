@@ -145,11 +145,9 @@ class Inputs:
         return ""
 
     def of_rank(self, rank: int, world_size: int) -> Inputs:
-        """Returns what datatrove's reader reads of this input in one rank."""
         return self.shard(rank, world_size)
 
     def shard(self, rank: int, world_size: int) -> Inputs:
-        """Returns every ``world_size``-th file, from ``rank`` on."""
         names = self.names[rank::world_size]
         infos = {name: self._infos[name] for name in names if name in self._infos}
         return Inputs(self.folder, names, infos)
@@ -249,7 +247,6 @@ def shuffled_names(names: Iterable[str], seed: int) -> list[str]:
 
 
 def shorten(name: str) -> str:
-    """Replaces a very long name by its hash and its end."""
     encoded = name.encode()
     if len(encoded) <= 200:
         return name
@@ -277,7 +274,6 @@ _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
 def options_of(reader: BaseDiskReader) -> JsonObject:
-    """Returns the arguments of a reader that decide what it makes of its files."""
     options = {
         name: getattr(reader, name)
         for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))

@@ -5,12 +5,12 @@ as datatrove's text mode does: at ``\n``, ``\r\n`` or a lone ``\r``. All lines a
 blank and damaged ones, because the number is the default id.
 
 A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash
-covers the last line and the file's first 64 kB as far as they come before the position, so what was
-not read yet may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
+covers the last line and the file's first 64 kB as far as they come before the position, so later
+lines may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
 
-No index is used for gzip or zstd: beside the input it would have to be written, found and trusted.
-Decompressing costs 9 s of CPU per million documents of 2 kB for gzip (3 s with ``isal``) and 1 s
-for zstd, while the server starts.
+An index for gzip or zstd would have to be written beside the input, found and trusted. Without it,
+a million documents of 2 kB cost 9 s of CPU for gzip (3 s with ``isal``) and 1 s for zstd, while the
+server starts.
 """
 
 from __future__ import annotations
@@ -279,7 +279,6 @@ def _holds_objects(data: object) -> bool:
 
 
 def _opens_array(line: bytes) -> bool:
-    """Returns whether a line begins a JSON array of objects."""
     if not line.startswith(b"["):
         return False
     try:

@@ -153,7 +153,6 @@ class _PlainReader:
         return record_reader(reader, self._inputs, len(self._inputs.names))
 
     def _documents(self) -> int:
-        """Returns the number of documents that the reader has yielded, from datatrove's stats."""
         metric = self._reader.stats.stats.get("documents")
         if metric is None:
             return 0

@@ -1,5 +1,4 @@
-"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader
-again.
+"""How a position gets from a reader to the checkpoint, and how a saved position finds its reader.
 
 A document carries its position in a slot that is no field of the dataclass: filters pass it on, and
 writers do not see it. It costs one tuple per document; the state is built only when a position is
@@ -7,8 +6,7 @@ saved.
 
 The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their
 thread. A state has the number of its reader, in the order of starting. An attribute of the step
-would be simpler, but one step object may run several ranks, and a pipeline may have several
-readers.
+would be simpler, but a step object may run several ranks, and a pipeline may have several readers.
 """
 
 from __future__ import annotations
@@ -182,11 +180,10 @@ class ReaderStart:
     Attributes:
         number: of the reader in the pipeline, from 0.
         earlier: the digest of each finished reader's input, in order.
-        finished_digest: the digest of this reader's input, if it had finished before the state was
-            saved; else None.
-        skipped: lines skipped so far by this reader and earlier ones.
-        skipped_in: files in which this reader has skipped lines, and whether one of them was
-            damaged.
+        finished_digest: the digest of this reader's input, if it finished before the save; else
+            None.
+        skipped: lines skipped so far by this reader and earlier readers.
+        skipped_in: files with skipped lines, and whether a line was damaged.
         record: makes the record of the reader's input, once it has finished.
     """
 
@@ -233,7 +230,6 @@ def job_revisions() -> Revisions | None:
 
 
 def in_pipeline() -> bool:
-    """Returns whether this thread reads for a runner, and not for a training."""
     return bool(_thread.readings)
 
 

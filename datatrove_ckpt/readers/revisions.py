@@ -1,9 +1,9 @@
 """The commits of hub datasets that all ranks of a job read.
 
-A branch moves. Ranks that start at different times would then read different files, and documents
-would be lost or doubled. So the first rank keeps the commit of a branch or tag in the checkpoint
-folder of the job, and all others use that commit. The file is made by a hard link: the first one
-wins, and is never seen in part.
+A branch moves, so ranks that start at different times would read different files, and lose or
+repeat documents. So the first rank keeps the commit of a branch or tag in the checkpoint folder of
+the job, for all ranks. The file is made by a hard link: the first link wins, and is never seen in
+part.
 """
 
 from __future__ import annotations
@@ -30,12 +30,6 @@ def is_commit(revision: str | None) -> bool:
 
 
 class Revisions:
-    """The commits that a job reads.
-
-    Args:
-        folder: ``checkpoints_local_dir`` of the job, which need not exist yet.
-    """
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -1,10 +1,9 @@
-"""What a rank has read, as its checkpoint keeps it in ``shard.json``: files, readers, steps,
-skipped lines.
+"""What a rank has read, in its checkpoint's ``shard.json``: files, readers, steps, skipped lines.
 
 A finished rank is never run again, so its input may not change. Of each file the record keeps the
-name and size that the reader saw, and a sample from its end: a hash of the first and last 64 kB of
-a local file, the ETag (or the like) of a remote one. The time of the last change is for a warning
-only: a copy on another node has another.
+name and size that the reader saw, and a sample: a hash of the first and last 64 kB of a local file,
+the ETag (or the like) of a remote file. The time of the last change is for a warning only: it
+differs in a copy on another node.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from datatrove_ckpt.readers.step_records import StepRecord
 
 
 class FileRecord(NamedTuple):
-    """One file. ``sample`` may be empty. ``modified``: seconds since 1970, or 0."""
-
     name: str
     size: int
     sample: str

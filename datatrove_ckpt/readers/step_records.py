@@ -1,5 +1,4 @@
-"""Describes the steps before a runner, so that a finished rank can tell that it read its input
-through other steps.
+"""Describes the steps before a runner, so that a finished rank notices other steps.
 
 A false alarm would refuse a good run, so only what cannot change by itself is described: package
 and class of a step, and the plain settings of steps that hold no state. The options and files of

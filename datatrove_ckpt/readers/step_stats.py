@@ -47,7 +47,6 @@ class StepStats:
             step.stats = Stats(step.stats.name)
 
     def resume(self, state: State) -> None:
-        """Continues the stats of the position at which this attempt resumed by seeking."""
         if not self._take(state) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner count this attempt only: an earlier "
@@ -56,7 +55,6 @@ class StepStats:
             )
 
     def restore(self, shard: Path) -> None:
-        """Gives the steps the stats that the rank's ``shard.json`` keeps."""
         if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner are empty: an earlier release, or "
@@ -141,7 +139,6 @@ def _to_json(metrics: MetricStatsDict) -> State:
 
 
 def _plain(number: SupportsFloat) -> float:
-    """Steps may count in NumPy's types."""
     if isinstance(number, Integral):
         return int(number)
     return float(number)

@@ -160,7 +160,6 @@ class _TableReader(SeekingReader):
 
 
 def _fitting(most: int, rows: int, size: int) -> int:
-    """Returns how many rows to take at once, if ``rows`` of them have ``size`` bytes."""
     return max(1, min(most, rows * _BATCH_BYTES // max(1, size)))
 
 

@@ -79,7 +79,7 @@ class AnswerForm:
                 raise ConfigError(f"choice: {texts!r} has a text twice.")
 
     def fields(self, engine: str) -> Payload:
-        """The payload keys that make the engine keep to the form.
+        """Returns the payload keys that make the engine keep to the form.
 
         Raises:
             ConfigError: the engine has none for it.
@@ -100,7 +100,7 @@ class AnswerForm:
         return found
 
     def read(self, text: str) -> tuple[str, str]:
-        """The answer's text without what surrounds it, and what is wrong with it, or ""."""
+        """Returns the answer's text without what surrounds it, and what is wrong with it, or ""."""
         text = text.strip()
         problem = self._problem(text)
         fenced = _FENCE.fullmatch(text)

@@ -44,7 +44,7 @@ class _Splitter:
         return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit
 
     def end(self, start: int) -> int:
-        """The end of the longest stretch from ``start`` that fits; at least one character."""
+        """Returns the end of the longest fitting stretch from ``start``; at least one character."""
         last = bisect_left(self._starts, start) + self._limit
         end = len(self._text)
         if last < len(self._starts):
@@ -69,7 +69,7 @@ class _Splitter:
 
 
 def split_text(text: str, limit: int, starts: Sequence[int] | None = None) -> list[str]:
-    """The text in parts of at most this size. At least one part, which may be empty.
+    """Returns the text in parts of at most this size. At least one part, which may be empty.
 
     Args:
         starts: where each token begins: the limit is in tokens. None: it is in characters.
@@ -211,7 +211,6 @@ class ChunkedRollout(ReadyMade):
 
 
 def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
-    """Sums numbers of one name in the usages of several answers, nested ones too."""
     total: dict[str, object] = {}
     for usage in usages:
         for name, value in (usage or {}).items():

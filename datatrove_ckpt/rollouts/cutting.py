@@ -10,7 +10,7 @@ _LONG_TOKEN = 8  # characters
 
 
 def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) -> str:
-    """The text, cut so that ``fill(text)`` has at most ``limit`` characters.
+    """Returns the text, cut so that ``fill(text)`` has at most ``limit`` characters.
 
     Args:
         times: how often the text is in the template.
@@ -32,7 +32,7 @@ def fits_for_sure(content: str, limit: int) -> bool:
 def cut_to_tokens(
     fill: Callable[[str], str], text: str, times: int, limit: int, counter: TokenCounter
 ) -> str:
-    """The text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
+    """Returns the text, cut so that ``fill(text)`` has at most ``limit`` tokens."""
     if not times or fits_for_sure(fill(text), limit):
         return text
     room = max(0, limit - counter.count(fill(""))) // times
@@ -53,7 +53,6 @@ def cut_to_tokens(
 
 
 def _end_of(text: str, room: int, counter: TokenCounter) -> int:
-    """Where the first ``room`` tokens of the text end."""
     size = _LONG_TOKEN * (room + 8)
     while True:
         starts = counter.starts(text[:size])

@@ -86,8 +86,8 @@ class Generate(Protocol):
     """
 
     async def __call__(self, payload: Payload, *, path: str | None = None) -> InferenceResult:
-        """The answer to the payload, to which the model and ``default_generation_params`` are
-        added.
+        """Returns the answer to the payload, to which the model and ``default_generation_params``
+        are added.
 
         ``extra_body``, ``extra_headers`` and ``extra_query`` become what the OpenAI client makes of
         them. Header fields do not count for the cache: an access token may change.
@@ -111,7 +111,7 @@ class Generate(Protocol):
         """
 
     async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
-        """A vector of each text, as an array of the shape (texts, dimensions); of one text
+        """Returns a vector of each text, as an array of the shape (texts, dimensions); of one text
         (dimensions,).
 
         Each text is a request of its own, or shares one with others: see
@@ -121,7 +121,7 @@ class Generate(Protocol):
     async def classify(
         self, text: str, /, labels: Sequence[str] | None = None, **params: object
     ) -> Classification:
-        """The class of a text. ``labels``: names of the model's classes in its order
+        """Returns the class of a text. ``labels``: names of the model's classes in its order
         (``id2label``).
 
         vLLM and SGLang name the most probable one only. So without ``labels`` the keys of
@@ -130,8 +130,8 @@ class Generate(Protocol):
         """
 
     async def score(self, query: str, texts: Sequence[str], /) -> Floats:
-        """How well each text fits the query, as a cross-encoder or reranker says: an array of the
-        shape (texts,).
+        """Returns how well each text fits the query, as a cross-encoder or reranker says: an array
+        of the shape (texts,).
         """
 
 
@@ -144,13 +144,13 @@ It returns an InferenceResult, JSON values or None.
 
 # Never change the source of this function: it is part of the identity of runs.
 async def chat(document: Document, generate: Generate, **shared: Any) -> InferenceResult:
-    """The document's text as one user message."""
+    """Returns the document's text as one user message."""
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
 async def generate_all(generate: Generate, payloads: Sequence[Payload]) -> list[InferenceResult]:
-    """All answers. If a request fails, waits for the others: the request cache keeps their answers
-    for a retry.
+    """Returns all answers. If a request fails, waits for the others: the request cache keeps their
+    answers for a retry.
     """
     results = await asyncio.gather(
         *(generate(payload) for payload in payloads), return_exceptions=True

@@ -160,7 +160,9 @@ class JudgeRollout(PromptRollout):
         return with_media(chat_payload(None, content, params), parts)
 
     def _score(self, said: str) -> float | None:
-        """The score in what is said after a <think> block, which only a pattern for it reads."""
+        """Returns the score in what is said after a <think> block, which only a pattern for it
+        reads.
+        """
         if "think>" not in (self.score_pattern or ""):
             said = said.rpartition("</think>")[2].partition("<think>")[0]
         if self.score_pattern is not None:
@@ -174,7 +176,9 @@ class JudgeRollout(PromptRollout):
         return None
 
     async def _judged(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """The judge's answer; None if there is none with a score, and the document is dropped."""
+        """Returns the judge's answer; None if there is none with a score, and the document is
+        dropped.
+        """
         if self.judge is not None:
             generate = getattr(generate, self.judge)
         if self.form_for == CANNED:
@@ -203,7 +207,6 @@ class JudgeRollout(PromptRollout):
 
 
 def _last_match(pattern: str, text: str) -> str:
-    """The last match, or its first group; "" if there is none."""
     found = None
     for match in re.finditer(pattern, text):
         found = match

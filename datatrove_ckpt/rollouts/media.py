@@ -103,7 +103,7 @@ def media_key(value: object) -> orjson.Fragment:
 
 
 def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]]:
-    """A payload's JSON before, between and after its media, and the media's bytes."""
+    """Returns a payload's JSON before, between and after its media, and the media's bytes."""
     found: list[bytes] = []
 
     def place(value: object) -> orjson.Fragment:
@@ -116,7 +116,7 @@ def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]
 
 
 def kind_of(data: bytes) -> str | None:
-    """The type that the first bytes tell, such as "image/png"; None: it cannot be sent."""
+    """Returns the type that the first bytes tell, such as "image/png"; None: it cannot be sent."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12])
     if data[:2] == b"BM" and data[6:10] == bytes(4):
@@ -127,7 +127,7 @@ def kind_of(data: bytes) -> str | None:
 
 
 def media_part(data: bytes, filename: str = "document.pdf", key: str = "") -> Payload:
-    """A part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...},
+    """Returns a part of a message: ``{"role": "user", "content": [{"type": "text", "text": ...},
     media_part(data)]}``.
 
     A request with it takes the memory of ``data`` and not that of its base64.
@@ -169,7 +169,7 @@ def _made_part(data: bytes, filename: str, key: str) -> Payload:
 
 
 def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
-    """The payload, with the parts after the text of the user's last message."""
+    """Returns the payload, with the parts after the text of the user's last message."""
     if not parts:
         return payload
     messages = payload["messages"]
@@ -184,8 +184,6 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
 
 
 class _Medium(NamedTuple):
-    """One of a document's media. ``data`` may be a picture of Pillow."""
-
     name: str = ""
     data: Any = None
     url: str | None = None
@@ -195,7 +193,7 @@ class _Medium(NamedTuple):
 
 
 def values_of(document: Document, images: str) -> list[object]:
-    """The document's media, or those in a metadata column.
+    """Returns the document's media, or those in a metadata column.
 
     Raises:
         ConfigError: there is no such column.
@@ -219,7 +217,6 @@ def values_of(document: Document, images: str) -> list[object]:
 
 
 def _medium(value: object) -> _Medium:
-    """Raises InvalidMedia for a value that is no medium."""
     if isinstance(value, bytes | bytearray | memoryview):
         return _Medium(data=bytes(value))
     if isinstance(value, str):
@@ -393,8 +390,8 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """The file system, and the path there. Documents are not trusted: no name leads out of the
-    folder.
+    """Returns the file system, and the path there. Documents are not trusted: no name leads out of
+    the folder.
 
     Raises:
         InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
@@ -420,7 +417,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
 
 
 def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
-    """Bytes of the files. A missing one counts nothing, and is named when it is read."""
+    """Returns bytes of the files. A missing one counts nothing, and is named when it is read."""
     total = 0
     for medium in files:
         with suppress(Exception):
@@ -458,7 +455,7 @@ def check_pillow() -> None:
 
 
 def resized(data: bytes, side: int) -> bytes:
-    """The picture, with at most ``side`` pixels on its longest side.
+    """Returns the picture, with at most ``side`` pixels on its longest side.
 
     JPEG stays JPEG, all others become PNG. Of several frames the first one is taken. Equal pictures
     give equal bytes with one release of Pillow.
@@ -503,7 +500,7 @@ def _as_png(image: Any) -> bytes:
 
 
 def without_bytes(value: object) -> object:
-    """A column that was sent, without the bytes: paths, URLs and other values stay."""
+    """Returns a column that was sent, without the bytes: paths, URLs and other values stay."""
     if isinstance(value, list | tuple):
         return [without_bytes(one) for one in value]
     if isinstance(value, dict):

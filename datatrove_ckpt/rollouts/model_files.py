@@ -22,7 +22,7 @@ _LOCAL = ("/", ".", "~", "$")
 
 
 def _find_file(model: str, revision: str | None) -> Path:
-    """The model's ``tokenizer.json``.
+    """Returns the model's ``tokenizer.json``.
 
     Args:
         model: a folder, a file, or a repository of the hub.
@@ -72,16 +72,15 @@ class TokenCounter(NamedTuple):
     digest: str
 
     def count(self, text: str) -> int:
-        """Number of tokens, without those that a chat template adds."""
+        """Returns number of tokens, without those that a chat template adds."""
         return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def starts(self, text: str) -> list[int]:
-        """Where each token begins, in characters."""
         return [start for start, _ in self.tokenizer.encode(text, add_special_tokens=False).offsets]
 
 
 def load_counter(name: str, revision: str | None, expected: str | None = None) -> TokenCounter:
-    """The tokenizer of a model, read once.
+    """Returns the tokenizer of a model, read once.
 
     Args:
         expected: the digest that it had when the run was made.

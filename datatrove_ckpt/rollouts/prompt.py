@@ -125,7 +125,7 @@ class PromptRollout(OneRequest):
         check_media(self)
 
     def media_parts(self, document: Document) -> AbstractAsyncContextManager[list[Payload]]:
-        """The parts of the message beside the text.
+        """Returns the parts of the message beside the text.
 
         Files that are read for them count until the end.
         """
@@ -195,7 +195,7 @@ class CompletionRollout(OneRequest):
 
 
 def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
-    """The rollout as a run with this config calls it.
+    """Returns the rollout as a run with this config calls it.
 
     Raises:
         ConfigError: its payloads are for the other kind of request; or see
@@ -219,7 +219,7 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
 
 
 async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
-    """The template with the document's values, for a request that takes one text.
+    """Returns the template with the document's values, for a request that takes one text.
 
     Raises:
         ConfigError: the document has a list of messages instead of a text, or lacks a value.
@@ -238,7 +238,7 @@ async def filled_text(rollout: WholeText, template: str, document: Document) -> 
 async def cut_to_limit(
     rollout: WholeText, template: str, filled: Filled, text: str, system_prompt: str
 ) -> str:
-    """The text, cut to the rollout's limit in tokens, if it has one.
+    """Returns the text, cut to the rollout's limit in tokens, if it has one.
 
     Args:
         filled: fills the template with the text.

@@ -96,8 +96,8 @@ class ReadyMade:
                 del vars(self)[one.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """A copy that knows what it needs of the config and the model's files, which is part of its
-        identity.
+        """Returns a copy that knows what it needs of the config and the model's files, which is
+        part of its identity.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -259,7 +259,7 @@ class OneRequest(WholeText):
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 
     async def _ask(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """A valid answer, or None if there is none and invalid answers are dropped.
+        """Returns a valid answer, or None if there is none and invalid answers are dropped.
 
         Raises:
             InvalidAnswer: there is none.

@@ -30,7 +30,7 @@ class MessagesText(str):
 
 
 def prompt_source(document: Document, column: str | None) -> str | Messages:
-    """The document's text, or the value of a metadata column: a text or a list of messages.
+    """Returns the document's text, or the value of a metadata column: a text or a list of messages.
 
     A list in ``document.text`` becomes JSON: the text of an output must be a text.
 
@@ -62,7 +62,7 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
 
 
 def with_system(system_prompt: str | None, messages: Messages) -> Messages:
-    """The messages after the system message, unless they begin with one."""
+    """Returns the messages after the system message, unless they begin with one."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]

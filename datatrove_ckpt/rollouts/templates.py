@@ -92,7 +92,8 @@ def fixed_length(template: str) -> int:
 
 
 def fill(template: str, document: Document, text: str, **others: str) -> str:
-    """The template with the document's values. ``others`` come before the metadata for ``{KEY}``.
+    """Returns the template with the document's values. ``others`` come before the metadata for
+    ``{KEY}``.
 
     Raises:
         ConfigError: the document lacks one of the values.

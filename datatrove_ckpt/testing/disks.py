@@ -41,8 +41,6 @@ class SimulatedCrash(BaseException):
 
 
 class WatchedDisk(files.Disk):
-    """A disk whose effects happen one at a time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.happened: list[str] = []
@@ -75,7 +73,7 @@ class WatchedRemote(object_store.Effects):
 
 
 def path_of(args: Arguments) -> Path:
-    """The path that an effect changes: its last path, which for a rename is the target."""
+    """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
 
 
@@ -149,7 +147,6 @@ class CrashingDisk(WatchedDisk):
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Replaces ``target`` with a copy of ``source``."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target)
 

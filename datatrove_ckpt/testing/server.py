@@ -80,7 +80,6 @@ class FakeServer:
         self._thread.join()
 
     def release(self) -> None:
-        """Answers the requests that ``hold_after`` holds back."""
         self._hold_after = None
         self._loop.call_soon_threadsafe(self._released.set)
 

@@ -1,31 +1,22 @@
 """Readers as torch datasets whose position can be saved and restored; whole checkpoints of a
 training.
 
-    dataset.py     ReaderDataset, restore(); start reading here
-    topology.py    which worker reads which positions of an epoch
-    order.py       which row stands at which position
-    epoch.py       an iteration of a worker
-    index.py       the rows of an input by number
-    blocks.py      BlockInput: the input as blocks of rows; row_counts.py keeps their numbers,
-                   unified.py has one schema
-    block_file.py  a file as blocks; parquet_blocks.py, arrow_blocks.py and line_blocks.py: one
-                   format each
-    batches.py     rows taken out of batches; samples.py: rows as dicts and arrays
-    states.py      states of ReaderDataset; merging.py: states of all workers together
-    seals.py       checksums of states
-    packing.py     Pack: rows of tokens as samples of one length
-    mixing.py      Mix: several sources, drawn by weight
-    stateful.py    iterations of Pack, Mix and ReaderDataset, numbers in shared memory
+Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
-    checkpoints.py  TrainingCheckpoints: all states of a training, saved together
-    steps.py        the folders of saved steps
-    sharded.py      states of which each rank has a part
-    snapshot.py     copies of states in memory
-    workers.py      the workers of loaders
-    ranks.py        how ranks agree
+    topology.py, order.py, epoch.py
+                    which worker reads which positions of an epoch; which row stands at which
+                    position; an iteration of a worker
+    index.py, blocks.py, block_file.py
+                    the rows of an input by number; the input as blocks of rows; a file as blocks
+    states.py, merging.py, seals.py
+                    states of ReaderDataset; states of all workers together; checksums
+    packing.py, mixing.py, stateful.py
+                    Pack, Mix, and what they share with ReaderDataset
+    steps.py, sharded.py, snapshot.py, ranks.py
+                    folders of saved steps; states of which each rank has a part; copies in memory;
+                    how ranks agree
 
-``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest can be used without
-torch.
+``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest works without torch.
 """
 
 from typing import TYPE_CHECKING

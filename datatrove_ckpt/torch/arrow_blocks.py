@@ -1,9 +1,9 @@
 """Arrow IPC as blocks: a slice of a record batch, of which only the slice is read from the disk.
 
-Local files are mapped into memory, so a slice of a batch costs its own pages. A batch with
-compressed buffers, or of a remote file, is read as a whole, in the wanted columns. pyarrow returns
-the number of rows only with the batch, so it is read here from the flatbuffer before the batch:
-format/Message.fbs of Apache Arrow.
+Local files are mapped into memory, so a slice costs its own pages. A batch with compressed buffers,
+or of a remote file, is read as a whole, in the wanted columns. pyarrow returns the number of rows
+only with the batch, so the flatbuffer before the batch is parsed here (format/Message.fbs of Apache
+Arrow).
 """
 
 from __future__ import annotations
@@ -131,8 +131,6 @@ class ArrowBlocks(TableFile):
 
 
 class _Message(NamedTuple):
-    """``rows`` and ``is_compressed`` are of record batches only."""
-
     kind: int
     rows: int
     bytes: int
@@ -144,11 +142,11 @@ def _messages(file: IO[bytes], size: int, count: int | None) -> Iterator[_Messag
     """Yields the messages of a stream, or of the stream in a file.
 
     Args:
-        count: the record batches of the file, whose stream may have no end (Arrow for Go before
+        count: the record batches of the file, whose stream may lack an end (Arrow for Go before
             2025); None: a stream.
 
     Raises:
-        EOFError: the stream was cut off, or another one follows.
+        EOFError: the stream was cut off, or another stream follows.
     """
     file.seek(0)
     found = 0

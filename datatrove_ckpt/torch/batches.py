@@ -1,8 +1,8 @@
-"""Joins the rows of a window to few batches while they are read, and takes rows out of these.
+"""Joins the rows of a window to few batches while they are read, and takes rows out of the batches.
 
-pyarrow copies all chunks for each take from several chunks, and one copy would need twice the
-window's memory. So rows are joined part by part, and taken batch by batch. pyarrow takes the
-numbers of lists one by one, but bytes as a whole: as bytes, a token row costs a tenth of the time.
+Each pyarrow take from several chunks copies all chunks, and one joint copy would need twice the
+window's memory. So rows are joined part by part, and taken batch by batch. pyarrow takes numbers of
+lists one by one, but bytes as a whole: as bytes, a token row costs a tenth of the time.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _of_bytes(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    """Reverts ``_as_bytes``."""
     import pyarrow as pa
     import pyarrow.types as types
 

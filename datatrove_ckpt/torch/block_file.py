@@ -49,8 +49,6 @@ class FileIndex:
 
 
 class BlockFile(ABC):
-    """One open file. ``index``: its parts."""
-
     _name: str
 
     def set_index(self, index: FileIndex, known: FileIndex | None) -> None:
@@ -62,7 +60,6 @@ class BlockFile(ABC):
         self._starts = [0, *accumulate(group.rows for group in index.groups)]
 
     def part_of(self, row: int) -> tuple[int, int]:
-        """Returns the part that has a row, and the row's number there."""
         number = bisect_right(self._starts, row) - 1
         return number, row - self._starts[number]
 

@@ -74,10 +74,9 @@ class BlockInput:
 
     Attributes:
         names: the files, in the reader's order.
-        sequential: the numbers of the compressed JSONL files, where reading a block takes reading
-            all earlier ones.
-        gives_dicts: whether the rows of a block are a list, and no table.
-        gives_views: whether rows keep a mapped file, or a whole record batch, in memory.
+        sequential: numbers of the compressed JSONL files, whose blocks need all earlier blocks.
+        gives_dicts: the rows of a block are a list instead of a table.
+        gives_views: rows keep a mapped file, or a whole record batch, in memory.
 
     Raises:
         ConfigError: a file is an Arrow stream with dictionaries.
@@ -191,8 +190,8 @@ class BlockInput:
         )
 
     def _size_in_memory(self) -> int:
-        """Returns the size of rows in memory, in quarters of their size by the files, from a sample
-        of three files.
+        """Returns the size of rows in memory, in quarters of their file size, from a sample of
+        three files.
 
         Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
@@ -233,7 +232,6 @@ class BlockInput:
 
 
 def _bytes_of(table: pa.Table) -> int:
-    """Returns the size of the rows, whose dictionaries are decoded."""
     import pyarrow.types as types
 
     found = 0

@@ -272,8 +272,8 @@ class TrainingCheckpoints:
     # save ----------------------------------------------------------------------------------------
 
     def maybe_save(self, step: int, **what: Any) -> bool:
-        """Saves as ``save`` does if a save is due. Call it after each step. Returns whether it has
-        saved.
+        """Saves if a save is due, and returns whether it did. Call it after each step. See
+        ``save``.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
@@ -482,7 +482,7 @@ class TrainingCheckpoints:
         return {"epoch": epoch, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
-        """Before the first save or rollback, refuses steps of another training."""
+        """Refuses steps of another training, before the first save or rollback."""
         if self._has_claimed:
             return
         try:
@@ -561,10 +561,6 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
 
     def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
-        """Removes old steps before the save if there is no room for another step.
-
-        The newest step stays.
-        """
         if not self._manifests:
             return
         newest = max(self._manifests)
@@ -925,7 +921,7 @@ _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Else the threads of the last save end with the process."""
+    """Waits for the last saves, whose threads would end with the process."""
     for each in list(_not_left):
         each._close_at_exit()
 
@@ -960,7 +956,6 @@ class _Task:
             call(*arguments)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Waits for so many seconds. Returns whether the call has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_running

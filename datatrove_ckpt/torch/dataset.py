@@ -1,10 +1,11 @@
-"""ReaderDataset: any of this package's readers as a torch dataset whose position can be saved and
+"""ReaderDataset: a reader of this package as a torch dataset whose position can be saved and
 restored.
+
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
     reader = ParquetReader("s3://bucket/corpus")
     dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0)
-    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)   #
-                                                                         torchdata.stateful_dataloader
+    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)
     first_epoch = 0
     if saved:                                                            # the files of all ranks
         first_epoch = restore(loader, saved)

@@ -50,7 +50,6 @@ class Settings:
 
 
 def parse_window(window: int | str) -> Window:
-    """Parses a number of rows, or of bytes with a unit, such as "256MB"."""
     if isinstance(window, str):
         size = parse_bytes(window)
         if size is not None:

@@ -35,8 +35,6 @@ class Row(NamedTuple):
 
 
 class Index:
-    """The blocks of a reader's files, and what a state keeps of them."""
-
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
         size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
@@ -61,7 +59,6 @@ class Index:
         """Names, sizes and samples of all files, and the number of rows of each block."""
 
     def check(self, then: State) -> None:
-        """Raises CheckpointMismatch if a state was made for other files or rows."""
         now = self.state
         if then == now:
             return

@@ -1,7 +1,7 @@
-"""JSONL as blocks: the lines are counted once, and read again from places that the count has noted.
+"""JSONL as blocks: the lines are counted once, and read again from the noted places.
 
-A row is a line that is not blank, also a damaged one, which only parsing shows. A part is about 1
-MiB of whole lines. A compressed file stays open, so parts in order are decompressed once.
+A row is a line that is not blank, even if it is damaged, which only parsing shows. A part is about
+1 MiB of whole lines. A compressed file stays open, so parts in order are decompressed once.
 """
 
 from __future__ import annotations
@@ -79,10 +79,6 @@ class LineBlocks(BlockFile):
                 yield Group(_count_lines(part), len(part))
 
     def _lines(self, number: int) -> list[bytes]:
-        """Reads the lines of a part.
-
-        Raises CheckpointMismatch if they are not those that were counted.
-        """
         offset = self._offsets[number]
         group = self.index.groups[number]
         if self._file is None or (offset < self._at and not self._is_plain):

@@ -1,8 +1,7 @@
-"""How the states of all workers of all ranks become one that any number of ranks and workers can
-load.
+"""Merges the states of all workers of all ranks, for any number of ranks and workers.
 
-``states.py`` merges those of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of
-its sources, and what its packers had left, or the sum of its draws.
+``states.py`` merges states of a ``ReaderDataset``. A ``Pack`` or ``Mix`` has the merged states of
+its sources, and the rests of its packers, or the sum of its draws.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
 def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Makes one state of those of all ranks, for any number of ranks and workers: no sample of the
-    epoch of a ``ReaderDataset`` is seen twice, and none is left out. See also ``Pack`` and ``Mix``.
+    """Merges the states of all ranks into one, for any number of ranks and workers.
+
+    Each sample of the epoch of a ``ReaderDataset`` is seen exactly once. See also ``Pack`` and
+    ``Mix``.
 
     Args:
-        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or something
+        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or an object
             that holds it, or a file that ``torch.save`` has made of it.
 
     Raises:
-        CheckpointMismatch: the state of a rank or worker is missing or there twice, or they are of
+        CheckpointMismatch: a rank's or worker's state is missing or repeated, or they are of
             different epochs, settings, inputs or steps; or a loader has made it between two of its
             snapshots; or a source has rows that are not counted.
         CheckpointCorrupt: a state or file is damaged.
@@ -49,10 +50,9 @@ def merge(states: Iterable[State | str | PathLike[str]]) -> State:
 
 
 def check_snapshots(content: object) -> None:
-    """Raises CheckpointMismatch if the state of a loader is newer than those of its workers that it
-    holds.
+    """Raises CheckpointMismatch if a loader's state is newer than the states of its workers in it.
 
-    Only torchdata's loader can resume there: it drops the batches that it had given since.
+    Only torchdata's loader can resume there: it drops the batches that it has given since.
     """
     for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
@@ -65,7 +65,6 @@ def check_snapshots(content: object) -> None:
 
 
 def is_ours(content: object) -> bool:
-    """Returns whether this is a state of a ``ReaderDataset``, ``Pack`` or ``Mix``."""
     return is_state(content) or (
         isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys()
     )
@@ -149,7 +148,6 @@ def _of_source(workers: Sequence[State]) -> State:
 
 
 def _end(state: State | None, other: State | None) -> State | None:
-    """Makes the state at the end of the pass of ``other``, of the worker that made ``state``."""
     if state is None or other is None:
         return None
     if is_state(state):

@@ -109,7 +109,6 @@ class Mix(StatefulWrapper):
         return [one["state"] for one in state.get("sources", [])]
 
     def _start(self, number: int, epoch: int, state: State | None) -> _Source:
-        """Starts a source, or resumes it, unless it has ended."""
         source = _Source(number)
         if state is not None:
             source = _Source(number, **{key: state[key] for key in _KEPT}, last=state["state"])
@@ -133,13 +132,13 @@ _KEPT = ("passes", "has_given", "has_ended", "is_live")
 
 @dataclass(slots=True)
 class _Source:
-    """Where a source is.
+    """The progress of a source.
 
     Attributes:
         passes: how often the source has begun again.
-        has_given: whether this pass gave a sample. Else the source does not begin again.
-        has_ended: whether a pass has ended.
-        is_live: whether the source is drawn.
+        has_given: this pass gave a sample. Otherwise the source does not begin again.
+        has_ended: a pass has ended.
+        is_live: the source is drawn.
         last: the state at its end.
     """
 
@@ -198,7 +197,6 @@ class Mixing(Iterator[object]):
         self._sums = list(accumulate(self._mix.weights[source.number] for source in self._live))
 
     def _end(self, source: _Source) -> None:
-        """Ends a source. The next draw has the same number."""
         source.has_ended = source.is_at_end = True
         source.last = end_state(source.iterable)
         if not source.has_given and source.number not in self._mix.warned:

@@ -2,8 +2,8 @@
 torch.
 
 Seed, epoch, window and the blocks of the input define one order for all ranks and workers. So a
-position (the number of samples before it) is all that a state needs, and another number of ranks or
-workers can continue there.
+state needs only a position (the number of samples before it), at which any number of ranks and
+workers can continue.
 
     blocks -> shuffled, so that each stretch has blocks of all files in proportion
            -> cut into canonical shares of equal numbers of rows
@@ -15,8 +15,7 @@ only some of the blocks: with as many workers as shares, each block is read once
 shares follows from the window and the input alone. Blocks of a compressed file keep their order,
 and a share reads up to ``OPEN_STREAMS`` of them at a time.
 
-Permutations sort by a hash of the number (splitmix64), because numpy's generators may change with
-its version.
+Permutations sort by a hash of the number (splitmix64): numpy's generators may change.
 """
 
 from __future__ import annotations
@@ -104,13 +103,11 @@ class BlockTable:
         return np.flatnonzero(self.rows)
 
     def weights(self, window: Window) -> Numbers:
-        """Returns the size of each block in the unit of the window."""
         if window.rows is not None:
             return self.rows
         return np.maximum(self.bytes, 1)
 
     def mean(self, window: Window) -> float:
-        """Returns the mean size of a block in the unit of the window; 0: there are not two."""
         if len(self.used) > 1:
             return float(self.weights(window)[self.used].mean())
         return 0.0
@@ -304,7 +301,6 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
 
 
 def scramble(count: int, salt: int) -> Numbers:
-    """Orders the numbers below ``count`` by ``salt``."""
     # splitmix64 is a bijection, so the fastest sort gives the same order.
     found: Numbers = np.argsort(_hashes(np.arange(count), salt))
     return found
@@ -331,7 +327,6 @@ def hashed(*key: object) -> int:
 
 
 def _hashes(numbers: Numbers, salt: int) -> npt.NDArray[np.uint64]:
-    """splitmix64 of each number."""
     with np.errstate(over="ignore"):
         mixed = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15
@@ -346,10 +341,6 @@ def _whole(table: BlockTable, blocks: Numbers) -> Pieces:
 
 
 def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
-    """Cuts the rows from ``low`` to ``high``, counted over all pieces.
-
-    ``ends``: sums of their rows.
-    """
     first = int(np.searchsorted(ends, low, side="right"))
     last = first
     if high > low:
@@ -361,7 +352,6 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    """Returns the first piece of each window, and the number of pieces."""
     if limit <= 0:
         return np.arange(len(weights) + 1)
     cuts = [0]

@@ -1,7 +1,7 @@
 """Parquet as blocks: a slice of a row group, without holding more of the group than the slice.
 
 pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and
-dropped. A slice continues where the last one ended, because most are read in order.
+dropped. Most slices are read in order, so a slice continues after the slice before.
 """
 
 from __future__ import annotations

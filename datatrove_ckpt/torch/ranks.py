@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """All ranks of torch.distributed, or one without it. Each rank makes one, and makes the same
+    """All ranks of torch.distributed, or one rank without it. Each rank makes one, and the same
     calls.
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
@@ -35,7 +35,6 @@ class Ranks:
             self.group = dist.new_group(backend="gloo")
 
     def gather(self, value: _T) -> list[_T]:
-        """Returns the values of all ranks, in their order."""
         if self.group is None:
             return [value]
         values = [value] * self.size
@@ -68,7 +67,6 @@ class Ranks:
         return [found for results, _ in gathered for found in results]
 
     def highest(self, values: Sequence[float]) -> list[float]:
-        """Returns of each number the highest of all ranks."""
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)

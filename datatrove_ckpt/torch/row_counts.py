@@ -1,10 +1,10 @@
 """Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-JSONL is counted by reading all of it, 1 to 2 GB per second from a page cache. The counts of an
-input are one small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), else
-``datatrove-ckpt/rows`` in the user's cache folder. Of nodes that share the folder the first one
-counts. A count is used while size, time of change and sample of the file are the same (see
-``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
+Counting JSONL reads all of it, 1 to 2 GB per second from a page cache. The counts of an input are a
+small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else
+``datatrove-ckpt/rows`` in the user's cache folder. If nodes share the folder, the first node
+counts. A count is used while size, time of change and sample of the file are unchanged
+(``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class RowCounts:
         self._saved = time.monotonic()
 
     def load(self) -> None:
-        """Reads the kept counts, as far as they can be read."""
         if self._path is None:
             return
         with suppress(OSError, ValueError):
@@ -101,9 +100,6 @@ class RowCounts:
         return ""
 
     def get(self, number: int) -> FileIndex | None:
-        """Returns the count of a file; None if it is not known, or if the file has changed
-        since.
-        """
         found = self._files.get(self._inputs.names[number])
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):

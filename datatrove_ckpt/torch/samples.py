@@ -3,8 +3,8 @@
 A list of numbers, mostly a token row, becomes a numpy array: a Python number takes 28 bytes where
 the table has 2 or 4. Columns are converted as a whole, so a row costs less than a microsecond.
 
-Numbers of JSON become an array only if numpy rounds none of them. Arrays are copies: torch warns of
-arrays that cannot be written, and a view keeps a block alive.
+JSON numbers become an array only if numpy rounds none of them. Arrays are copies: torch warns of
+read-only arrays, and a view keeps a block alive.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def table_rows(table: pa.Table) -> list[Row]:
 
 
 def json_row(row: Row) -> Row:
-    """Makes arrays of the lists of numbers in a row of JSONL."""
     return {
         name: _json_value(value) if type(value) is list else value for name, value in row.items()
     }

@@ -1,4 +1,4 @@
-"""Checksums of states. A damaged state is an error, and never other samples.
+"""Checksums of states, by which a damaged state is an error and never gives other samples.
 
 Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values. States of
 earlier releases have none, and are accepted.

@@ -1,7 +1,7 @@
-"""Inspects states: whether ranks have parts of them (FSDP's), which DCP saves as a folder, and
-whether they are plain.
+"""Inspects states: whether ranks have parts of them (FSDP), and whether they are plain.
 
-``torch.distributed.checkpoint`` (DCP) restores parts on any number of ranks, also without FSDP.
+``torch.distributed.checkpoint`` (DCP) saves such parts as a folder, and restores them on any number
+of ranks, also without FSDP.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
-    """Returns the content of states that are alike in all ranks, and of those of which each rank
-    has a part.
+    """Returns the states that are alike in all ranks, and the states of which each rank has a part.
 
     Raises:
         ConfigError: a state is FSDP1's, which differs with its settings; or the model of an
@@ -167,7 +166,6 @@ _OTHERS = {
 
 
 def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
-    """Yields the values in a state, with their places."""
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         for name, each in value.items():
             if type(name) not in _PLAIN:
@@ -181,7 +179,6 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
 
 
 def shapes(content: object) -> str:
-    """Hashes the places, shapes and types of the tensors."""
     found = [
         (key, tuple(leaf.shape), leaf.dtype)
         for key, leaf in leaves(content, "")

@@ -1,9 +1,9 @@
-"""What ``ReaderDataset``, ``Pack`` and ``Mix`` share: one iteration at a time, its state, what
+"""Shared by ``ReaderDataset``, ``Pack`` and ``Mix``: one iteration at a time, its state, what
 copies in workers see.
 
-``Pack`` and ``Mix`` are wrappers: iterables around sources, such as streaming datasets of Hugging
-Face, whose states they hold. The state of a source must be that of its latest iterator, as in
-torchdata, whose StatefulDataLoader needs iterable datasets of torch.
+``Pack`` and ``Mix`` wrap sources, such as streaming datasets of Hugging Face, and hold their
+states. The state of a source must belong to its latest iterator, as in torchdata, whose
+StatefulDataLoader needs iterable datasets of torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Iterations:
         self._begun = []
 
     def check(self, owner: object) -> None:
-        """Raises ConfigError if an earlier iteration is neither at its end nor dropped."""
         if self._running(before=-1):
             raise ConfigError(
                 f"There are two iterations over one {type(owner).__name__}: another one began "
@@ -119,8 +118,8 @@ _ENDED = 2
 class Shared:
     """Numbers that a dataset and its copies in workers share, in shared memory with torch.
 
-    A worker has a copy of the dataset, which else sees no later calls. ``worker``: its number;
-    None: the process of the training loop.
+    A worker's copy of the dataset would not see later calls. ``worker``: its number; None: the
+    process of the training loop.
     """
 
     def __init__(self) -> None:
@@ -253,8 +252,6 @@ class Iteration(Iterator[object], Protocol):
 
 
 class StatefulIterable(_Iterable):
-    """An iterable whose position can be saved and restored."""
-
     shuffle_seed: int | None = None
 
     def __init__(self) -> None:
@@ -537,7 +534,6 @@ def end_state(source: Source) -> State | None:
 
 
 def place_of(source: object) -> tuple[int, int] | None:
-    """Returns rank and world size of a source, if it has them."""
     source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
         places = map(place_of, source._sources)

@@ -1,8 +1,7 @@
-"""States of ``ReaderDataset``, and how the states of all ranks become one that any topology can
-load.
+"""States of ``ReaderDataset``, and how the states of all ranks become one for any topology.
 
 A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and
-what other topologies have read before (``done``). A merged state has no slot: ``done`` holds
+what other topologies have read before (``done``). In a merged state without a slot, ``done`` holds
 everything.
 """
 
@@ -47,10 +46,10 @@ class DatasetState:
     Attributes:
         order: seed, window and shares.
         input: see ``Index.state``.
-        slot: the worker that made it; None: the state is of all.
+        slot: the worker that made it; None: a merged state.
         samples: how many rows of its share the slot had.
         skipped: how many of these rows were no samples.
-        ended: of a state of all: no worker had a sample left.
+        ended: in a merged state: no worker had a sample left.
     """
 
     epoch: int
@@ -107,7 +106,6 @@ class DatasetState:
         )
 
     def check_order(self, now: State) -> None:
-        """Raises CheckpointMismatch if the state was made with another seed or window."""
         for key, name in (
             ("shuffle_seed", "shuffle_seed"),
             ("window", "shuffle_window (rows, bytes)"),
@@ -167,7 +165,7 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
-    """Merges. ``alone``: the loaders read these datasets, so the ranks of one step had equally many
+    """Merges. ``alone``: the loaders read these datasets, so all ranks of a step had equally many
     samples.
     """
     first = states[0]

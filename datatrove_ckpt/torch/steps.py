@@ -82,8 +82,7 @@ class StepName(NamedTuple):
 
 
 class Steps:
-    """The saved steps in one folder, and in one place of a remote. One rank at a time changes a
-    folder.
+    """The saved steps in a folder, and in a remote place. One rank at a time changes a folder.
 
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """

@@ -1,10 +1,9 @@
-"""Who reads which positions of an epoch: ranks and workers take turns.
+"""Decides who reads which positions of an epoch: ranks and workers take turns.
 
-Ranks take turns by the row, and the workers of a rank by the batch. So the global batch of step s
-has the positions from ``s * world_size * batch_size`` on, for any number of ranks and workers.
-(Without ``batch_size`` workers take turns by the row, too.) After a ``Round`` the remaining
-positions are dealt out anew. A state holds the rounds so far: 30 bytes for each change of the
-topology.
+Ranks take turns by the row, and the workers of a rank by the batch, or without ``batch_size`` by
+the row. So for any number of ranks and workers, the global batch of step s has the positions from
+``s * world_size * batch_size`` on. After a ``Round`` the remaining positions are dealt out anew. A
+state holds the rounds so far: 30 bytes for each change of the topology.
 """
 
 from __future__ import annotations
@@ -72,8 +71,6 @@ class Topology:
 
 @dataclass(frozen=True)
 class Round:
-    """A topology, and how many samples each of its slots had."""
-
     topology: Topology
     counts: tuple[int, ...]
 
@@ -93,11 +90,9 @@ class Round:
 
     @cached_property
     def _end(self) -> int:
-        """From this place on, no slot had a sample."""
         return -(-max(self.counts) // self.topology.batch) * self._turn_rows
 
     def holes(self, rows: int) -> Numbers:
-        """Returns the places before ``_end`` that no slot had."""
         low = min(self.counts) // self.topology.batch * self._turn_rows
         high = min(self._end, rows)
         places = np.arange(low, max(low, high))

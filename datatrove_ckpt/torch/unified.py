@@ -1,7 +1,7 @@
 """One schema for all files of an input, whose columns may have other types in each.
 
-If pyarrow unified the types within a shuffled window, a row's type would depend on its neighbours,
-and on where a run was resumed. Here the types of all files count.
+Unified within a shuffled window, a row's type would depend on its neighbours, and on where a run
+was resumed. So the types of all files count.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Unified:
 
 
 def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
-    """Returns the type that holds the values of all these types, each with a file that has it."""
     import pyarrow as pa
 
     found, *others = kinds

@@ -1,9 +1,8 @@
 """Prepares a loader's workers: they outlive signals, and have seeds that do not depend on restarts.
 
-torchrun, Slurm and terminals send a signal to workers, too. Then torch's workers die, and the
-loader raises before the training can save. Here they ignore signals, also ``terminate``, and
-multiprocessing waits for them at the exit: so a thread of each worker watches for the end of the
-training.
+torchrun, Slurm and terminals signal workers, too. Then torch's workers die, and the loader raises
+before the training can save. Here workers ignore signals, even ``terminate``. multiprocessing waits
+for workers at the exit, so a thread in each worker watches for the end of the training.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _gbnf(text: str) -> str:
 
 
 def resolve_model_path(model: str) -> Path:
-    """The GGUF file that ``model`` names.
+    """Returns the GGUF file that ``model`` names.
 
     Args:
         model: a path; ``package://NAME/FILE`` of an installed package; or ``hf://ORG/NAME`` or
@@ -143,7 +143,7 @@ def resolve_model_path(model: str) -> Path:
 
 
 def _download(repo: str, file: str | None) -> Path:
-    """A GGUF file of a model on the hub, or of the repository beside it."""
+    """Returns a GGUF file of a model on the hub, or of the repository beside it."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import RepositoryNotFoundError
 

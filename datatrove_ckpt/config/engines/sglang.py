@@ -87,7 +87,7 @@ class SGLang(Engine):
 
 
 def _literal(text: str) -> str:
-    """A literal in a regular expression.
+    """Returns a literal in a regular expression.
 
     ``re.escape`` also escapes blanks, which engines need not know.
     """

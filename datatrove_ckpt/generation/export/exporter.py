@@ -77,8 +77,6 @@ def _name_of(runner: Step) -> str:
 
 @dataclass(eq=False)
 class Exports:
-    """What tells others of one attempt of a rank."""
-
     checkpoint: Checkpoint
     history: RankReporter
     shutdown: Shutdown
@@ -86,7 +84,6 @@ class Exports:
     _end: str = ""
 
     def metrics(self, run: str, rank: int, started_at: float, ranks: int) -> RankNow:
-        """The rank's metrics now. In any thread."""
         from datatrove_ckpt.generation.export.prometheus import RankNow
 
         progress = self.history.progress()

@@ -1,14 +1,12 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
-Names and units are as Prometheus wants them: seconds, bytes, and ``_total`` for what only grows.
-Those counters start from zero in each attempt, which Prometheus' ``rate`` and ``increase``
-understand. What is summed over all attempts is a gauge: after a kill it may be a little lower than
-before, which would make a counter look as if it had started again.
+Names and units follow Prometheus: seconds, bytes, and ``_total`` for counters. Counters start from
+zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges:
+after a kill they may be a little lower, which would make a counter look restarted.
 
-Each process has a port of its own, the first free one from ``metrics_port`` on.
-
-A rank that has ended is shown for two more minutes, if its process still runs: Prometheus may look
-every minute only.
+Each process has a port of its own: the first free port from ``metrics_port`` on. A rank that has
+ended is shown for two more minutes, if its process still runs, because Prometheus may look every
+minute only.
 """
 
 from __future__ import annotations
@@ -380,7 +378,7 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """What this process shows; None, with a warning, if none can be used.
+    """Returns what this process shows; None, with a warning, if none can be used.
 
     A fork has another one.
     """

@@ -1,8 +1,8 @@
 """Parses completions, as datatrove parses them.
 
-An answer that is no finished completion raises ``RetryableError``: a dying server answers 200 with
-half a text. Odd values are corrected here, before they are cached: no count is a string, 2^64 or
-NaN, and each text can be encoded.
+An unfinished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
+values are corrected before they are cached: no count is a string, 2^64 or NaN, and each text can be
+encoded.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class Completion:
     Attributes:
         text: a list, as the server sent it, if the content has parts that are no text.
         finish_reason: None or empty may mean that the server cut the answer off.
-        usage: the server's token counts, without values that are no counts.
-        choices: all of ``n``, as datatrove_ckpt's InferenceResult has them; empty for one choice
-            without a refusal.
-        answer: of a request that is no completion, all JSON values but id and time.
+        usage: the server's token counts; values that are no counts are removed.
+        choices: all of ``n``; empty for one choice without a refusal.
+        answer: if the request is no completion: all JSON values but id and time.
         seconds: from sending the request to this answer.
     """
 
@@ -126,12 +125,11 @@ class Way(NamedTuple):
     """A kind of request.
 
     Attributes:
-        path: below the API's URL ("chat/completions"), or with a slash first below the server's
-            ("/tokenize").
+        path: below the API's URL ("chat/completions"), or with a leading slash below the server's
+            URL ("/tokenize").
         parse: reads the bytes of an answer.
-        name: tells apart equal payloads of different ways.
-        is_shared: texts of several payloads may go into one request, as a list in place of
-            ``input``.
+        name: separates equal payloads of different ways.
+        is_shared: a request may have texts of several payloads, as a list in ``input``.
     """
 
     path: str
@@ -142,7 +140,7 @@ class Way(NamedTuple):
 
 
 def way_to(path: str) -> Way:
-    """The way to a path of the server, as ``generate`` takes it.
+    """Returns the way to a path of the server, as ``generate`` takes it.
 
     Raises:
         ValueError: it does not begin with a slash.
@@ -158,20 +156,14 @@ def way_to(path: str) -> Way:
 
 
 def parse_chat(raw: bytes) -> Completion:
-    """An answer of /v1/chat/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
+    """Parses an answer of /v1/chat/completions. Raises: RetryableError: it is no finished
+    completion.
     """
     return _completion(raw, _read_message)
 
 
 def parse_completion(raw: bytes) -> Completion:
-    """An answer of /v1/completions.
-
-    Raises:
-        RetryableError: it is no finished completion.
-    """
+    """Parses an answer of /v1/completions. Raises: RetryableError: it is no finished completion."""
     return _completion(raw, _read_text)
 
 
@@ -180,10 +172,8 @@ COMPLETIONS = Way("completions", parse_completion, "completions")
 
 
 def parse_other(raw: bytes) -> Completion:
-    """An answer of any other path.
-
-    Raises:
-        RetryableError: it is no JSON object, or an error.
+    """Parses an answer of any other path. Raises: RetryableError: it is no JSON object, or an
+    error.
     """
     answer = _answer(raw)
     if answer.get("object") == "response" and answer.get("status") in _NO_RESPONSE:
@@ -235,7 +225,7 @@ def _listed(top: object) -> object:
 
 
 def as_asked(way: Way, payload: JsonObject) -> Way:
-    """The way for this payload, which refuses answers that lack something."""
+    """Returns the way for this payload, which refuses answers that lack something."""
     if _ASKS.isdisjoint(payload):
         return way
     number = payload.get("n")
@@ -418,11 +408,7 @@ def _answer(raw: bytes) -> JsonObject:
 
 
 def read_json(raw: bytes) -> object:
-    """The answer.
-
-    Raises:
-        RetryableError: it is no JSON, or an error.
-    """
+    """Parses an answer. Raises: RetryableError: it is no JSON, or an error."""
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:

@@ -1,8 +1,7 @@
 """Bodies of requests with media, and the limits on the bodies of answers.
 
-A thousand requests with pictures are in flight, and base64 makes 13 MB of a picture of 10 MB. So
-such a body holds references to the bytes, and becomes base64 piece by piece, as fast as the server
-takes it.
+A thousand requests with pictures may be in flight, and base64 makes 13 MB of a picture of 10 MB. So
+a body refers to the bytes, and encodes them piece by piece, as fast as the server takes them.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Why an answer of so many bytes is refused, or "". The oldest may be as large as a single
-        one: so each comes in turn.
+        """Returns why an answer of so many bytes is refused, or "". The oldest may be as large as a
+        single one: so each comes in turn.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""

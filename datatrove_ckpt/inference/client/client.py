@@ -1,5 +1,4 @@
-"""CompletionClient: sends one payload until there is an answer, or until it is clear that there
-will be none.
+"""CompletionClient sends one payload until there is an answer, or until there can be none.
 
     what happens                                                     then
     400, 413, 414, 422, 431                                          RequestRejected: this request
@@ -22,19 +21,19 @@ will be none.
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, never words in a body, which may quote the document. One exception:
-llama.cpp answers 500 to a text that is too long to be embedded, which is taken as a 413.
+Only the HTTP status decides, never words in a body, which may quote the document. The exception:
+llama.cpp answers 500 to a text that is too long for an embedding, which counts as a 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no slot. There is no task
-and no log line per request: each costs about 0.1 ms of CPU.
+(at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has a
+task or a log line of its own: each costs about 0.1 ms of CPU.
 
-A null finish_reason may mean that the answer is cut off, and some gateways never send another one.
-We do not guess which: ``accept_null_finish_reason`` says it, and ``generate.py`` stops the rank if
-such a server sends one after all.
+A null finish_reason may mean a truncated answer, but some gateways never send anything else. The
+setting ``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server
+sends a reason after all.
 
-An answer from a server that was given up is dropped, however complete it looks: servers that were
-asked to stop have answered 200 with half a text.
+An answer from a server that was stopped or lost is dropped: such servers have answered 200 with
+half a text.
 
 A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two
 clocks end the retries; both run for ``server_patience_seconds``:
@@ -42,13 +41,12 @@ clocks end the retries; both run for ``server_patience_seconds``:
     the outage clock   runs while no request at all is answered. At its end the run stops
                        (``ServerUnavailable``).
     a request's clock  adds up the time in which this request fails while others are answered. At
-                       its end, and after
-                       ``request_max_attempts`` such failures, the request is given up
-                       (``RequestFailed``).
+                       its end, and after ``request_max_attempts`` such failures, the request has
+                       failed (``RequestFailed``).
 
-Where many requests compete for a small rate, one of them may have bad luck for minutes. So failures
-of a busy server (429, 503, 529) have ten times the patience. A busy server that has worked on a
-request of ours for a minute is not away, either: long answers need minutes.
+Many requests compete for a small rate, and chance may delay one request for minutes. So failures of
+a busy server (429, 503, 529) have ten times the patience. A busy server that has worked on a
+request of ours for a minute counts as reachable: long answers need minutes.
 """
 
 from __future__ import annotations
@@ -131,7 +129,7 @@ class ClientStats:
         resent: attempts that were lost with their server, and whose request was sent again.
         without_reason: answers without a finish_reason.
         pausing: requests that wait for their next attempt.
-        cancelled: attempts that their rollout, or the end of the event loop, cut off.
+        cancelled: attempts that their rollout, or the end of the event loop, cancelled.
         errors: attempts without an answer, by kind.
     """
 
@@ -222,7 +220,7 @@ class Outage:
         self._context.run(logger.log, level, f"{self._said}{line}")
 
     def next_line(self) -> float:
-        """Seconds until the next line is due; infinite while requests are answered."""
+        """Returns seconds until the next line is due; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         if self._said_at is None:
@@ -230,7 +228,7 @@ class Outage:
         return _SAY_AGAIN - (self.clock() - self._said_at)
 
     def left(self) -> float:
-        """Seconds until the patience ends; infinite while requests are answered."""
+        """Returns seconds until the patience ends; infinite while requests are answered."""
         if self._since is None:
             return math.inf
         return self.patience - self.seconds
@@ -283,7 +281,6 @@ class RequestClock:
         return self._attempts
 
     def left(self, failure: RetryableError) -> float:
-        """Seconds until this request's patience ends; 0 or less afterwards."""
         return (
             self._outage.patience * (_BUSY_FACTOR if failure.server_is_limited else 1)
             - self._seconds
@@ -337,7 +334,6 @@ class ModelServers:
                 sender.on_server(what, name, url, why)
 
     def add(self, probe: HealthProbe | None = None) -> Target:
-        """Adds a target, which is not up yet."""
         target = Target(probe)
         self.router.targets.append(target)
         return target
@@ -359,13 +355,12 @@ class ModelServers:
         self.router.admit()
 
     async def disconnect(self, target: Target) -> None:
-        """Closes all connections to a server that was marked dead."""
         while target.attempts:  # noqa: ASYNC110
             await asyncio.sleep(0)
         await _close(target)
 
     def transport(self, target: Target, way: Way) -> Transport:
-        """The connections to a server. They hold the key."""
+        """Returns the connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
@@ -435,16 +430,17 @@ class CompletionClient:
     async def complete(
         self, body: AnyBody, way: Way | None = None, request: Request | None = None
     ) -> Completion:
-        """The answer to one request.
+        """Returns the answer to one request.
 
         Args:
             body: the final payload as JSON.
             request: its history; None: a new one.
 
         Raises:
-            MustDivide: a shared request was in flight at several deaths, or fails while others are
-            answered. RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable,
-                ServerRefused, TooManyOpenFiles: see the table.
+            MustDivide: a shared request was in flight at several deaths, or fails while others
+                succeed.
+            RequestRejected, RequestPoisoned, RequestFailed, ServerUnavailable, ServerRefused,
+                TooManyOpenFiles: see the module's table.
             ServerDied: no server is left, and none may be restarted.
         """
         way = way or self.way

@@ -170,7 +170,7 @@ async def _pieces(body: Body) -> AsyncIterator[bytes]:
 
 
 async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
-    """The body of a response, not decompressed: less than 1 MB may become gigabytes.
+    """Returns the body of a response, not decompressed: less than 1 MB may become gigabytes.
 
     Raises:
         RemoteProtocolError: it is compressed or too long.

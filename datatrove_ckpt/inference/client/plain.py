@@ -1,24 +1,24 @@
 """An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
 
-aiohttp costs 60 to 77 us of CPU per request, half of what a document costs as a whole; this client
-costs 20 us (measured).
+aiohttp costs 60 to 77 us of CPU per request, half of a document's whole cost; this client costs 20
+us (measured).
 
 Each connection carries one request at a time. No request is sent twice: ``client.py`` decides about
-retries. After any error, and after any answer that is no 2xx, a connection is closed: a gateway
-that gives up sends a 504, and may pass on the real answer later.
+retries. After any error or non-2xx answer, a connection is closed: a gateway sends a 504, and may
+pass on the real answer later.
 
-HTTP/1.1 cannot tell a late response from the response to the next request. So a connection rests
-for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
+HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
+rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
 arrive by then, the response is dropped, and from then on no connection carries a second request. A
-response that comes later still is noticed where each answer has an ``id`` of its own: it equals the
+response that comes later still is noticed if each answer has its own ``id``: it equals the
 response before it.
 
 httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
 responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression
-recognises an answer of the usual form that arrives in one piece, for a fifth of the cost.
+recognises the usual answer that arrives in one piece, for a fifth of the cost.
 
-Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp knows this only of
-100, 102 and 103. So this module skips them itself.
+Interim responses (1xx) never have a body (RFC 9112, section 6.3), but llhttp applies this only to
+100, 102 and 103. So this module skips them.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ _USUAL_HEAD = re.compile(
 
 
 class Response(NamedTuple):
-    """If the connection broke, ``body`` is a part, and ``status`` is an error. The body is hidden
-    from tracebacks: a server may quote the key.
+    """A response. If the connection broke, ``body`` is a part, and ``status`` is an error.
+
+    The body is hidden from tracebacks: a server may quote the key.
 
     Attributes:
         wait: the seconds that an error asks to wait.
@@ -352,7 +353,6 @@ class _Connection(asyncio.Protocol):
         return response
 
     def _send_pieces(self) -> None:
-        """Sends a body as far as the server takes it."""
         while self._unsent is not None and not self._paused:
             if (piece := next(self._unsent, None)) is None:
                 self._unsent = None
@@ -500,7 +500,7 @@ class UnaskedCounter:
 
 
 class PlainTransport(UnaskedCounter):
-    """Sends requests to one http:// URL, over as many connections as there are requests in flight.
+    """Sends requests to one http:// URL, each on a connection of its own while it is in flight.
 
     Args:
         timeout: seconds from sending a request to the end of its response.
@@ -595,12 +595,11 @@ class PlainTransport(UnaskedCounter):
             self._loop.call_later(QUIET, connection.deliver)
 
     def explain(self, error: Exception) -> str:
-        """What went wrong, without secrets; may be empty."""
         number = getattr(error, "errno", None)
         return self.redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
-        """The most recently used connection, so that surplus ones reach their idle limit."""
+        """Returns the most recently used connection, so that spare ones reach their idle limit."""
         oldest = self._loop.time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
@@ -666,7 +665,7 @@ class PlainTransport(UnaskedCounter):
 
 
 def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
-    """The head of every request, up to the value of Content-Length.
+    """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
         ValueError: a header value holds a line break or a NUL.

@@ -1,20 +1,19 @@
-"""Which server takes the next request, and which requests wait.
+"""Decides which server takes the next request, and which requests wait.
 
 Requests wait here, not at a server. So an outage of a minute uses up no attempts, and the requests
-that a dead server had in flight (``mark_dead``) go to the next server that is up.
+of a dead server (``mark_dead``) go to the next server that is up.
 
     waiting      in order of arrival, until a server is up and a slot of
                  ``max_concurrent_generations`` is free
     quarantined  requests that were in flight at two deaths of a server. They run apart from all
-                 others, on a server
-                 that first finishes its other requests. The youngest at its first death goes first:
-                 a request that kills a server mostly does so soon. A death of one request alone is
-                 attributed to it, with its earlier deaths, and the other requests leave the
-                 quarantine.
+                 others, on a server that first finishes its other requests. The youngest at its
+                 first death goes first: a poisonous request mostly kills soon. A death of one
+                 request alone is attributed to it, with its earlier deaths, and the other requests
+                 leave the quarantine.
 
-Quarantined requests run in groups: one first, and each answer makes room for one more, up to the
-square root of their peak number. If the server dies of a group, its members run alone. One by one,
-thousands of them would leave the server nearly idle for hours; halving the groups would need more
+Quarantined requests run in groups: first one request, then each answer makes room for one more, up
+to the square root of their peak number. If the server dies of a group, its members run alone. Only
+single requests would leave the server nearly idle for hours; halving the groups would need more
 deaths than ``server_max_restarts`` allows.
 """
 
@@ -72,10 +71,10 @@ server's name within the rank, its URL without secrets or None, and why it died 
 
 
 class Sender:
-    """One of the ranks that send requests to the same servers.
+    """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
-        shutdown: of the rank. Once the rank stops, its requests are not sent any more.
+        shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
 
     Attributes:
@@ -101,13 +100,13 @@ class Request:
     """The history of one request over all its attempts.
 
     Args:
-        document: the id of the document that it is for.
+        document: the id of its document.
 
     Attributes:
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        without_reason: answers without a finish_reason that were not believed.
-        is_shared: by several texts. It is divided before it is given up.
+        without_reason: unaccepted answers without a finish_reason.
+        is_shared: by several texts. It is divided before it fails.
     """
 
     __slots__ = (
@@ -186,11 +185,10 @@ class Attempt:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether somebody else has cancelled the task."""
         return self._task.cancelling() > self._cancelling + self._cancelled
 
     def end(self) -> None:
-        """After this, ``abort`` does not reach the task."""
+        """Detaches the task, so that ``abort`` does not reach it."""
         if self._handle is not None:
             self._handle.cancel()
         if self._cancelled:
@@ -202,13 +200,12 @@ class Target:
 
     Attributes:
         transports: by path.
-        limit: how many requests may be in flight here.
+        limit: how many requests may be in flight.
         reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
-        alive_at: when the server last showed that it works, or got its first request after an idle
-            time.
+        alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
-        gives_reasons: an answer of it had a finish_reason.
+        gives_reasons: an answer had a finish_reason.
     """
 
     def __init__(self, probe: HealthProbe | None = None) -> None:
@@ -266,7 +263,6 @@ class Quarantine:
         return False
 
     def has_room(self) -> bool:
-        """Whether the next request may run beside those in flight."""
         if not self.has_waiting():
             return False
         if (self.in_flight and self._runs_alone) or self._waiting[0][2].must_run_alone:
@@ -343,7 +339,7 @@ class Router:
         return int(min(self._limit, sum(target.limit for target in self.targets if target.up)))
 
     def take(self, request: Request) -> Target | None:
-        """A target for one attempt, if one is free. Pass it to ``release`` afterwards.
+        """Returns a target for one attempt, if one is free. Pass it to ``release`` afterwards.
 
         Raises:
             ServerDied: no server will be up again.
@@ -358,7 +354,6 @@ class Router:
         return target
 
     async def acquire(self, request: Request) -> Target:
-        """Like ``take``, once a target is free."""
         target = self.take(request)
         if target is not None:
             return target
@@ -382,7 +377,6 @@ class Router:
         request.sender.on_release()
 
     def admit(self) -> None:
-        """Assigns free targets to requests that wait."""
         if self._quarantine.was_used:
             self._admit_quarantined()
         while self._waiting:
@@ -397,7 +391,7 @@ class Router:
             sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
-        """The requests in flight there are sent again."""
+        """Sends the target's requests in flight to other targets."""
         target.up = target.reserved = False
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
@@ -408,9 +402,7 @@ class Router:
         return death
 
     def attribute_deaths(self, request: Request) -> None:
-        """This request caused all deaths at which it was in flight: they count against no other
-        request.
-        """
+        """Attributes all deaths during this request to it: they count against no other request."""
         for death in request.deaths:
             death.attributed = True
         for other, future in self._quarantine.clear():
@@ -418,7 +410,7 @@ class Router:
         self.admit()
 
     def fail(self, cause: str) -> None:
-        """No server will be up again: ``acquire`` raises ServerDied."""
+        """Lets ``acquire`` raise ServerDied: no server will be up again."""
         self._failure = cause
         waiting = self._waiting
         self._waiting = []

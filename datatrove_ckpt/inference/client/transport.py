@@ -51,7 +51,9 @@ def make_transport(
     proxied: bool = False,
     method: str = "POST",
 ) -> Transport:
-    """The cheapest transport for this URL. ``proxied``: the environment names a proxy for it."""
+    """Returns the cheapest transport for this URL. ``proxied``: the environment names a proxy for
+    it.
+    """
     settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
     if _is_plain(url, proxied):
         return PlainTransport(*settings)
@@ -76,7 +78,7 @@ class ExchangeFailed(Exception):
 async def get(
     url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False
 ) -> Response:
-    """The response to one GET, whatever its status.
+    """Returns the response to one GET, whatever its status.
 
     Raises:
         ExchangeFailed: there is none within ``seconds``.
@@ -101,7 +103,7 @@ def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
-    """The body of an answer. ``model`` appears in error messages only.
+    """Returns the body of an answer. ``model`` appears in error messages only.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in

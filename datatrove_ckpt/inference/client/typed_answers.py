@@ -38,7 +38,7 @@ _ROWS = ("data", "results")
 
 
 def typed_way(name: str, path: str, count: int) -> Way:
-    """The way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
+    """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
     return Way(
         way_to(path).path,
         partial(_PARSERS[name], count=count),
@@ -67,7 +67,7 @@ def to_base64(values: Floats, text: str | None = None) -> Base64:
 
 
 def from_base64(text: str) -> Floats:
-    """The array that was kept, bit for bit, writable."""
+    """Returns the array that was kept, bit for bit, writable."""
     if isinstance(text, Base64):
         return text.values.copy()
     return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
@@ -112,7 +112,7 @@ _PARSERS: dict[str, Callable[..., Completion]] = {
 
 
 def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
-    """The answer and its ``count`` rows in the order of their indices.
+    """Returns the answer and its ``count`` rows in the order of their indices.
 
     Without an index, the rows of ``data`` are in order. Several others are a ranking.
     """

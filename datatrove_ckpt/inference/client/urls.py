@@ -1,5 +1,4 @@
-"""URLs of endpoints, which may hold a secret: a user and password, or a query such as
-``?code=...``.
+"""URLs of endpoints, which may hold a secret: a user and password, or a query (``?code=...``).
 
 Frames hold a ``HiddenUrl``: a traceback with values would show a ``str`` or a yarl ``URL`` whole.
 """
@@ -59,10 +58,10 @@ class HiddenUrl:
         return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
 
     def api(self, path: str) -> HiddenUrl:
-        """``path`` of the OpenAI API at this URL: "models", "completions", "chat/completions";
-        "/tokenize" beside it.
+        """Returns the address of ``path`` of the OpenAI API ("models", "completions"), or of
+        "/tokenize".
 
-        A URL without a path gets /v1, any other one is taken as given. It may also be the whole
+        A URL without a path gets /v1, any other URL is taken as given. It may also be the whole
         address of the completions, or of the embeddings.
         """
         names = [name for name in self._url.raw_parts if name.strip("/")]

@@ -1,9 +1,8 @@
 """``python -m datatrove_ckpt.inference.servers.dummy``: a server of canned answers, to debug
-pipelines without a model.
+pipelines.
 
-Its completions are those of datatrove's own dummy server, token counts included. Its embeddings,
-classes and scores depend on the text alone. It checks the key in DATATROVE_CKPT_API_KEY if that is
-set.
+Completions and token counts equal those of datatrove's dummy server. Embeddings, classes and scores
+depend on the text alone. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(latency: float, api_key: str | None) -> web.Application:
-    """The server. ``latency``: seconds each answer takes; ``api_key``: bearer token for requests to
-    /v1.
+    """Makes the server.
+
+    Args:
+        latency: seconds that each answer takes.
+        api_key: bearer token for requests to /v1.
     """
 
     @web.middleware
@@ -106,7 +108,7 @@ _DIMENSIONS = 8
 
 
 def _numbers(text: object, count: int) -> list[float]:
-    """Between 0 and 1, exact as float32; equal for equal texts."""
+    """Returns numbers between 0 and 1, exact as float32 and equal for equal texts."""
     seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
     return [number / 65536 for (number,) in struct.iter_unpack("<H", seed)]
 
@@ -165,7 +167,6 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal arrives; the exit code."""
     parser = argparse.ArgumentParser(prog="datatrove_ckpt.inference.servers.dummy")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--latency-ms", type=float, default=0.0, help="time each answer takes")

@@ -51,16 +51,14 @@ class ExternalServers:
             self._headers = self.api_key.headers()
 
     async def ask(self) -> list[EndpointAnswer]:
-        """Asks each endpoint once which models it serves."""
         proxied = needs_proxy(self.urls)
         return list(await asyncio.gather(*(_ask(url, self._headers, proxied) for url in self.urls)))
 
     async def start(self) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
 
-        Every status except 401, 403 and those that may pass (429, 5xx) counts as an answer: some
-        gateways do not list models. An endpoint gets no requests while it is not known whether its
-        API is below /v1.
+        Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
+        models. An endpoint gets no requests before it is known whether its API is below /v1.
 
         Raises:
             ServerRefused: a server answered 401 or 403.
@@ -100,7 +98,7 @@ class ExternalServers:
             await asyncio.sleep(delay)
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
-        """What is wrong with the endpoints that do not answer.
+        """Returns what is wrong with the endpoints that do not answer.
 
         Raises:
             ServerRefused: an endpoint refuses the key.
@@ -128,14 +126,14 @@ def ready_window(config: InferenceConfig) -> float:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """What one endpoint answered to GET /v1/models.
+    """The answer of an endpoint to GET /v1/models.
 
     Attributes:
         url: without credentials and query string.
         cause: why it cannot be used; "" if it can.
         refused: the status with which it refused the key.
         api: the URL, or its /v1; None: not known yet.
-        models: the names that it lists; None if it lists none, as some gateways do.
+        models: the listed names; None: no list, as with some gateways.
     """
 
     url: str
@@ -193,7 +191,7 @@ def _listed(body: bytes) -> list[str] | None:
 
 
 def _with_environment(url: str) -> HiddenUrl:
-    """The URL with each ``${NAME}`` replaced by that environment variable, stripped.
+    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
 
     Raises:
         ConfigError: a variable is not set, or this is no URL.

@@ -1,16 +1,16 @@
 """The process between a runner and its server: no server outlives its runner.
 
 The runner starts it by file path, ``python -I -S guardian.py --stop-timeout 10 -- COMMAND ...``.
-Its standard input is the lifeline pipe, whose write end the runner holds. When that end closes, the
+The runner holds the write end of its standard input, the lifeline pipe. When that end closes, the
 server's process group gets SIGTERM, and after the timeout every descendant gets SIGKILL. A byte in
-the pipe asks for SIGKILL now. If the server ends by itself, its descendants are killed, too. The
+the pipe requests SIGKILL now. If the server ends by itself, its descendants are killed, too. The
 exit code is the server's (128 + n for signal n).
 
 PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that
 called setsid() has left its group. So the guardian is a child subreaper, and /proc shows the whole
 tree. Without both (macOS) only the server's process group is killed.
 
-It uses the standard library only, and one thread: it is up in about 20 ms, and uses 10 MB.
+With the standard library and one thread it is up in about 20 ms, and uses 10 MB.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Process(NamedTuple):
 
 
 def process_table() -> list[Process]:
-    """Every process in /proc; empty where there is none."""
     table = []
     for folder in _PROC.iterdir() if _PROC.is_dir() else ():
         if not folder.name.isdecimal():
@@ -199,7 +198,9 @@ class Guardian:
             self._reap()
 
     def _grace_seconds(self) -> float:
-        """Seconds between SIGTERM and SIGKILL, which change if the runner dies during the wait."""
+        """Returns seconds between SIGTERM and SIGKILL, which change if the runner dies during the
+        wait.
+        """
         if os.getppid() == self._runner:
             return self.stop_timeout
         return min(self.stop_timeout, _ORPHAN_TIMEOUT)

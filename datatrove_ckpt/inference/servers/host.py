@@ -1,8 +1,6 @@
-"""The servers of a process: launched, or running already, for one rank or for several that run at
-once.
+"""The servers of a process, launched or external, for one rank or for several ranks at once.
 
-``ServerHost.lend`` is what a rank calls. What launches servers is imported where servers are
-launched.
+A rank calls ``ServerHost.lend``. The modules that launch servers are imported at a launch.
 """
 
 from __future__ import annotations
@@ -85,10 +83,10 @@ class ServerHost:
 
     Args:
         shutdown: of the ranks.
-        keeps: it has one rank, whose servers may stay for the next one: see ``warm.py``.
+        keeps: it has one rank, whose servers may stay for the next rank: see ``warm.py``.
 
     Attributes:
-        media: how many bytes of media the documents in work may have, of all ranks together.
+        media: limit on the bytes of media of all documents in work.
     """
 
     def __init__(self, shutdown: Shutdown, keeps: bool = False) -> None:
@@ -117,12 +115,11 @@ class ServerHost:
         sender: Sender,
         on_outage: Callable[[Outage], None],
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
-        """A rank's client of the servers of one model, once they are ready.
+        """Returns a rank's client of one model's servers, once they are ready.
 
         Args:
             configs: of all models of the rank.
-            on_outage: gets the outage clock of endpoints that are waited for before the client is
-                there.
+            on_outage: gets the outage clock of endpoints before the client is there.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
@@ -172,7 +169,6 @@ class ServerHost:
             one.ready.set_exception(error)
 
     async def close(self, ends_well: bool = False) -> None:
-        """Stops all servers, or keeps them after a good end. Returns when they have ended."""
         if ends_well:
             self._ends_well.set()
         for one in self._running.values():

@@ -1,11 +1,11 @@
 """``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp contains llama.cpp and its OpenAI server. A crash of native code must not end the runner.
-The API key comes from DATATROVE_CKPT_API_KEY.
+xllamacpp contains llama.cpp and its OpenAI server. Its crash must not end the runner. The API key
+comes from DATATROVE_CKPT_API_KEY.
 
 Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
-(``--n-batch=512``): ``model_kwargs`` reaches all of llama.cpp. A field that is an enum takes the
-end of a member's name: ``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
+(``--n-batch=512``), for ``model_kwargs``. An enum takes the end of a member's name:
+``--pooling-type=mean`` for LLAMA_POOLING_TYPE_MEAN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _PLAIN = (bool, int, float, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal arrives; the exit code."""
     import xllamacpp
 
     params = flags_set(xllamacpp.CommonParams(), arguments)

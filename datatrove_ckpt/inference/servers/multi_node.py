@@ -1,16 +1,14 @@
-"""Connects the head node of a task with its worker nodes, when several nodes serve one model
-together.
+"""Connects the head node of a task with its worker nodes, if several nodes serve a model together.
 
 The workers run the engine's other parts, without an HTTP server (``run_worker_node``). Each worker
-holds a TCP connection to the head node (port ``master_port + 1``), which closes however the process
-at its other end came to an end.
+holds a TCP connection to the head node (port ``master_port + 1``), which closes at the end of
+either process, however it ends.
 
     to the workers     "start": (re)start your part of the engine    closed: the head node has ended
     to the head node   "died": my part of the engine ended           closed: this worker is lost
 
-A part that dies counts as a death of the server, which is then restarted on all nodes. A lost
-worker node ends the run. A process that can write to these connections can end the run, so both
-ends first prove who they are.
+The death of a part counts as a death of the server, which is then restarted on all nodes. A lost
+worker node ends the run. Since messages can end the run, both ends first prove who they are.
 """
 
 from __future__ import annotations
@@ -186,8 +184,8 @@ async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -
 async def _connect(
     config: InferenceConfig, nodes: Nodes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """The connection to the head node. None if the head node never listens: it failed, or has no
-    document left.
+    """Returns the connection to the head node. None if the head node never listens: it failed, or
+    has no document left.
 
     Raises:
         ServerStartFailed: the head node has another link key than this one.

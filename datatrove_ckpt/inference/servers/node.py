@@ -1,14 +1,13 @@
 """What the user's runs have on this node: a folder, descriptors that no fork keeps, records of
 servers, GPUs.
 
-The records serve to end what is left of a server whose runner and guardian were killed together. A
-record names the server's runner, guardian and log file. If neither process is alive, the next start
-on the node kills the processes of the guardian's session whose output is that log. The environment
-would be no proof: vLLM overwrites it with its process title.
+If a runner and its guardian were killed together, their server's record remains. It names runner,
+guardian and log file. If neither process is alive, the next start on the node kills the processes
+of the guardian's session whose output is that log. The environment would be no proof: vLLM
+overwrites it with its process title.
 
-A process is only itself together with its start time, because process ids are reused. Each host or
-container has its own records in a shared folder. Without /proc (macOS) nothing is recorded and
-nothing is killed.
+Process ids are reused, so a process is identified by id and start time. Each host or container has
+its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """None if the file holds no record."""
+        """Returns None if the file holds no record."""
         try:
             found: JsonObject = json.loads(path.read_bytes())
             return cls(
@@ -145,7 +144,6 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    """Ends the servers on this node whose runner and guardian are dead."""
     try:
         paths = sorted(_folder().glob("*.json"))
     except (OSError, ConfigError) as error:
@@ -183,7 +181,7 @@ _ours: set[int] = set()
 
 
 def own_descriptor(descriptor: int) -> int:
-    """The descriptor, which forks close from now on. Close it with ``close_descriptor``."""
+    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
     _ours.add(descriptor)
     return descriptor
 
@@ -207,10 +205,8 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def runtime_folder(part: str = "") -> Path:
-    """One folder per user and ``part``, private.
-
-    Raises:
-        ConfigError: somebody else has made it.
+    """Returns a private folder per user and ``part``. Raises: ConfigError: another user has made
+    it.
     """
     folder = Path(tempfile.gettempdir()) / (
         f"datatrove-ckpt-{os.getuid()}" + (f"-{part}" if part else "")
@@ -267,12 +263,12 @@ class GpuLease:
 async def lease_gpus(
     configs: Sequence[InferenceConfig], without: Collection[str] = ()
 ) -> dict[str, list[GpuLease]]:
-    """One lease per server of a rank's models, by their names. First ends what killed runs have
-    left on this node.
+    """Returns a lease for each server of a rank's models. First ends what killed runs have left
+    here.
 
     Args:
         configs: of all models whose servers the rank launches, in their order.
-        without: the models that have their servers, and so their leases, already.
+        without: the models that already have servers, and so leases.
 
     Raises:
         ConfigError: there are GPUs, but too few.
@@ -371,7 +367,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """All or nothing: two ranks that each keep a part while they wait for the rest could wait
+    """Locks all needed GPUs or none: two ranks that each keep a part could wait for each other
     forever.
 
     One rank at a time: two that lock at once could get every other GPU each, or both find too few.
@@ -395,12 +391,11 @@ def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[
 
 
 def _lock_folder() -> Path:
-    """One folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
+    """Returns a folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
     return runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
 
 
 def _try_lock(path: Path) -> int | None:
-    """None if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,6 @@
 """The servers that one rank launches, or takes over from the rank before (see ``warm.py``).
 
-Rollouts do not notice what happens to servers: while one is down, its requests go to the others, or
-wait.
+Rollouts do not notice a server that is down: its requests go to the other servers, or wait.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 @dataclass(eq=False, repr=False)
 class ServerPool:
-    """All servers that one rank launches or takes over."""
-
     config: InferenceConfig
     rank: int
     model_servers: ModelServers
@@ -55,8 +52,7 @@ class ServerPool:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Servers run in this block. If it ends without an exception, they may stay for the next
-        rank.
+        """Runs servers in this block. After a good end, they may stay for the next rank.
 
         Yields a function to await: it raises ServerDied once none is left, and none may be
         restarted.
@@ -110,7 +106,7 @@ class ServerPool:
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """The first error cancels the others, and is raised as it is, not in an exception group."""
+        """Raises the first error itself, not an exception group, and cancels the others."""
         if self._head is not None:
             watch = self._head.watch()
         else:
@@ -183,7 +179,7 @@ _METRICS_TIMEOUT = 5.0
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
 
-    The requests that were in flight at its end are sent again. A server counts as dead when
+    Requests that were in flight are then sent again. A server counts as dead when
 
     - its process ends;
     - its health address answers 5xx or refuses connections, probed after failures that may be the
@@ -191,13 +187,13 @@ class ServerSupervisor:
       outlive its engine;
     - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
 
-    It may be restarted ``server_max_restarts`` times within an hour. A death that proves a request
-    poisonous does not count.
+    It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
+    attributed to a request.
 
     Args:
-        rank: the server may have been started for an earlier one.
+        rank: the server may have been started for an earlier rank.
         index: number of the server among the rank's replicas.
-        shutdown: of the rank: after a requested stop the server is not restarted.
+        shutdown: the rank's: after a requested stop the server is not restarted.
     """
 
     config: InferenceConfig
@@ -263,7 +259,6 @@ class ServerSupervisor:
             await self._restart(cause)
 
     async def _until_death(self) -> str:
-        """Watches the server until it is dead; the cause."""
         self._watching = True
         self._exit_code: int | None = None
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
@@ -374,12 +369,12 @@ class ServerSupervisor:
         return await read_metrics(server.url, server.headers, self.config.engine, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
-        """Returns once the server is known to be alive. If it is dead, the attempts that wait here
-        are aborted.
+        """Returns once the server is known to be alive. If it is dead, the waiting attempts are
+        aborted.
 
         A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
-        proof of health is an answer to an attempt that started after ``since``. Without one, the
-        server counts as alive if it still runs after the time that a SIGTERM leaves it.
+        proof of health is an answer to an attempt that started after ``since``, or that the server
+        still runs after the time that a SIGTERM leaves it.
 
         Args:
             since: when the failed attempt started.

@@ -33,7 +33,7 @@ async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
 async def request_health(
     url: str, headers: HiddenDict, engine: Engine, seconds: float
 ) -> str | None:
-    """None if the server reports itself healthy, else what is wrong."""
+    """Returns None if the server reports itself healthy, else what is wrong."""
     try:
         status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
     except ExchangeFailed as error:
@@ -88,7 +88,7 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
 async def read_metrics(
     url: str, headers: HiddenDict, engine: Engine, seconds: float
 ) -> Metrics | None:
-    """None if the engine has no metrics, or does not answer in time."""
+    """Returns None if the engine has no metrics, or does not answer in time."""
     if engine.metrics is None:
         return None
     try:
@@ -117,23 +117,23 @@ _WAIT_FOR_METRICS_SECONDS = 30.0
 class Admission:
     """How many requests may be in flight at an engine, under ``max_concurrent_generations: auto``.
 
-    An engine is busiest when a few requests always wait in its own queue; more only add to what a
-    dead server loses. So the limit follows the engine's metrics.
+    An engine is busiest when a few requests always wait in its own queue; more would only be lost
+    with a dead server. So the limit follows the engine's metrics.
 
-    - All that is on the way to the queue, or back, may reach the queue at once. So only as much as
-      is always on the way counts as normal, and the limit grows by at most ``target`` per sample:
-      the queue stays below twice the target.
-    - vLLM's numbers are those of its last step. A sample that equals the one before changes
+    - Everything on the way to the queue, or back, may reach the queue at once. So only what is
+      always on the way counts as normal, and the limit grows by at most ``target`` per sample: the
+      queue stays below twice the target.
+    - vLLM's numbers are as of its last step. A sample that equals the sample before changes
       nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
     - An engine that runs more than its KV cache can hold preempts requests, which lose their work
-      and wait again. So after a preemption the limit is what runs, and grows slowly from there: up
-      to a fifth more throughput in ``tests/unit/test_admission.py`` if prompts are expensive.
+      and wait again. So after a preemption the limit is what runs, and grows slowly: up to a fifth
+      more throughput in ``tests/unit/test_admission.py`` if prompts are expensive.
 
     Attributes:
         limit: requests that may be in flight.
-        target: requests that should wait in the engine: at least 8, an eighth of those that run,
-            and as many as are always on the way.
+        target: requests that should wait in the engine: at least 8, an eighth of the running
+            requests, and as many as are always on the way.
     """
 
     def __init__(self) -> None:

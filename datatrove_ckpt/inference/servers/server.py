@@ -1,11 +1,10 @@
 """InferenceServer: one server that this process launches.
 
-Every engine is launched on 127.0.0.1, on a free port, with a fresh API key in its environment, with
-its output appended to a log file, and under a guardian (see ``guardian.py``). It is ready when GET
-/v1/models answers 200.
+Every engine runs under a guardian (``guardian.py``) on 127.0.0.1, with a free port, a fresh API key
+in its environment, and a log file. It is ready when GET /v1/models answers 200.
 
 A server can be started again after ``stop``, with another port and another key. It belongs to no
-event loop: a rank can pass it on to the next one of its process (see ``warm.py``).
+event loop: a rank can pass it on to the next rank of its process (``warm.py``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,13 +84,13 @@ class InferenceServer:
 
     Args:
         rank, replica: appear in the name of the log file.
-        nodes: the nodes that serve the model together, this one among them.
+        nodes: the nodes that serve the model together, including this node.
         on_launch: called at each launch: the other nodes launch their parts, too.
 
     Attributes:
         url: without /v1; empty while the server is not started.
         started_by: the rank that launched the running process.
-        restarted_at: when it was restarted (``time.monotonic``), for all ranks.
+        restarted_at: ``time.monotonic`` of its restart, for all ranks.
     """
 
     config: InferenceConfig
@@ -125,7 +123,7 @@ class InferenceServer:
 
     @property
     def headers(self) -> HiddenDict:
-        """A session that held the header would show it to tracebacks."""
+        """The request headers. A session that held them would show them to tracebacks."""
         if self.api_key:
             return self.api_key.headers()
         return HiddenDict()
@@ -160,7 +158,7 @@ class InferenceServer:
         return True
 
     async def _lasting_problem(self) -> str | None:
-        """What is wrong with the server, if anything. On a busy machine one probe may fail."""
+        """Returns what is wrong with the server. On a busy machine one probe may fail."""
         problem: str | None = None
         for number in range(_HEALTH_TRIES):
             if not self.is_running:
@@ -329,7 +327,7 @@ class InferenceServer:
         return (await self._explained(what, exit_code))[0]
 
     async def watch(self) -> int:
-        """The exit code, once the server died. One that is stopped does not die."""
+        """Returns the exit code once the server died. A stopped server does not die."""
         process = self._process
         if process is None:
             await wait_until_cancelled()
@@ -383,7 +381,7 @@ class InferenceServer:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that no process listens on now, and that was not chosen shortly before.
+    """Returns a port of 127.0.0.1 that no process listens on, and that was not chosen lately.
 
     Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same
     ports.
@@ -466,7 +464,7 @@ class GuardedProcess:
 
     Attributes:
         pid: the guardian's.
-        lifeline: the end of a pipe that keeps the server running; None: asked to stop.
+        lifeline: the end of a pipe that keeps the server running; None: stop requested.
 
     Raises:
         OSError: no process could be created.
@@ -515,7 +513,7 @@ class GuardedProcess:
         return code
 
     def request_stop(self) -> None:
-        """SIGTERM, and SIGKILL for what is left after the timeout."""
+        """Sends SIGTERM, and SIGKILL to what is left after the timeout."""
         if self.lifeline is not None:
             close_descriptor(self.lifeline)
             self.lifeline = None
@@ -613,7 +611,9 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
 
 
 def read_log(path: Path, start: int) -> str:
-    """What was written to the log since byte ``start``, or its end; empty if there is no log."""
+    """Returns what was written to the log since byte ``start``, or its end; empty if there is no
+    log.
+    """
     try:
         with path.open("rb") as log:
             size = log.seek(0, 2)
@@ -624,7 +624,9 @@ def read_log(path: Path, start: int) -> str:
 
 
 def last_line(log: str) -> str:
-    """The last line that says something, fit for a terminal; of a progress bar its last state."""
+    """Returns the last line that says something, fit for a terminal; of a progress bar its last
+    state.
+    """
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = "".join(
             part if part.isprintable() else " " for part in _ESCAPE.sub("", line)
@@ -637,7 +639,7 @@ def last_line(log: str) -> str:
 
 
 def redacted_command(argv: tuple[str, ...]) -> str:
-    """The command line, without the values of flags that are named like secrets."""
+    """Returns the command line, without the values of flags that are named like secrets."""
     shown: list[str] = []
     hide_next = False
     for part in argv:

@@ -1,10 +1,8 @@
-"""``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key that appears in no process
-list and no log.
+"""``python .../sglang_launch.py ARGUMENTS``: SGLang's server, with a key in no process list or log.
 
 SGLang takes its key only from ``--api-key`` or a file, and logs all its settings. So this script
-puts the key from DATATROVE_CKPT_API_KEY into the settings after SGLang has parsed its arguments.
-
-It imports nothing of this package: with ``server_python`` it runs in another environment.
+puts the key from DATATROVE_CKPT_API_KEY into the parsed settings. It imports nothing of this
+package: with ``server_python`` it runs in another environment.
 """
 
 from __future__ import annotations

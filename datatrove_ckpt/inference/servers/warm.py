@@ -1,23 +1,19 @@
-"""Warm servers: the servers of a rank that ended well, kept for the next rank of this process
+"""Warm servers: the servers of a successful rank, kept for the next rank of this process
 (``reuse_servers``).
 
-For processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with several
-runners. Each rank has an event loop and a ``ServerHost`` of its own then, and only servers pass
-over:
+They serve processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with
+several runners. There each rank has an event loop and a ``ServerHost`` of its own.
 
     a rank's end                    its servers become warm (``RankModels.keep``), if the rank
                                     succeeds (``one_rank``)
-    the next rank needs a server    it gets the warm ones (``take``) if its own would have the same
-                                    settings, and asks
-                                    each for its health; otherwise the warm ones are stopped first
+    the next rank needs a server    it gets the warm ones (``take``) if its settings are equal and
+                                    each is healthy; otherwise the warm ones are stopped first
     an error, a stop request        warm servers are stopped
-    the process ends                it stops them and waits for that; if it is killed, the guardians
-                                    do the rest
+    the process ends                it stops them and waits; if it is killed, the guardians stop
+                                    them
 
-Servers that serve one model on several nodes are not kept: their other parts belong to processes
-that end with the rank.
-
-A fork of this process has no warm servers: it would stop those of its parent.
+Servers that serve a model on several nodes are not kept: their other parts belong to processes that
+end with the rank. A fork of this process has no warm servers: it would stop its parent's.
 """
 
 from __future__ import annotations
@@ -114,7 +110,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 
 def _keep(servers: ServerSet) -> bool:
-    """False if the servers cannot be kept: then the caller must stop them."""
+    """Returns False if the servers cannot be kept: then the caller must stop them."""
     with _state.lock:
         if servers.model in _state.warm or not any(server.is_running for server in servers.servers):
             return False
@@ -133,7 +129,6 @@ def _keep(servers: ServerSet) -> bool:
 
 @contextmanager
 def one_rank(shutdown: Shutdown) -> Iterator[None]:
-    """A failure or a stop of the rank ends warm servers."""
     try:
         yield
     except BaseException:
@@ -144,10 +139,10 @@ def one_rank(shutdown: Shutdown) -> Iterator[None]:
 
 
 def close_warm_servers() -> None:
-    """Stops the servers that this process keeps for its next rank. Returns when they have ended.
+    """Stops the servers that this process keeps for its next rank, and waits for their end.
 
-    A process that ends by ``os._exit`` should call it first, and one that has other work to do once
-    its ranks are done. Any thread may call it at any time.
+    Call it before ``os._exit``, or before other work after the last rank. Any thread may call it at
+    any time.
     """
     _stop(_take_all().values())
 
@@ -169,15 +164,15 @@ def _take_all() -> dict[str, ServerSet]:
 
 
 class RankModels:
-    """What the models of a rank get of the node: the servers of the rank before, or leases for new
-    ones.
+    """What the models of a rank get from the node: servers of the rank before, or leases for new
+    servers.
 
-    Found for all models at once: two ranks that each lease GPUs for one model while they wait for
-    the other's could wait for each other.
+    All models are served together: two ranks that each hold the GPUs of one model would wait for
+    each other.
 
     Args:
         configs: of all models of the rank, in their order.
-        keeps: servers may come from the rank before, and pass on to the next one.
+        keeps: servers may come from the rank before, and pass on to the next rank.
     """
 
     def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:

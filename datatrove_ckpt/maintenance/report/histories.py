@@ -1,9 +1,8 @@
-"""What the histories of all ranks say together: how far they were at each time, and what
-interrupted them.
+"""The sums of all ranks' histories: their progress over time, and what interrupted them.
 
-Between two lines a sum is taken to grow evenly. While no attempt runs it stands still. What an
-attempt did between its last line and a kill is known from the first line of the next attempt; it
-counts for the minute after the last line (or for as long as between its last two lines).
+Between two lines a sum grows evenly; while no attempt runs it stands still. The first line of the
+next attempt shows what an attempt did between its last line and a kill; it counts for the minute
+after the last line (or for as long as between its last two lines).
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class OverTime:
 
 
 def time_axis(histories: Iterable[History], now: float | None = None) -> OverTime | None:
-    """From the first line to the last one, or to ``now``; None without lines."""
     spans = [
         (attempt.started, attempt.last_seen)
         for history in histories

@@ -196,7 +196,6 @@ def _line(places: Iterable[tuple[float, float] | None]) -> str:
 
 
 def ticks(high: float) -> list[float]:
-    """Round values from 0 to the first one that is not below ``high``."""
     if not 0 < high < math.inf:
         return [0.0, 1.0]
     power = 10.0 ** math.floor(math.log10(high / 5))
@@ -256,12 +255,11 @@ def escaped(text: str) -> Markup:
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """A name from outside, kept apart from the direction of the text around it."""
+    """Returns a name from outside, kept apart from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 
 def shortened(text: str, limit: int) -> str:
-    """With "..." in its middle if it is longer."""
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2

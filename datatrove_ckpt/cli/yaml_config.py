@@ -400,7 +400,7 @@ def read_argument(text: str, kinds: Sequence[object]) -> object:
         is_meant = takes_several and text.lstrip().startswith(("{", "["))
         is_text = not is_meant and not {str, Any}.isdisjoint(kinds)
     elif isinstance(value, str):
-        is_text = not text.startswith(("'", '"'))
+        is_text = str in kinds and not text.startswith(("'", '"'))
     elif value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
         is_text = True  # "###" is no comment here
     else:

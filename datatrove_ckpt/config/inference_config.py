@@ -226,7 +226,8 @@ class InferenceConfig:
                 value == "auto" and name == "max_concurrent_generations"
             ):
                 continue
-            if value < int(rule[-1]) or (value == 0 and rule == "> 0"):
+            is_enough = value >= int(rule[-1])  # NaN is not
+            if not is_enough or (value == 0 and rule == "> 0"):
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
         if self.seed is not None and (

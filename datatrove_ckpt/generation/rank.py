@@ -354,9 +354,11 @@ class _Run:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-            if shared_host is None:
-                await servers.close(ends_well)
-            documents.close()
+            try:
+                if shared_host is None:
+                    await servers.close(ends_well)
+            finally:
+                documents.close()
 
 
 def shared_servers() -> ServerHost | None:

@@ -531,13 +531,13 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     if clients:  # else they were cancelled above
         _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
-    # 3. Servers end: by themselves if the drain was in time, else they are killed.
+    # 3. What was handed over is written, the mirror gets its last version, and another process may
+    #   have the rank.
     with shutdown.closing():
         await asyncio.wait(serving)
-        # 4. What was handed over is written, the mirror gets its last version, and another process
-        #   may have the rank.
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close)
+    # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``run_rank``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()
 

@@ -394,7 +394,7 @@ class _HubRecord(_Record):
             commit(head=head)
         except OSError as error:
             status = http_status(error)
-            if status == _LIMITED:  # each commit of files compares, too
+            if status == _LIMITED and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
             if status != _MISMATCH:  # another rank or run was first
                 raise

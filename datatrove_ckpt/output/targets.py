@@ -221,7 +221,7 @@ class RemoteTarget(Target):
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _create(self, staged: Path, name: str) -> bool:
-        if self._look_up(name):
+        if self._look_up(name, may_be_missing=True):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
@@ -241,7 +241,7 @@ class RemoteTarget(Target):
         put = partial(self._put, local, name, **options)
         if not self._calls.retry(f"{remote} could not be uploaded", put, lease=self._lease):
             return False
-        remote_size = int(self._look_up(name).get("size", -1))
+        remote_size = int(self._look_up(name)["size"])
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
@@ -276,14 +276,16 @@ class RemoteTarget(Target):
     def _stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str) -> Info:
-        """Empty: there is no file."""
+    def _look_up(self, name: str, may_be_missing: bool = False) -> Info:
+        """Empty: there is no file, which ``may_be_missing``."""
 
         def look() -> Info:
             try:
                 return self._info(name)
             except FileNotFoundError:
-                return {}
+                if may_be_missing:
+                    return {}
+                raise
 
         return self._calls.retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 

@@ -1,4 +1,5 @@
-"""Kills a worker process whose parent has died: its tasks must be free for the next run.
+"""Kills a worker process whose parent has died: its tasks must be free for the next run. Kills
+managers with the process that started them.
 
 Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of
 the actor's pool would hold the rank's lock, and its server the GPUs, for an unused result. Answers
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import multiprocess
 
@@ -26,6 +29,22 @@ def is_pool_worker() -> bool:
     it.
     """
     return "PoolWorker" in str(multiprocess.current_process().name)
+
+
+def managers() -> list[Any]:
+    """Returns the managers of multiprocessing that this process has started, as datatrove's
+    executors do.
+    """
+    children = multiprocess.active_children()
+    return [child for child in children if child.name.startswith("SyncManager-")]
+
+
+def end_managers() -> None:
+    """Kills them: they would hold the standard output of a process that is gone."""
+    with suppress(AssertionError):  # in a fork, they are another process's
+        for manager in managers():
+            if manager.is_alive():
+                manager.kill()
 
 
 def die_with_parent() -> None:

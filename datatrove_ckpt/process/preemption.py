@@ -38,7 +38,7 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker
+from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker, managers
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -346,6 +346,7 @@ class Preemption:
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
         self._is_pool_worker = is_pool_worker()
+        self._managers = managers()
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
@@ -389,7 +390,10 @@ class Preemption:
             logger.error(
                 f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}"
             )
-        raise_again(self._received)
+        # A signal to the whole group has ended them, and datatrove's executor would fail in its
+        # ``finally`` block.
+        managers_ended = not all(manager.is_alive() for manager in self._managers)
+        raise_again(self._received, at_once=managers_ended)
         if self._received[:1] == [signal.SIGINT]:
             raise KeyboardInterrupt
         if error is None or isinstance(error, KeyboardInterrupt):

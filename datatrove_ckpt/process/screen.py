@@ -27,6 +27,7 @@ import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
+from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
 READING = "reading the input"
@@ -479,6 +480,7 @@ def leave_terminal() -> None:
 
 def exit_now(code: int) -> NoReturn:
     try:
+        end_managers()
         leave_terminal()
     finally:
         os._exit(code)

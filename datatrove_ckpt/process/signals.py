@@ -28,6 +28,7 @@ from types import FrameType
 from typing import NoReturn, Self, TypeAlias
 
 from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.process.parent_watch import end_managers
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.slurm_job import (
     in_slurm_task,
@@ -40,6 +41,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # in the background.
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
+_WITHOUT_EFFECT = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
 
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
@@ -112,9 +114,12 @@ class Interruption:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-def raise_again(numbers: Iterable[int]) -> None:
+def raise_again(numbers: Iterable[int], at_once: bool = False) -> None:
     """Gives each signal its usual effect, through the stack. Returns if no signal ends this
     process.
+
+    Args:
+        at_once: a default action ends the process here, and no ``finally`` block runs.
 
     Raises:
         SystemExit: the signal's default action would end this process.
@@ -123,8 +128,10 @@ def raise_again(numbers: Iterable[int]) -> None:
     leave_terminal()
     for number in numbers:
         if signal.getsignal(number) is signal.SIG_DFL:
+            if number in _WITHOUT_EFFECT:
+                continue
             requeue_if_preempted()
-            _exit(number)
+            _exit(number, at_once)
         try:
             with job_id_in_environment():
                 signal.raise_signal(number)
@@ -132,8 +139,8 @@ def raise_again(numbers: Iterable[int]) -> None:
             raise end from None  # the rank's own end, as its context, would add nothing
 
 
-def _exit(number: int) -> NoReturn:
-    if event_loop.left_behind:  # Python would wait for it
+def _exit(number: int, at_once: bool) -> NoReturn:
+    if at_once or event_loop.left_behind:  # Python would wait for it
         end_by(number)
     if any(
         thread is not threading.main_thread() and not thread.daemon
@@ -148,6 +155,7 @@ def _exit(number: int) -> NoReturn:
 
 
 def end_by(number: int) -> NoReturn:
+    end_managers()
     leave_terminal()
     with suppress(BaseException):  # of a handler in Python
         os.kill(os.getpid(), number)

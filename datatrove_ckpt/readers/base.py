@@ -207,7 +207,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return self._start_state
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        names = list_input(self, afresh=state is not None).names
+        names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
         names = names[rank::world_size]

@@ -325,12 +325,13 @@ def check_reachable(folder: DataFolder) -> None:
                 raise
 
 
-def list_input(reader: BaseDiskReader, afresh: bool = True) -> Inputs:
+def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> Inputs:
     """Lists all files of a reader's input, in the order in which datatrove deals them out to the
     ranks.
 
     Args:
         afresh: not from a listing that this process may keep.
+        of_rank: files that a rank does not read may be of any kind.
 
     Raises:
         InputError: one of the files in the folder is a FIFO, a socket or a device.
@@ -363,7 +364,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True) -> Inputs:
     known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = Inputs(folder, names, known)
     for index, name in enumerate(names):
-        if name not in known:
+        if name not in known and not of_rank:
             with suppress(FileNotFoundError):
                 inputs.info(index)
     return inputs

@@ -28,7 +28,7 @@ from tests.patience import Patience, until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
 SCRIPT = """
-import os, sys, threading
+import asyncio, os, sys, threading, time
 from pathlib import Path
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
@@ -40,6 +40,11 @@ def documents(data, rank, world_size):
     yield from (Document(text=f"text {rank} {n}", id=f"{rank} {n}") for n in range(3))
 
 async def rollout(document, generate):
+    if "asleep" in sys.argv:
+        asked = asyncio.create_task(generate({"messages": [{"role": "user", "content": "x"}]}))
+        await asyncio.sleep(1)  # until all have asked
+        Path("sleeps").touch()
+        time.sleep(3600)
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 if __name__ == "__main__":
@@ -122,7 +127,9 @@ class Script:
         (signal.SIGINT, -signal.SIGINT, "alone"),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
         (signal.SIGHUP, 128 + signal.SIGHUP, "alone"),
+        (signal.SIGTERM, -signal.SIGTERM, "with all"),  # the manager ends before the script
         (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
+        (signal.SIGTERM, 128 + signal.SIGTERM, "asleep"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -130,10 +137,13 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
     tmp_path: Path, number: signal.Signals, code: int, signalled: str
 ) -> None:
     with FakeServer(hold_after=0) as server:
-        script = Script(tmp_path, server, options=("a thread",) if "thread" in signalled else ())
+        options = {"asleep": ("asleep",), "with a thread that Python would wait for": ("a thread",)}
+        script = Script(tmp_path, server, options=options.get(signalled, ()))
         assert len(descendants(script.popen.pid)) == 1, "the manager"
-        os.kill(script.popen.pid, number)
-        assert script.ends_with_all() == code
+        if signalled == "asleep":
+            until((tmp_path / "sleeps").exists)
+        (os.killpg if signalled == "with all" else os.kill)(script.popen.pid, number)
+        assert script.ends_with_all(60) == code
     assert ("Traceback" in script.output) == (number == signal.SIGINT)
     assert "done" not in script.output
 

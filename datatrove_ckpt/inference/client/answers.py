@@ -76,6 +76,7 @@ class RetryableError(Exception):
         unreachable: there was no complete HTTP answer.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
         quoted: a part of the answer, which may hold secrets.
+        quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
     """
 
     cause: str
@@ -85,6 +86,7 @@ class RetryableError(Exception):
     status: int = 0
     timed_out: bool = False
     quoted: str = ""
+    quoted_as: Callable[[str], str] = str
 
     def __str__(self) -> str:
         return self.cause
@@ -92,7 +94,7 @@ class RetryableError(Exception):
     def quote(self, redact: Callable[[str], str]) -> None:
         """Adds the quoted part to the cause, cut after its secrets are hidden."""
         if self.quoted:
-            self.cause += f": {redact(self.quoted)[:_SHOWN]}"
+            self.cause += f": {self.quoted_as(redact(self.quoted))[:_SHOWN]}"
             self.quoted = ""
 
     @property
@@ -418,7 +420,9 @@ def read_json(raw: bytes) -> object:
         ) from None
     except (ValueError, RecursionError):
         raise RetryableError(
-            "the answer is not JSON", quoted=repr(raw[: 8 * _SHOWN].decode(errors="replace"))
+            "the answer is not JSON",
+            quoted=raw[: 8 * _SHOWN].decode(errors="replace"),
+            quoted_as=repr,
         ) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
         _refuse_error("the answer", answer.get("error") or answer.get("message") or "error")
@@ -426,7 +430,9 @@ def read_json(raw: bytes) -> object:
 
 
 def _refuse_error(place: str, error: object) -> NoReturn:
-    raise RetryableError(f"{place} says that it is an error", quoted=json.dumps(error))
+    raise RetryableError(
+        f"{place} says that it is an error", quoted=json.dumps(error, ensure_ascii=False)
+    )
 
 
 def _parse(raw: bytes) -> object:

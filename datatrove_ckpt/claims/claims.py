@@ -171,6 +171,7 @@ class Claims:
         self._has_time = has_time
         self._took: list[float] = []  # seconds, of the ranks in ``done``
         self._taken_at: dict[int, float] = {}
+        self.takes = 0
         self._is_worker = is_worker
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
@@ -326,6 +327,7 @@ class Claims:
             return False
         self._held[rank] = mine, record
         self._taken_at[rank] = time.monotonic()
+        self.takes += 1
         return True
 
     @property

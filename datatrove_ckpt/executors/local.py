@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
+_MOST_IN_VAIN = 5
 _REMOTE_CLAIMS_POLL = 15.0
 _WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
@@ -423,6 +424,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         worker ends.
 
         Raises:
+            CkptError: no free rank could be claimed.
             GivenUp: some ranks were given up.
             CheckpointLocked: this is a worker, and another process runs all ranks.
         """
@@ -431,6 +433,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             worker.workers = 1
             worker._claims = claims
             line_at = 0.0
+            in_vain = 0
             while (
                 left := set(self.get_incomplete_ranks(ranks))
                 - claims.done
@@ -440,12 +443,21 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 if free and not claims.has_time:
                     self._end_before_time_limit()
                 if free:
+                    takes = claims.takes
                     worker._run_all(free, screen, done, may_overlap=not are_left)
                     line_at = 0.0
-                    continue
-                if self._is_worker:
+                    if claims.takes > takes:
+                        in_vain = 0
+                        continue
+                    in_vain += 1
+                    if in_vain == _MOST_IN_VAIN:
+                        raise CkptError(
+                            f"No task could be claimed, {in_vain} times in a row: see the lines "
+                            "above. Correct the cause, and run the same command again."
+                        )
+                elif self._is_worker:
                     break
-                if time.monotonic() >= line_at:
+                elif time.monotonic() >= line_at:
                     logger.info(_waiting_for(left, claims.others()))
                     line_at = time.monotonic() + _WAITING_LINE
                 if screen is not None:

@@ -85,6 +85,7 @@ class FinishedDocuments:
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
+        self._most_results = 0
         self.taken = 0
         self.missing = 0
         self.differing = 0
@@ -190,6 +191,11 @@ class FinishedDocuments:
         )
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
+        if 0 < self._most_results < self._rollouts:
+            logger.warning(
+                f"finished_from: rollouts_per_document is {self._rollouts}, but no document has "
+                f"over {plural(self._most_results, 'result')}."
+            )
 
     def _files(self, place: str) -> list[_OldFile]:
         path = place.replace("${rank}", f"{self._rank:05d}")
@@ -264,6 +270,7 @@ class FinishedDocuments:
                 None,
                 f"documents with more results than rollouts_per_document ({self._rollouts})",
             )
+        self._most_results = max(self._most_results, len(results))
         return document, ""
 
 

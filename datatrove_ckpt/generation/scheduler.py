@@ -537,7 +537,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         await asyncio.wait(serving)
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close)
-    # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``run_rank``.
+    # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()
 

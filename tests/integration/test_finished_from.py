@@ -220,6 +220,17 @@ def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(
     take_over(here, command, 30, done, "old", TASKS="3", **changes)
 
 
+def test_fewer_results_than_asked_for_are_said(here: Path, command: Command) -> None:
+    write_input(here, 3)
+    with FakeServer() as server:
+        write_yaml(here, server.url, "null", "old")
+        command("run", "job.yaml")
+        write_yaml(here, server.url, "old/output", "new")
+        command("run", "job.yaml", "--pipeline.1.config.rollouts_per_document=2")
+    log = (here / "new/logs/logs/task_00000.log").read_text()
+    assert "rollouts_per_document is 2, but no document has over 1 result." in log
+
+
 DATA = Path(__file__).parents[1] / "data"
 
 

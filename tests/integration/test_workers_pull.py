@@ -4,6 +4,7 @@ killed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import ClaimStore
 from datatrove_ckpt.common.formatting import plural, ranges
+from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.conftest import Command
@@ -290,6 +292,20 @@ def test_a_run_goes_on_where_no_claims_can_be_written(
     ]
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
+
+
+def test_a_worker_whose_claims_cannot_be_written_ends_with_1(
+    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(self: stores.DiskClaims, mark: object, content: bytes) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stores.DiskClaims, "put", is_full)
+    monkeypatch.setattr(local, "_CLAIMS_POLL", 0.01)
+    write(server)
+    said = command("run", "job.yaml", "--worker", code=1).err
+    assert "No task could be claimed, 5 times in a row" in said
+    assert not server.asked
 
 
 def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer) -> None:

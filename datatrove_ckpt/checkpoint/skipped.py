@@ -31,9 +31,9 @@ class SkippedLines(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Sequence[int]) -> SkippedLines:
-        """Reads what ``list`` gave.
+        """Reads the numbers of damaged lines and of rows without text.
 
-        An earlier release wrote names of files behind the two numbers.
+        An earlier build wrote names of files behind them.
         """
         return cls(*content[:2])
 

@@ -135,7 +135,10 @@ class WorkStats:
 
     @classmethod
     def from_json(cls, text: str) -> WorkStats:
-        """Raises AttributeError, KeyError, TypeError or ValueError if it is none."""
+        """Reads what ``to_json`` wrote.
+
+        Raises AttributeError, KeyError, TypeError or ValueError if the text holds something else.
+        """
         content = orjson.loads(text)
         failed = content["failed_requests"]
         if not is_count(failed):

@@ -176,7 +176,7 @@ written = _Names()
 
 @dataclass(frozen=True)
 class Remedy:
-    """What helps against an error. ``str()`` is its place in the message."""
+    """What helps against an error. ``str()`` gives its words within the message."""
 
     door: Door = field(default_factory=current, kw_only=True)
 

@@ -696,9 +696,9 @@ def _work(
 def _run_rank(
     make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
 ) -> PipelineStats | None:
-    """Runs one rank, from this folder: a step of another rank may have changed it.
+    """Runs one rank in this working folder, which a step of another rank may have left.
 
-    Returns as ``_run_taken``.
+    Returns the statistics of the rank; None if this process has not completed it.
     """
     os.chdir(folder)
     executor = make_executor()

@@ -323,7 +323,9 @@ def decode_rows(data: bytes) -> Document:
 
 
 def as_json(array: _Array) -> object:
-    """Returns the array as JSON for orjson, in the shortest digits of its type."""
+    """Returns the array as JSON for orjson, in the shortest digits of its type; the array itself if
+    its type has no such form.
+    """
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError:

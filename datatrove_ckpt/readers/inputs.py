@@ -121,7 +121,10 @@ class Inputs:
         return self._content_fingerprint(index, size, whole)
 
     def is_same(self, index: int, size: int, whole: bool, kept: str) -> bool:
-        """Earlier releases hashed the content on the hub, too."""
+        """Returns whether a file still has the fingerprint that was kept of it.
+
+        Earlier releases hashed the content on the hub, too.
+        """
         if kept == self.fingerprint(index, size, whole):
             return True
         return is_on_hub(self.folder) and kept == self._content_fingerprint(index, size, whole)

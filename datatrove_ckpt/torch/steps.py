@@ -159,7 +159,12 @@ class Steps:
         metrics: dict[str, float],
         of: Manifest | None = None,
     ) -> None:
-        """Writes the missing files. ``of``: the manifest of the step that this is a copy of."""
+        """Completes the staged step: hashes and syncs its files, writes the contents, and writes
+        the manifest last.
+
+        Args:
+            of: the manifest of the step, if this is a copy.
+        """
         staging = self.folder / f".saving-{name}"
         entries = dict[str, _Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):

@@ -35,7 +35,7 @@ _STREAMED_SIZE = 1 << 20
 
 
 class _Connection(ResponseHandler):
-    """Rests and closes as the connections of ``plain.py`` do.
+    """A connection of aiohttp that is not used again after bytes came unasked, see ``plain.py``.
 
     aiohttp takes a late response for the next request's, and has no public way to watch a
     connection. So the class of its connections is replaced.

@@ -55,7 +55,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     VersionMismatch,
 )
-from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, Tasks, written
+from datatrove_ckpt.errors.doors import ChangeSetting, SetTasks, StartOver, written
 
 _USERS_FIELDS = (
     "imports",
@@ -558,7 +558,7 @@ def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
         return [
             f"Go on with {plural(old, 'task')} (",
-            Tasks(old),
+            SetTasks(old),
             ")",
             *folders,
             f"{written.old_results}.",

@@ -72,7 +72,7 @@ class Snapshot:
     is_current: Callable[[str], bool] = lambda name: True
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """What a mirror needs of a checkpoint.
 
     Called in the mirror's thread. See ``OpenCheckpoint``.
@@ -85,7 +85,7 @@ class Source(Protocol):
 class Mirror(Protocol):
     """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
 
-    def start(self, source: Source) -> None:
+    def start(self, source: CheckpointSource) -> None:
         """Called once the rank is open."""
 
     def check(self, first: bool, stopping: threading.Event) -> None:

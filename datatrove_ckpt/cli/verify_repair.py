@@ -14,7 +14,7 @@ from datatrove_ckpt.maintenance import verify as checks
 from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.read_state import check_idle
 from datatrove_ckpt.maintenance.repair import carry_out
-from datatrove_ckpt.maintenance.repair_plan import Plan, check_output_folder, make_plan
+from datatrove_ckpt.maintenance.repair_plan import RepairPlan, check_output_folder, make_plan
 from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -112,7 +112,9 @@ def repair(arguments: argparse.Namespace) -> int:
     return int(bool(plan.left))
 
 
-def _repair(plan: Plan, report: Report, logging_dir: str | None, named: Place, place: Place) -> str:
+def _repair(
+    plan: RepairPlan, report: Report, logging_dir: str | None, named: Place, place: Place
+) -> str:
     if place.is_copy:
         check_idle(named, plan.ranks)
     carry_out(plan, report)

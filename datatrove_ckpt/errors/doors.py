@@ -208,7 +208,7 @@ class ChangeSetting(Remedy):
 
 
 @dataclass(frozen=True)
-class Tasks(Remedy):
+class SetTasks(Remedy):
     number: int
 
     def __str__(self) -> str:

@@ -152,7 +152,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _worker(self) -> LocalPipelineExecutor:
-        return _Worker(self)
+        return _ArrayWorker(self)
 
     def _check(self) -> None:
         from datatrove_ckpt.preflight.before_run import check_after_run, check_job
@@ -231,7 +231,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
 
-class _Worker(LocalPipelineExecutor):
+class _ArrayWorker(LocalPipelineExecutor):
     def __init__(self, array: SlurmPipelineExecutor) -> None:
         super().__init__(
             array.pipeline,

@@ -58,7 +58,7 @@ class Binding(NamedTuple):
     imported: Any = None  # an Import
 
 
-class Source:
+class CodeSource:
     """A parsed file, or the cells of a notebook.
 
     Attributes:
@@ -199,7 +199,7 @@ def _stored(node: ast.stmt) -> Iterator[str]:
             yield from dotted(part)[:1]
 
 
-source_of = functools.lru_cache(maxsize=512)(Source)
+source_of = functools.lru_cache(maxsize=512)(CodeSource)
 
 
 class Module:
@@ -225,7 +225,7 @@ class Module:
             files = [*filter(_CELL.match, linecache.cache)]
         loader = {"__loader__": self.values.get("__loader__"), "__name__": name}
         texts = tuple((one, "".join(linecache.getlines(one, loader))) for one in files)
-        self.source: Source = source_of(texts, documented)
+        self.source: CodeSource = source_of(texts, documented)
         loaded = vars(sys.modules.get(name, types.ModuleType(name)))
         self.travels = name in MAIN or (bool(namespace) and loaded is not namespace)
         self.package = self.values.get("__package__") or (

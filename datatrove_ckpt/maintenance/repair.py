@@ -43,14 +43,14 @@ from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
 from datatrove_ckpt.maintenance.redo import Redo
-from datatrove_ckpt.maintenance.repair_plan import Plan, recorded_output_of
+from datatrove_ckpt.maintenance.repair_plan import RepairPlan, recorded_output_of
 from datatrove_ckpt.maintenance.verify_output import is_owned
 from datatrove_ckpt.output.removal import remove_output
 
 _BLOCK = 1 << 20
 
 
-def carry_out(plan: Plan, report: Report) -> None:
+def carry_out(plan: RepairPlan, report: Report) -> None:
     """Carries out the plan.
 
     Raises:

@@ -27,7 +27,7 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 
 
 @dataclass
-class Plan:
+class RepairPlan:
     """``left``: the problems that stay.
 
     ``markers``: the ranks whose completion markers are removed.
@@ -53,13 +53,13 @@ class Plan:
             )
 
 
-def make_plan(report: Report, logging_dir: str | None = None) -> Plan:
+def make_plan(report: Report, logging_dir: str | None = None) -> RepairPlan:
     """Returns the plan that follows from a report.
 
     Args:
         logging_dir: the executor's; completion markers of the ranks to redo are removed there.
     """
-    plan = Plan(logging_dir)
+    plan = RepairPlan(logging_dir)
     concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
     others = []
     for problem in report.problems:
@@ -137,7 +137,7 @@ def recorded_output_of(report: Report) -> str:
 
 
 def _plan_rank(
-    plan: Plan, rank: RankLedger, problems: list[Problem], shared: set[str | None]
+    plan: RepairPlan, rank: RankLedger, problems: list[Problem], shared: set[str | None]
 ) -> None:
     commits = read_commits(rank.commits_file)
     to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}

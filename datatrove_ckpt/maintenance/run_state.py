@@ -54,7 +54,7 @@ _LEAST_SECONDS = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Sums(RunNumbers):
+class RunSums(RunNumbers):
     """The numbers of a rank now, and sums over ranks.
 
     Attributes:
@@ -72,7 +72,7 @@ class Sums(RunNumbers):
 
 
 @dataclass(slots=True)
-class RankState(Sums):
+class RankState(RunSums):
     """One rank.
 
     Attributes:
@@ -140,7 +140,7 @@ class RankState(Sums):
 
 
 @dataclass(slots=True)
-class Totals(Sums):
+class Totals(RunSums):
     """Sums over the ranks of a run, or over its retries of dead letters.
 
     Attributes:

@@ -23,7 +23,7 @@ from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
-from datatrove_ckpt.output.owner import Homes, Ownership
+from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
 
 _OF_ANOTHER_NAME = (
@@ -109,7 +109,9 @@ def is_owned(report: Report) -> bool:
         return False
     homes = Homes(report.checkpoints, None)
     try:
-        owned = [Ownership(report.folder, template, homes).check() for template in report.templates]
+        owned = [
+            OutputOwnership(report.folder, template, homes).check() for template in report.templates
+        ]
     except OSError:
         return False  # the listing fails, too, and explains why
     return all(owned)

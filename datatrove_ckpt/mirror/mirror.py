@@ -33,7 +33,7 @@ from datatrove_ckpt.checkpoint.identity import parse_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.checkpoint.rank_files import Snapshot, Source
+from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
@@ -103,7 +103,7 @@ class RemoteMirror:
         self._failures = 0
         self._failure = "no answer"
 
-    def start(self, source: Source) -> None:
+    def start(self, source: CheckpointSource) -> None:
         self._source = source
         self.shutdown.call(self._hurry)
         self._thread.start()

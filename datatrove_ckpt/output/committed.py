@@ -42,7 +42,7 @@ from datatrove_ckpt.errors.doors import Repair, written
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
-from datatrove_ckpt.output.owner import Homes, Ownership
+from datatrove_ckpt.output.owner import Homes, OutputOwnership
 
 _SHOWN = 3
 _TO_DELETE = 20
@@ -223,7 +223,7 @@ class OutputCheck:
     ) -> None:
         self.writer = writer
         self.root = root
-        self.owner = Ownership(
+        self.owner = OutputOwnership(
             writer.output_folder, writer.output_filename.template, Homes(root, mirror, run)
         )
         self.where = str(writer.output_folder.resolve_paths(""))

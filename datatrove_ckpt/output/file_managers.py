@@ -93,7 +93,7 @@ class RemoteFiles(_Files):
         return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
 
 
-class _Table(Protocol):
+class _RowFile(Protocol):
     def add(self, row: Row) -> None: ...
     def close(self) -> None: ...
 
@@ -104,7 +104,7 @@ class OutputStream:
     ``table`` writes rows to it, and is closed before it.
     """
 
-    table: _Table | None = None
+    table: _RowFile | None = None
 
     def __init__(self, raw: io.RawIOBase, filename: str, manager: OutputFileManager) -> None:
         self._raw = raw

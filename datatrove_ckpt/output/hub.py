@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.output.hub_pace import HOUR, History, MadeCommit
+from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, MadeCommit
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -284,7 +284,7 @@ class HubFolder:
             hf_raise_for_status(response)
             yield from response.iter_bytes(size)
 
-    def history(self, known: History) -> History:
+    def history(self, known: CommitHistory) -> CommitHistory:
         """Returns the branch's newest commit, and those of the last hour. Raises OSError."""
         from huggingface_hub import hf_raise_for_status
 
@@ -301,16 +301,16 @@ class HubFolder:
                 now = parsedate_to_datetime(date).timestamp()
             for item in response.json():
                 if item["id"] in places:
-                    return History(now, (*made, *known.made[places[item["id"]] :]))
+                    return CommitHistory(now, (*made, *known.made[places[item["id"]] :]))
                 made.append(
                     MadeCommit(
                         item["id"], datetime.fromisoformat(item["date"]).timestamp(), item["title"]
                     )
                 )
                 if now - made[-1].at > HOUR:
-                    return History(now, tuple(made))
+                    return CommitHistory(now, tuple(made))
             url = response.links.get("next", {}).get("url")
-        return History(now, tuple(made))
+        return CommitHistory(now, tuple(made))
 
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
         """Returns the existing files, without listing the folder. Raises OSError."""

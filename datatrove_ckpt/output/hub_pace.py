@@ -44,7 +44,7 @@ class MadeCommit:
 
 
 @dataclass(frozen=True)
-class History:
+class CommitHistory:
     """What the hub shows of a branch.
 
     Attributes:
@@ -100,7 +100,7 @@ class CommitPace:
             return self.per_hour
         return math.ceil(self.per_hour * _SHARE_BEFORE_END)
 
-    def seconds_until_turn(self, history: History, ends: bool = False) -> float:
+    def seconds_until_turn(self, history: CommitHistory, ends: bool = False) -> float:
         """Returns the seconds until the rank should look again; 0: it may commit now.
 
         Each commit that becomes older than an hour makes room for one commit. If n ranks have

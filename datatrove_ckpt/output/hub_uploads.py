@@ -21,7 +21,7 @@ from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_lin
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.committed import other_content, some
 from datatrove_ckpt.output.hub import HubFile, HubFolder
-from datatrove_ckpt.output.hub_pace import History
+from datatrove_ckpt.output.hub_pace import CommitHistory
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -158,7 +158,7 @@ class HubUploads(HubReads):
     def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
         super().__init__(folder, calls)
         self.lease: RankLease = lease
-        self._history = History()
+        self._history = CommitHistory()
         self.seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
 
@@ -218,7 +218,7 @@ class HubUploads(HubReads):
         look_up = partial(self.folder.look_up, names)
         return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
 
-    def history(self) -> History:
+    def history(self) -> CommitHistory:
         """Returns the branch's newest commit, and those of the last hour. Raises OSError and
         Stopping.
         """

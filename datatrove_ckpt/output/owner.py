@@ -55,7 +55,7 @@ _MISMATCH = 412
 """HTTP status of a commit whose parent is not the newest commit any more."""
 
 
-class Owner(NamedTuple):
+class OutputOwner(NamedTuple):
     """A run, as the record of an output folder names it.
 
     Attributes:
@@ -88,11 +88,11 @@ class Homes(NamedTuple):
     run: str | None = None
 
     @property
-    def kept(self) -> Owner | None:
+    def kept(self) -> OutputOwner | None:
         path = self.root / HOME
         if not path.exists():
             return None
-        return Owner(**orjson.loads(path.read_bytes()))
+        return OutputOwner(**orjson.loads(path.read_bytes()))
 
     @property
     def place(self) -> str:
@@ -102,10 +102,10 @@ class Homes(NamedTuple):
             return self.mirror.rstrip("/")
         return str(Path(self.mirror).absolute())
 
-    def begun(self, key: str = "", replaces: str = "") -> Owner:
-        return Owner(self.place, self.run or "", key, socket.gethostname(), replaces)
+    def begun(self, key: str = "", replaces: str = "") -> OutputOwner:
+        return OutputOwner(self.place, self.run or "", key, socket.gethostname(), replaces)
 
-    def owns(self, owner: Owner) -> bool:
+    def owns(self, owner: OutputOwner) -> bool:
         kept = self.kept
         own = kept or self.begun()
         if own.key and own.key == owner.key:
@@ -118,7 +118,7 @@ class Homes(NamedTuple):
         is_same = own.run == owner.run or (kept is None and self.run is None)
         return is_same and own.host != owner.host
 
-    def is_gone(self, owner: Owner, is_unused: Callable[[], bool]) -> bool:
+    def is_gone(self, owner: OutputOwner, is_unused: Callable[[], bool]) -> bool:
         """Whether a record names an earlier run, whose checkpoints were here, and were removed or
         moved.
         """
@@ -129,7 +129,7 @@ class Homes(NamedTuple):
             return False
         return owner.host == socket.gethostname() or is_unused()
 
-    def keep(self, owner: Owner) -> Owner:
+    def keep(self, owner: OutputOwner) -> OutputOwner:
         """Keeps the run, unless another rank has. Returns what is kept."""
         path = self.root / HOME
         if not path.exists():
@@ -147,7 +147,7 @@ def _put_new(path: Path, data: bytes, mode: int) -> None:
         files.disk.remove(new)
 
 
-class Ownership:
+class OutputOwnership:
     """A run's claim on an output folder.
 
     Args:
@@ -177,7 +177,7 @@ class Ownership:
         """
         return self._compare(is_unused)[0]
 
-    def _compare(self, is_unused: Callable[[], bool]) -> tuple[bool, Owner | None]:
+    def _compare(self, is_unused: Callable[[], bool]) -> tuple[bool, OutputOwner | None]:
         owner = self._record.read()
         if owner is None or self._homes.owns(owner):
             return owner is not None, owner
@@ -216,7 +216,7 @@ class Ownership:
                 f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
             )
 
-    def _refusal(self, owner: Owner) -> OutputMismatch:
+    def _refusal(self, owner: OutputOwner) -> OutputMismatch:
         where = self._folder.resolve_paths("")
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host "
@@ -233,7 +233,7 @@ class Ownership:
 # where the record is -----------------------------------------------------------------------------
 
 
-def _record(folder: DataFolder, name: str) -> _Record:
+def _record(folder: DataFolder, name: str) -> _OwnerRecord:
     if folder.is_local():
         place = Path(folder.resolve_paths("")).resolve()
         return _LocalRecord(place.with_name(f".{place.name}.{name}"))
@@ -254,21 +254,21 @@ def _beside(root: str, path: str, name: str) -> str:
     return posixpath.join(root, parent, f"{last}.{name}")
 
 
-class _Record:
+class _OwnerRecord:
     """The file that names the owner. ``place``: its path or URL."""
 
     place: str
 
-    def read(self) -> Owner | None:
+    def read(self) -> OutputOwner | None:
         data = self._read()
         if data is None:
             return None
         try:
-            return Owner(**orjson.loads(data))
+            return OutputOwner(**orjson.loads(data))
         except (orjson.JSONDecodeError, TypeError):
-            return Owner("(unknown: the record is damaged)", "", "damaged", "")
+            return OutputOwner("(unknown: the record is damaged)", "", "damaged", "")
 
-    def create(self, owner: Owner) -> None:
+    def create(self, owner: OutputOwner) -> None:
         """Writes the file, unless there is one. Raises OSError."""
         self._create(orjson.dumps(owner._asdict()))
 
@@ -283,7 +283,7 @@ class _Record:
         raise NotImplementedError
 
 
-class _LocalRecord(_Record):
+class _LocalRecord(_OwnerRecord):
     def __init__(self, path: Path) -> None:
         self._path = path
         self.place = str(path)
@@ -305,7 +305,7 @@ class _LocalRecord(_Record):
         files.disk.remove(self._path)
 
 
-class _RemoteRecord(_Record):
+class _RemoteRecord(_OwnerRecord):
     def __init__(self, folder: DataFolder, path: str) -> None:
         self._fs = folder.fs
         self._path = path
@@ -356,7 +356,7 @@ class _BucketRecord(_RemoteRecord):
         time.sleep(_READ_AGAIN_SECONDS)
 
 
-class _HubRecord(_Record):
+class _HubRecord(_OwnerRecord):
     """Each commit names its parent, so of two runs only one makes the next commit."""
 
     def __init__(self, hub: HubFolder, path: str) -> None:

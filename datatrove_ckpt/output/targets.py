@@ -64,7 +64,7 @@ _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
 
 
-class Target:
+class OutputTarget:
     """Where a rank's files are published. ``staging`` is the folder in which they are written
     first.
 
@@ -141,7 +141,7 @@ class Target:
         """
 
 
-class LocalTarget(Target):
+class LocalTarget(OutputTarget):
     """A folder on a disk. A published file is a second name of the staged file: a name that exists
     is refused.
 
@@ -210,7 +210,7 @@ def _is_elsewhere(error: StorageFailed) -> bool:
     return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
-class RemoteTarget(Target):
+class RemoteTarget(OutputTarget):
     def __init__(
         self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
     ) -> None:
@@ -379,7 +379,7 @@ class S3Target(RemoteTarget):
         return bucket, key
 
 
-class HubTarget(Target):
+class HubTarget(OutputTarget):
     def __init__(
         self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace
     ) -> None:
@@ -389,8 +389,8 @@ class HubTarget(Target):
         self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
 
     def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
-        """See ``Target``. A repository has no file before a commit, which refuses other content
-        itself.
+        """See ``OutputTarget``. A repository has no file before a commit, which refuses other
+        content itself.
         """
         paths = {name: file.path for name, file in staged.finished.items()}
         if self._uploads.folder.is_bucket:
@@ -466,7 +466,7 @@ class HubTarget(Target):
         }
 
 
-def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Target:
+def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
     output = folder.writer.output_folder
     scratch = folder.scratch
     # Another run may write other files into the same folder. It must not remove what this one

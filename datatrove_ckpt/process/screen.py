@@ -70,7 +70,7 @@ class RankProgress(NamedTuple):
         return self.unit is not None or self.work[0] > 0
 
 
-class Rates(NamedTuple):
+class ScreenRates(NamedTuple):
     documents: float
     requests: float
     tokens: float
@@ -216,11 +216,11 @@ class RunProgress:
         return self._complete + len(self._done - self._last.keys())
 
     @property
-    def rates(self) -> Rates:
+    def rates(self) -> ScreenRates:
         now = self._sample(self._clock())
         first = self._since(now.at - _RATE_SECONDS)
         seconds = max(now.at - first.at, 1e-9)
-        return Rates(
+        return ScreenRates(
             *(
                 (after - before) / seconds
                 for before, after in zip(first.work, now.work, strict=True)

@@ -33,7 +33,7 @@ Parts: TypeAlias = "Iterator[tuple[Numbers, Rows]]"
 """Rows in parts: their numbers, and the rows."""
 
 
-class Batches:
+class RowBatches:
     """Rows of several tables, one after the other.
 
     Args:

@@ -65,7 +65,7 @@ from datatrove_ckpt.torch.sharded import (
     save_parts,
     shapes,
 )
-from datatrove_ckpt.torch.snapshot import Snapshot, random_state, set_random_state
+from datatrove_ckpt.torch.snapshot import StateSnapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
 from datatrove_ckpt.torch.workers import keep_workers, seed_workers
@@ -166,7 +166,7 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
-        self._snapshot = Snapshot()
+        self._snapshot = StateSnapshot()
         self._manifests = dict[StepName, Manifest]()
         self._copied = StepName(-1, 0)
         self._pause = 0.0

@@ -32,7 +32,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.blocks import FilesReader
-from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
+from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
 from datatrove_ckpt.torch.order import OPEN_BLOCKS
@@ -174,7 +174,7 @@ class ReaderDataset(StatefulIterable):
         is_next = state is not None and state["epoch"] != epoch
         if state is not None and not is_next:
             then = DatasetState.from_json(state)
-        plan = Plan(self._index.table, self.settings, slot, epoch, then)
+        plan = EpochPlan(self._index.table, self.settings, slot, epoch, then)
         return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next)
 
     # States --------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One iteration of a worker over its samples of an epoch.
 
-A ``Plan`` chooses the worker's positions in the order, and an ``Epoch`` reads them.
+A ``EpochPlan`` chooses the worker's positions in the order, and an ``Epoch`` reads them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parse_window(window: int | str) -> Window:
     )
 
 
-class Plan:
+class EpochPlan:
     """The rows of one worker. ``then``: the state that the epoch continues, of this slot or of all.
 
     Raises:
@@ -179,7 +179,7 @@ class Epoch(Iterator[object]):
     def __init__(
         self,
         index: Index,
-        plan: Plan,
+        plan: EpochPlan,
         reader: SeekingReader,
         columns: Sequence[str] | None,
         transform: Callable[[Any], object] | None,

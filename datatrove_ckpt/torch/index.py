@@ -16,7 +16,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
-from datatrove_ckpt.torch.batches import Batches, Parts, owned
+from datatrove_ckpt.torch.batches import Parts, RowBatches, owned
 from datatrove_ckpt.torch.block_file import Rows
 from datatrove_ckpt.torch.blocks import BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
@@ -91,7 +91,7 @@ class Index:
 class _Loaded:
     number: int
     window: OpenWindow
-    rows: Batches | list[JsonObject | None]
+    rows: RowBatches | list[JsonObject | None]
     moved: Numbers
 
     def take(self, rows: Numbers) -> Parts:
@@ -177,11 +177,11 @@ class RowSource:
         # in the window.
         read = np.argsort(window.pieces.block, kind="stable")
         parts = self._read(window, read)
-        loaded: Batches | list[JsonObject | None]
+        loaded: RowBatches | list[JsonObject | None]
         if self._index.blocks.gives_dicts:
             loaded = list(chain.from_iterable(parts))
         else:
-            loaded = Batches(parts, window.shuffled)
+            loaded = RowBatches(parts, window.shuffled)
         count = window.pieces.rows
         moved = np.empty_like(count)
         moved[read] = np.cumsum(count[read]) - count[read]

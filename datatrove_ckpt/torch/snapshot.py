@@ -15,7 +15,7 @@ from datatrove_ckpt.common import JsonObject
 _T = TypeVar("_T")
 
 
-class Snapshot:
+class StateSnapshot:
     """Copies in the host's memory.
 
     A copy uses the buffers of the one before again, so only one is in use at a time.

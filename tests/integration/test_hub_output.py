@@ -30,9 +30,9 @@ from datatrove_ckpt.generation import generate, scheduler
 from datatrove_ckpt.output import hub_commits, hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits
-from datatrove_ckpt.output.hub_pace import CommitPace, History
+from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace
 from datatrove_ckpt.output.hub_uploads import HubUploads
-from datatrove_ckpt.output.owner import Ownership
+from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
@@ -131,7 +131,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
     asked_to_wait = CommitPace.seconds_until_turn
 
-    def wait(pace: CommitPace, history: History, ends: bool = False) -> float:
+    def wait(pace: CommitPace, history: CommitHistory, ends: bool = False) -> float:
         found = asked_to_wait(pace, history, ends)
         # Some seconds have passed since the first commits, or minutes.
         assert found == 0 or 3000 < found < 3610
@@ -224,7 +224,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Ownership, "claim", lambda self, is_unused: None
+        OutputOwnership, "claim", lambda self, is_unused: None
     )  # another commit, which this hub would never show
     hub.lag_commits = lag
     hub.lag_kinds |= {"info", "commits"}
@@ -453,7 +453,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
         step.run(documents(1))
     assert noted.hits == 1
     assert "so nothing shows other runs" in "".join(log)
-    monkeypatch.setattr(Ownership, "claim", Mock())
+    monkeypatch.setattr(OutputOwnership, "claim", Mock())
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 

@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import hub_uploads, owner
-from datatrove_ckpt.output.owner import Ownership
+from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
@@ -194,7 +194,7 @@ UNOWNED = pytest.mark.usefixtures("unowned")
 @pytest.fixture
 def unowned(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where nothing can be written beside the folder."""
-    monkeypatch.setattr(Ownership, "claim", lambda self, is_unused: None)
+    monkeypatch.setattr(OutputOwnership, "claim", lambda self, is_unused: None)
 
 
 def job(tmp_path: Path, name: str, server: FakeServer, place: Place, **changes: Any) -> Any:
@@ -452,7 +452,7 @@ def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(
     asked = one.asked.total()
     for name in ("copy", "run"):
         moved = Place(tmp_path / name)
-        Ownership(
+        OutputOwnership(
             moved.writer().output_folder, NAME, owner.Homes(tmp_path / name / "checkpoints", None)
         ).check()
         assert len(moved.files()) == 2
@@ -568,7 +568,7 @@ def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(
             homes.keep(homes.begun(f"key {number}")._replace(home=mirror or "/same/path"))
         for number, homes in enumerate(claims):
             monkeypatch.setattr(socket, "gethostname", lambda number=number: f"node {number}")
-            Ownership(folder, NAME, homes).claim(lambda: False)
+            OutputOwnership(folder, NAME, homes).claim(lambda: False)
         Place(tmp_path).forget_owner()
         for root in nodes:
             shutil.rmtree(root)
@@ -594,11 +594,11 @@ def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[..., None]:
     """
     folder = Place(tmp_path).writer().output_folder
     root = tmp_path / "checkpoints"
-    Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
+    OutputOwnership(folder, NAME, owner.Homes(root, None, "run")).claim(lambda: True)
     shutil.rmtree(root)
-    return lambda is_unused=True: Ownership(folder, NAME, owner.Homes(root, None, "run")).claim(
-        lambda: is_unused
-    )
+    return lambda is_unused=True: OutputOwnership(
+        folder, NAME, owner.Homes(root, None, "run")
+    ).claim(lambda: is_unused)
 
 
 def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) -> None:
@@ -606,7 +606,7 @@ def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) ->
     claim_in_place_of_a_removed_run(tmp_path)
     homes = owner.Homes(tmp_path / "checkpoints", None, "another run")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        Ownership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
+        OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
 
 
 def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path: Path) -> None:
@@ -659,7 +659,7 @@ def test_of_random_pairs_of_jobs_with_kills_none_replaces_a_file_of_the_other_on
     tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, owned: bool
 ) -> None:
     if not owned:
-        monkeypatch.setattr(Ownership, "claim", Mock())
+        monkeypatch.setattr(OutputOwnership, "claim", Mock())
     ended = kills = refusals = 0
     for seed in range(50):
         chance = random.Random(seed)

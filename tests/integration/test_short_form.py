@@ -31,7 +31,7 @@ from datatrove_ckpt.cli.short_form import make_executor, read_config
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, StartOver, Tasks, entered
+from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, SetTasks, StartOver, entered
 from datatrove_ckpt.executors.local import given_up_error
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -695,7 +695,7 @@ def test_each_door_says_what_helps_in_its_own_way(
     with entered(door, shlex.split(words)):
         remedies = [
             ChangeSetting("accept_changes"),
-            Tasks(3),
+            SetTasks(3),
             Repair("/c", "/l", retry="now"),
             StartOver(),
         ]
@@ -711,7 +711,7 @@ def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
             ChangeSetting("accept_changes").command
             == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
         )
-        assert str(Tasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
+        assert str(SetTasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
         assert str(given_up_error({1: "x"}, 2)).endswith(
             "run the job again (without --worker) to resume."
         )

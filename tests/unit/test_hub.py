@@ -23,7 +23,7 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_pace import HOUR, CommitPace, History, MadeCommit, commit_title
+from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
 from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, hub_failure
 from datatrove_ckpt.output.stoppable import given_up
 from datatrove_ckpt.preflight.doctor import check_commits
@@ -169,10 +169,12 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log: list[str]) -> 
 # How often the ranks of a job commit to one repository -------------------------------------------
 
 
-def made(ages: list[float], ranks: int = 1) -> History:
+def made(ages: list[float], ranks: int = 1) -> CommitHistory:
     """Newest first."""
     titles = [commit_title("1 file", n % ranks, "0") for n in range(len(ages))]
-    return History(0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages)))
+    return CommitHistory(
+        0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages))
+    )
 
 
 def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
@@ -228,7 +230,7 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
             for at, by in reversed(history)
             if now - at < HOUR
         ]
-        wait = pace.seconds_until_turn(History(now, tuple(recent)), ends=True)
+        wait = pace.seconds_until_turn(CommitHistory(now, tuple(recent)), ends=True)
         looks += 1
         if not wait:
             history.append((now, rank))

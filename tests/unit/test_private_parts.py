@@ -68,7 +68,7 @@ def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None
 def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrives() -> None:
     sentence = (
         "aiohttp no longer makes its connections with TCPConnector._factory, or has renamed a method of "
-        "ResponseHandler. Correct _Connection in inference/client/over_aiohttp.py: answers may be swapped without it."
+        "ResponseHandler. Correct _WatchedConnection in inference/client/over_aiohttp.py: answers may be swapped without it."
     )
 
     async def factory() -> object:

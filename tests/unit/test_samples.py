@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 
 from datatrove_ckpt.torch import batches, samples
-from datatrove_ckpt.torch.batches import Batches, owned
+from datatrove_ckpt.torch.batches import RowBatches, owned
 from datatrove_ckpt.torch.samples import json_row, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
@@ -136,7 +136,7 @@ def check(tables: list[pa.Table], rows: list[int]) -> None:
     whole = pa.concat_tables(tables, promote_options="permissive")
     numbers = np.array(rows, dtype=np.int64)
     for joined in (False, True):
-        parts = [*Batches(tables, joined).take(numbers)]
+        parts = [*RowBatches(tables, joined).take(numbers)]
         taken = pa.concat_tables([part for _, part in parts], promote_options="permissive")
         taken.validate(full=True)
         assert taken.schema == whole.schema

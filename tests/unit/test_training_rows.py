@@ -19,7 +19,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
 from datatrove_ckpt.torch.dataset import ReaderDataset
-from datatrove_ckpt.torch.epoch import Epoch, Plan, Settings, parse_window
+from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, order_by_rows
@@ -82,7 +82,7 @@ def epoch(
 ) -> Epoch:
     index = index_of(reader)
     state = DatasetState.from_json(then) if then else None
-    plan = Plan(index.table, settings(**changes), slot, number, state)
+    plan = EpochPlan(index.table, settings(**changes), slot, number, state)
     return Epoch(index, plan, reader, columns, None)
 
 
@@ -337,7 +337,7 @@ def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
     for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
         states = []
         for slot in slots(ranks, workers):
-            plan = Plan(
+            plan = EpochPlan(
                 index_of(reader).table,
                 settings(),
                 slot,

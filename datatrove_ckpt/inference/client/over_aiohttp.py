@@ -34,7 +34,7 @@ _READ_BUFFER = 1 << 18
 _STREAMED_SIZE = 1 << 20
 
 
-class _Connection(ResponseHandler):
+class _WatchedConnection(ResponseHandler):
     """A connection of aiohttp that is not used again after bytes came unasked, see ``plain.py``.
 
     aiohttp takes a late response for the next request's, and has no public way to watch a
@@ -100,7 +100,7 @@ class AiohttpTransport(UnaskedCounter):
         self._headers = HiddenDict({**fields, **(headers or {})})
         self._method = method
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive)
-        connector._factory = partial(_Connection, self)  # type: ignore[assignment]
+        connector._factory = partial(_WatchedConnection, self)  # type: ignore[assignment]
         self._session = aiohttp.ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -138,7 +138,7 @@ class AiohttpTransport(UnaskedCounter):
                 allow_redirects=False,
             ) as response:
                 connection = response.connection.protocol  # type: ignore[union-attr]
-                assert isinstance(connection, _Connection)
+                assert isinstance(connection, _WatchedConnection)
                 try:
                     answer = await _read_body(response)
                 except (aiohttp.ClientError, OSError):

@@ -20,6 +20,7 @@ import pytest
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.maintenance import verify, verify_columns, verify_output
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
@@ -315,6 +316,11 @@ def test_the_architecture_names_every_room_in_the_order_of_the_layers() -> None:
     }
     named = {code.partition(".")[0] for code in codes(house)}
     assert inside - {"__pycache__"} <= named
+
+
+def test_the_settings_of_the_short_form_are_listed() -> None:
+    listed = [codes(head)[0] for head in list_heads(section("docs/cli.md", "## The short form"))]
+    assert sorted(listed) == sorted(short_form.NAMES)
 
 
 def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:

@@ -260,10 +260,9 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
 def run() -> None:
     """Run the pipeline of a YAML file; run it again to resume.
 
-    Examples:
+    examples:
       datatrove-ckpt run configs/quickstart.yaml
-      datatrove-ckpt run configs/quickstart.yaml --dry-run
-      --pipeline.1.rollout_fn.prompt="Summarise: {text}"
+      datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.1.rollout_fn.max_tokens=60
 
     (OVERRIDES)
 
@@ -283,7 +282,7 @@ def run() -> None:
 def k8s() -> None:
     """Print the job for Kubernetes: a ConfigMap and an Indexed Job.
 
-    Examples:
+    examples:
       datatrove-ckpt k8s configs/kubernetes.yaml
 
     Pipe it into `kubectl apply -f -`. The section kubernetes of CONFIG says image, resources,
@@ -302,7 +301,7 @@ def k8s() -> None:
 def doctor() -> None:
     """Check folders, input, servers and limits before a job starts.
 
-    Examples:
+    examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
     Run it where the job will run: on the same node, as the same user, in the same container. Each
@@ -338,7 +337,7 @@ def doctor() -> None:
 def plan() -> None:
     """Print how often a training should save.
 
-    Examples:
+    examples:
       datatrove-ckpt plan --save-cost 140s --mtbf 6h
 
     It prints the best interval by Young (1974) and by Daly (2006), and the share of all time that
@@ -361,7 +360,7 @@ def plan() -> None:
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.
 
-    Examples:
+    examples:
       datatrove-ckpt status quickstart/checkpoints
 
     (WHAT)
@@ -385,7 +384,7 @@ def status() -> None:
 def report() -> None:
     """Write one HTML page about a run: sums, rates, interruptions, errors.
 
-    Examples:
+    examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html
 
     (WHAT)
@@ -412,7 +411,7 @@ def report() -> None:
 def show() -> None:
     """Print documents with their answers.
 
-    Examples:
+    examples:
       datatrove-ckpt show quickstart/checkpoints --n 2
 
     (WHAT)
@@ -446,7 +445,7 @@ def show() -> None:
 def track() -> None:
     """Send what a run does to MLflow and Weights & Biases, until no task is at work.
 
-    Examples:
+    examples:
       datatrove-ckpt track quickstart/checkpoints --mlflow http://127.0.0.1:5000
 
     (WHAT)
@@ -466,7 +465,7 @@ def track() -> None:
 def verify() -> None:
     """Check the output against the checkpoint.
 
-    Examples:
+    examples:
       datatrove-ckpt verify quickstart/checkpoints --full
 
     (WHAT)
@@ -497,7 +496,7 @@ def verify() -> None:
 def repair() -> None:
     """Let the next run process damaged chunks again.
 
-    Examples:
+    examples:
       datatrove-ckpt repair quickstart/checkpoints --logging-dir quickstart/logs --dry-run
 
     (WHAT)

@@ -262,7 +262,7 @@ def run() -> None:
 
     examples:
       datatrove-ckpt run configs/quickstart.yaml
-      datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.1.rollout_fn.max_tokens=60
+      datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.0.limit=5
 
     (OVERRIDES)
 

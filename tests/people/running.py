@@ -97,7 +97,13 @@ def run_two_different(world: World, chance: random.Random) -> str:
 def run_while_output_changes(world: World, chance: random.Random) -> str:
     at, done = chance.randint(3, 20), []
     change = chance.choice(_CHANGES)
-    ended = world.run(at=at, trap=lambda running: done.append(change(world, chance)))
+
+    def trap(running: list[Running]) -> None:
+        world.runs = True
+        done.append(change(world, chance))
+        world.runs = False
+
+    ended = world.run(at=at, trap=trap)
     return _said(f"run; at request {at}: {done[0] if done and done[0] else 'nothing'}", ended)
 
 

@@ -112,6 +112,7 @@ class World:
         self.endpoint = Endpoint()
         self.tally = tally or Tally()
         self.away = False
+        self.runs = False  # a run is at work while something else is done
         self.history = History()
         self.last_terminal = ""
         self._commands = commands
@@ -160,9 +161,15 @@ class World:
 
     def output_files(self) -> list[Path]:
         files = (Path(folder) / name for folder, _, names in os.walk(self.output) for name in names)
-        return sorted(
+        found = sorted(
             path for path in files if path.suffix == ".jsonl" and _STAGING not in path.parts
         )
+        if self.runs:
+            # Between the appearance of a file and the look at its time of change, nobody is fast
+            # enough to change it.
+            logs = b"".join(path.read_bytes() for path in self.checkpoints.rglob("commits.jsonl"))
+            found = [path for path in found if path.name.encode() in logs]
+        return found
 
     def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
         """New documents. Lengths vary widely, so that no two files have one size by chance."""

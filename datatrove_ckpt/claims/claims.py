@@ -171,7 +171,8 @@ class Claims:
         self._has_time = has_time
         self._took: list[float] = []  # seconds, of the ranks in ``done``
         self._taken_at: dict[int, float] = {}
-        self.takes = 0
+        self.failures = 0
+        """How often in a row ``next`` could not read or write the store."""
         self._is_worker = is_worker
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
@@ -195,13 +196,20 @@ class Claims:
         if not self.has_time:
             return None
         with self._guard, _hint():
-            look = self._store.look()
-            free = self._free(look).ranks
-            if self._is_worker:
-                random.shuffle(free)
-            for rank in free:
-                if self._take(rank, look):
-                    return rank
+            self.failures += 1
+            taken = self._take_any()
+            self.failures = 0
+            return taken
+        return None
+
+    def _take_any(self) -> int | None:
+        look = self._store.look()
+        free = self._free(look).ranks
+        if self._is_worker:
+            random.shuffle(free)
+        for rank in free:
+            if self._take(rank, look):
+                return rank
         return None
 
     @property
@@ -327,7 +335,6 @@ class Claims:
             return False
         self._held[rank] = mine, record
         self._taken_at[rank] = time.monotonic()
-        self.takes += 1
         return True
 
     @property

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
-_MOST_IN_VAIN = 5
+_MOST_FAILURES = 5  # of claims, in a row
 _REMOTE_CLAIMS_POLL = 15.0
 _WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
@@ -433,7 +433,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             worker.workers = 1
             worker._claims = claims
             line_at = 0.0
-            in_vain = 0
             while (
                 left := set(self.get_incomplete_ranks(ranks))
                 - claims.done
@@ -443,17 +442,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 if free and not claims.has_time:
                     self._end_before_time_limit()
                 if free:
-                    takes = claims.takes
                     worker._run_all(free, screen, done, may_overlap=not are_left)
                     line_at = 0.0
-                    if claims.takes > takes:
-                        in_vain = 0
+                    if not claims.failures:
                         continue
-                    in_vain += 1
-                    if in_vain == _MOST_IN_VAIN:
+                    if claims.failures >= _MOST_FAILURES:
                         raise CkptError(
-                            f"No task could be claimed, {in_vain} times in a row: see the lines "
-                            "above. Correct the cause, and run the same command again."
+                            f"No task could be claimed, {claims.failures} times in a row: see the "
+                            "lines above. Correct the cause, and run the same command again."
                         )
                 elif self._is_worker:
                     break

@@ -140,9 +140,8 @@ class ChunkTracker:
         if self._has_more_than_the_input():
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds "
-                "finished documents "
-                "beyond that: the input has shrunk, or limit of the reader was lowered. Restore "
-                "it, or start with ",
+                "finished documents beyond that: the input has shrunk, or limit of the reader "
+                "was lowered. Restore it, or start with ",
                 StartOver(),
                 f"{written.old_results}.",
             )
@@ -187,8 +186,8 @@ class ChunkTracker:
         if known != fingerprint:
             raise CheckpointMismatch(
                 f"Document {ordinal} of this rank is not the one that was finished there before "
-                f"(see {self._folder}): "
-                "the input, or a step before this one, has changed. Restore it, or start with ",
+                f"(see {self._folder}): the input, or a step before this one, has changed. "
+                "Restore it, or start with ",
                 StartOver(),
                 f"{written.old_results}.",
             )

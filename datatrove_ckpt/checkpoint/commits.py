@@ -64,8 +64,7 @@ class CommitsDamaged(CheckpointCorrupt):
             checkpoints = root.parent
         super().__init__(
             f"{what} Keep the rank's output files: they may belong to lost commits. Restore "
-            f"{path.name} from a copy or "
-            "from the mirror. If there is none: ",
+            f"{path.name} from a copy or from the mirror. If there is none: ",
             Repair(str(checkpoints), logging_dir),
             ". Commits that can be proved are kept; the other chunks are processed again.",
         )
@@ -353,9 +352,8 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         raise CheckpointCorrupt(
             path,
             f", line {number}: the line is whole, but no commit of this version of the program "
-            f"({error!r}). "
-            "Keep the rank's output files. Use the version that wrote it, or restore the file from "
-            "a copy.",
+            f"({error!r}). Keep the rank's output files. Use the version that wrote it, or "
+            "restore the file from a copy.",
         ) from error
 
 

@@ -208,9 +208,8 @@ def check_format(
         formats = f"formats {OLDEST_FORMAT} to {known}"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads {formats}. "
-        f"Nothing was changed. Install {get}, and run the same command again; or start a new run "
-        "in other folders."
+        f"which reads {formats}. Nothing was changed. Install {get}, and run the same command "
+        "again; or start a new run in other folders."
     )
 
 
@@ -314,10 +313,8 @@ class Fence:
             self.lost = True
             raise Fenced(
                 f"Another process has taken over {self._path.parent}: {owner.get('host')} pid "
-                f"{owner.get('pid')}, "
-                f"start number {owner.get('fence')}; this one, number {self.owner['fence']}, "
-                "writes nothing more. "
-                "What it saved before is kept."
+                f"{owner.get('pid')}, start number {owner.get('fence')}; this one, number "
+                f"{self.owner['fence']}, writes nothing more. What it saved before is kept."
             )
         self._seen = self._stamp()
 
@@ -367,8 +364,7 @@ class RunClaim:
             if not describe_alike(old, identity.fields):
                 logger.warning(
                     f"{self._path}: another version of datatrove-ckpt described the code of this "
-                    "run in another way, "
-                    "so the code is not compared this time. From now on it is."
+                    "run in another way, so the code is not compared this time. From now on it is."
                 )
             owner = old.get("owner", {})
             self._fence = owner.get("fence", 0)
@@ -441,8 +437,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 def not_readable(path: Path | str) -> str:
     return (
         f"{path}: permission denied. Checkpoints are private, because they hold documents and "
-        "answers. Run this "
-        "command as the user who made them"
+        "answers. Run this command as the user who made them"
     )
 
 

@@ -29,8 +29,7 @@ Outcome = Literal["written", "dropped", "dead"]
 
 JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with "
-    "the saved answers "
-    "where they exist."
+    "the saved answers where they exist."
 )
 """What to do about a damaged journal."""
 _OUTCOMES = get_args(Outcome)
@@ -182,8 +181,8 @@ def read_finished(
             raise CheckpointCorrupt(
                 path,
                 f", at byte {line.offset}: the line holds no finished document of this version of "
-                "the program "
-                f"({error!r}). If another version wrote it, use that one. {JOURNAL_ADVICE}",
+                f"the program ({error!r}). If another version wrote it, use that one. "
+                f"{JOURNAL_ADVICE}",
             ) from error
         ordinal = finished.ordinal
         fingerprint = finished.fingerprint

@@ -222,8 +222,7 @@ def refuse_missing_run_json(folder: Path) -> None:
     if is_datatroves(last_chunk_of(folder)):
         raise CheckpointMismatch(
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
-            "wrote "
-            f"{last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
+            f"wrote {last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
     if not folder.is_dir():
         return
@@ -234,16 +233,14 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            "made it: "
-            f"{continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a copy or "
-            "from the mirror."
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a "
+            "copy or from the mirror."
         )
 
 
 def continue_datatroves(checkpoints: Path | str) -> str:
     return (
-        f"To continue that run, stop it, choose another {written.folders}, and set "
-        f"finished_from: [{checkpoints}, OUTPUT], with its output folder: finished documents keep "
-        "their results. To "
-        "start over, choose other folders without finished_from."
+        f"To continue that run, stop it, choose another {written.folders}, and set finished_from: "
+        f"[{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. "
+        "To start over, choose other folders without finished_from."
     )

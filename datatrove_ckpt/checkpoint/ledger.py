@@ -317,8 +317,7 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
         )
     raise ConfigError(
         f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
-        "run_folder, or "
-        "that of checkpoints_local_dir."
+        "run_folder, or that of checkpoints_local_dir."
     )
 
 
@@ -648,15 +647,13 @@ class Expected:
             raise CommitsDamaged(
                 path,
                 f"{found}, none of them for chunk {commits.unbroken}, but "
-                f"{last_chunk_of(self.folder)} says that all "
-                f"chunks up to {self.last} are done.",
+                f"{last_chunk_of(self.folder)} says that all chunks up to {self.last} are done.",
             )
         if self.documents is not None and commits.counts.read < self.documents:
             raise CommitsDamaged(
                 path,
                 f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says "
-                "that this finished rank "
-                f"has read {self.documents}.",
+                f"that this finished rank has read {self.documents}.",
             )
         last = max(commits.indices, default=0)
         if (gap := last - number) > MAX_GAP:
@@ -696,8 +693,7 @@ def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
             raise CheckpointCorrupt(
                 path,
                 f": the commit of chunk {index} starts at document {commit.first_ordinal}, which "
-                "does not follow "
-                f"the commits before it (document {ordinal}). {_START_OVER}",
+                f"does not follow the commits before it (document {ordinal}). {_START_OVER}",
             )
         expected = index + 1
         ordinal = commit.next_ordinal
@@ -713,7 +709,6 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
         raise CheckpointCorrupt(
             path,
             f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            "Restore the file "
-            "from a copy or from the mirror. If there is none, start this rank over: remove its "
-            "folder and its output.",
+            "Restore the file from a copy or from the mirror. If there is none, start this rank "
+            "over: remove its folder and its output.",
         )

@@ -60,8 +60,7 @@ def too_large() -> str:
         )
     return (
         f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit "
-        "-f) and run the same "
-        "command again; everything saved so far is kept."
+        "-f) and run the same command again; everything saved so far is kept."
     )
 
 
@@ -80,10 +79,9 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
     if _was_removed(error, path):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
-            "it held is "
-            "lost. Put it back (a copy, the mount; a mirror comes back by itself) and run the same "
-            "command again. If "
-            f"it is gone for good, start over with another {written.folders}."
+            "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
+            "run the same command again. If it is gone for good, start over with another "
+            f"{written.folders}."
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (
@@ -268,6 +266,5 @@ def read_shard(path: Path) -> Json:
         raise CheckpointCorrupt(
             path,
             f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows "
-            "whether the "
-            "input of this finished rank changes.",
+            "whether the input of this finished rank changes.",
         ) from error

@@ -86,10 +86,8 @@ class DiskRoom:
             reserve = reserve_bytes(self._folder) + unwritten
             logger.warning(
                 f"{self._folder}: only {byte_size(free_bytes(self._folder))} are free, less than "
-                "the reserve of "
-                f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No new "
-                "document is started "
-                "until there is room; those in work go on."
+                f"the reserve of {byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the "
+                "hub. No new document is started until there is room; those in work go on."
             )
         elif was_low and not self._is_low:
             logger.info(

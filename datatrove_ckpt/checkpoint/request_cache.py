@@ -131,8 +131,7 @@ class RequestCache:
             if "database is locked" in str(error.__cause__):
                 raise CheckpointLocked(
                     f"Another process works on this rank: it has {path} open. Wait for it to end, "
-                    "or stop it, and run "
-                    "the same command again."
+                    "or stop it, and run the same command again."
                 ) from error
             self._set_aside(error)
         self._inode = path.stat().st_ino
@@ -161,8 +160,7 @@ class RequestCache:
         aside = _rename_aside(self.path)
         logger.warning(
             f"The request cache {self.path} is damaged ({error.__cause__}). It is kept as {aside}. "
-            "Its answers are "
-            "requested again; finished documents are not affected."
+            "Its answers are requested again; finished documents are not affected."
         )
         self._connection = self._open()
         self._inode = self.path.stat().st_ino

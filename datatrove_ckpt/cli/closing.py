@@ -61,9 +61,8 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
         f"{_why_none(root, counts)}{counts.written} of {plural_is(counts.read, 'document')} in "
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
-        f"{counts.prompt_tokens} "
-        f"prompt and {plural(counts.completion_tokens, 'completion token')}."
-        f"{work}{_checked(checked)} "
+        f"{counts.prompt_tokens} prompt and "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
         f"{_next_step(runner, root, counts)}"
     )
 
@@ -72,10 +71,8 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
     if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
         raise CheckpointCorrupt(
             f"The commits in {root} contradict each other: {counts.read} documents read, "
-            f"{counts.written} written, "
-            f"{counts.dropped} dropped, {counts.dead} dead letters. Do not use the output before "
-            "you have run: "
-            f"{_verify(root)}"
+            f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
+            f"not use the output before you have run: {_verify(root)}"
         )
     if not counts.read and skipped:
         raise InputError(

@@ -96,8 +96,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             if arguments.fail_on_dead_letters and slurm_submit.submits(executor):
                 raise ConfigError(
                     "--fail-on-dead-letters: this command submits the job, and ends before its "
-                    "tasks do. Leave the "
-                    "flag out; `datatrove-ckpt status` counts the dead letters."
+                    "tasks do. Leave the flag out; `datatrove-ckpt status` counts the dead "
+                    "letters."
                 )
             if arguments.retry_dead_letters:
                 _retry_dead_letters(plan)
@@ -224,8 +224,8 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     if left:
         raise CkptError(
             f"{len(left)} of {plan.tasks} tasks are not complete; rank {left[0]} is the first. "
-            "Their logs are "
-            f"in {plan.logging_dir.resolve_paths('logs')}. Run the same command again to resume."
+            f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
+            "again to resume."
         )
 
 

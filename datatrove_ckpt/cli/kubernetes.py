@@ -103,8 +103,7 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
     if executor.depends is not None:
         raise ConfigError(
             f"{written.executor}: depends: each worker would run that job. Run it first, as one of "
-            "its own, and remove "
-            "this."
+            "its own, and remove this."
         )
 
 
@@ -126,9 +125,8 @@ def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
             shorter = f", or drain_seconds to at most {longest:g}"
         raise ConfigError(
             f"{_SECTION}: grace_seconds: {job.grace_seconds} s are too few: the drain takes up to "
-            f"{drain:g} s "
-            f"(drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it to at least "
-            f"{drain + saving:g}{shorter}."
+            f"{drain:g} s (drain_seconds), saving and server_stop_timeout_sec {saving:g} s. Set it "
+            f"to at least {drain + saving:g}{shorter}."
         )
     return job
 
@@ -141,8 +139,7 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
     if lost:
         raise ConfigError(
             f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL "
-            "(s3://..., "
-            "hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
+            "(s3://..., hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
             f"{'; '.join(lost)}."
         )
 
@@ -217,8 +214,7 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
         ):
             raise ConfigError(
                 f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
-                "no place for one. "
-                "Let the job read it from the environment, out of a Secret that "
+                "no place for one. Let the job read it from the environment, out of a Secret that "
                 f"{_SECTION}.secrets names."
             )
 

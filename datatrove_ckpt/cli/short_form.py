@@ -170,8 +170,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     elif named:
         raise ConfigError(
             f"{named[0].partition('=')[0]}: {path} is in the long form, where a setting has a "
-            "path, such as "
-            "--pipeline.1.config.max_concurrent_generations."
+            "path, such as --pipeline.1.config.max_concurrent_generations."
         )
     for override in overrides:
         if override not in named:

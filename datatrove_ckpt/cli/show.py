@@ -63,9 +63,8 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
     counts = state.together.done
     say(
         f"No document is in the output files, so far: {plural_is(counts.read, 'document')} done "
-        f"({counts.dropped} "
-        f"dropped, {plural(counts.dead, 'dead letter')}). A file appears when a chunk of "
-        f"{state.identity.get('records_per_chunk')} is complete."
+        f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}). A file appears when a "
+        f"chunk of {state.identity.get('records_per_chunk')} is complete."
     )
 
 

@@ -56,9 +56,8 @@ def check(executor: PipelineExecutor) -> None:
     if shutil.which("sbatch") is None:
         raise ConfigError(
             f"{written.executor}: SlurmPipelineExecutor submits with sbatch, which is not on this "
-            "machine's PATH. Run "
-            f"this on a login node of the cluster, or {written.run_here}. --dry-run shows the "
-            "script anywhere."
+            f"machine's PATH. Run this on a login node of the cluster, or {written.run_here}. "
+            "--dry-run shows the script anywhere."
         )
 
 
@@ -87,8 +86,7 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
             )
         raise CkptError(
             f"sbatch ended with exit code {error.returncode}; its message is above.{there} The "
-            "script is in "
-            f"{executor.logging_dir.resolve_paths('launch_script.slurm')}."
+            f"script is in {executor.logging_dir.resolve_paths('launch_script.slurm')}."
         ) from error
     job = executor.array_id
     if job is None:
@@ -99,10 +97,8 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
         more = f" To add workers, now or later: {command}"
     return (
         f"Submitted job {job}: {plural(executor.count_elements(waiting), 'worker')} for {waiting} "
-        "of "
-        f"{plural(executor.tasks, 'task')}. Logs: {Path(executor.slurm_logs_folder).absolute()} "
-        "and "
-        f"{executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. Job "
-        f"{executor.job_id} checks "
-        f"the run after it: COMPLETED means that every document is there.{more}"
+        f"of {plural(executor.tasks, 'task')}. Logs: {Path(executor.slurm_logs_folder).absolute()} "
+        f"and {executor.logging_dir.resolve_paths('logs')}. To watch it: {'; '.join(look)}. Job "
+        f"{executor.job_id} checks the run after it: COMPLETED means that every document is "
+        f"there.{more}"
     )

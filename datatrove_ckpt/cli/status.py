@@ -92,14 +92,12 @@ def _what_next(state: RunState) -> Iterator[str]:
     if failed:
         yield (
             f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} "
-            f"({ranges(failed)}), or the same "
-            f"error comes again. To resume then: {command}"
+            f"({ranges(failed)}), or the same error comes again. To resume then: {command}"
         )
     else:
         yield (
             "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
-            "another node or the "
-            f"same command is about to start the next task: {command}"
+            f"another node or the same command is about to start the next task: {command}"
         )
 
 
@@ -116,8 +114,8 @@ def _full_disk(state: RunState) -> Iterator[str]:
         if free < _LEAST_FREE:
             yield (
                 f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks may have "
-                "ended for that reason, "
-                "and could not write it down. Make room, and run the same command again."
+                "ended for that reason, and could not write it down. Make room, and run the same "
+                "command again."
             )
 
 
@@ -173,8 +171,7 @@ _TABLE_BAR = 10
 def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
     yield (
         f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
-        f"{'per second':>10}  "
-        f"{'left':>8}  {'changed':>8}  notes"
+        f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:
         yield _row(rank, now, bars)

@@ -76,6 +76,5 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         other = " to read it,"
     return StorageFailed(
         f"{error.filename}{where}: {error.strerror}. Give this user the permission{other} and run "
-        "the "
-        "same command again; everything saved so far is kept."
+        "the same command again; everything saved so far is kept."
     )

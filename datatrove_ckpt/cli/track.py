@@ -29,9 +29,8 @@ def track(arguments: argparse.Namespace) -> int:
         if holds_credentials(arguments.mlflow):
             raise ConfigError(
                 "--mlflow: the URI holds a user or a password, which other users of this machine "
-                "can see. Leave them "
-                "out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
-                "environment."
+                "can see. Leave them out, and set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment."
             )
         services.append(partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment))
     if arguments.wandb is not None:

@@ -76,10 +76,9 @@ def _verdict(report: Report, full: bool) -> str:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
         f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} "
-        f"({counts.written} written, "
-        f"{counts.dropped} dropped, {plural(counts.dead, 'dead letter')}) in "
-        f"{plural(sums.numbers.files, 'file')} "
-        f"of {report.output} (checked: {checked})"
+        f"({counts.written} written, {counts.dropped} dropped, "
+        f"{plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} of "
+        f"{report.output} (checked: {checked})"
     )
 
 
@@ -129,6 +128,5 @@ def _repair(
     names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
     return (
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir "
-        "LOGGING_DIR): datatrove skips "
-        f"ranks that have such a marker. {again}"
+        f"LOGGING_DIR): datatrove skips ranks that have such a marker. {again}"
     )

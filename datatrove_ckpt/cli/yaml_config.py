@@ -43,17 +43,14 @@ _NAMES_BY_MODULE = {
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
-    "EmbedRollout "
-    "ClassifyRollout chat",
+    "EmbedRollout ClassifyRollout chat",
     "datatrove.executor": "RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter "
     "ParquetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter "
-    "FastTextClassifierFilter "
-    "FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter LambdaFilter LanguageFilter "
-    "RegexFilter "
-    "SamplerFilter UnigramLogProbFilter URLFilter",
+    "FastTextClassifierFilter FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter "
+    "LambdaFilter LanguageFilter RegexFilter SamplerFilter UnigramLogProbFilter URLFilter",
     "datatrove.pipeline.extractors": "Trafilatura",
     "datatrove.pipeline.formatters": "FTFYFormatter PIIFormatter SymbolLinesFormatter",
 }
@@ -98,8 +95,7 @@ def load(path: str | Path) -> JsonObject:
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
             f'{path}: must have the key "executor" at the top, with class_path and init_args; or '
-            "those of the short "
-            "form: run_folder, input, prompt and model."
+            "those of the short form: run_folder, input, prompt and model."
         )
     if "executor" in content:
         refuse_unknown(content, ["executor", "kubernetes"], str(path))
@@ -118,8 +114,7 @@ def build(content: JsonObject) -> Any:
         if value == MASK:
             raise ConfigError(
                 f"{place}: its value was hidden by --dry-run, because it may be a secret. Write "
-                "the value in its "
-                "place, into a file that only you can read."
+                "the value in its place, into a file that only you can read."
             )
     executor: Any = _build(content["executor"], "executor", [PipelineExecutor])
     for name, default in _NUMBERS.items():
@@ -175,8 +170,8 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
     if "api_key_env" in parameters and arguments.get("api_key"):
         raise ConfigError(
             f"{_inside(label, 'api_key')}: a key does not belong into a file. Export it where the "
-            "tasks run, such as "
-            "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."
+            "tasks run, such as ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead "
+            "of api_key."
         )
     values = {
         key: _value(parameters.get(key, ANYTHING).annotation, value, label, key)
@@ -339,8 +334,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
             )
         raise ConfigError(
             f'{place}: {what} "{path}" needs module "{error.name}", which is neither in the '
-            "working folder "
-            f"nor installed; {advice}."
+            f"working folder nor installed; {advice}."
         ) from None
     except Exception as error:
         raise ConfigError(

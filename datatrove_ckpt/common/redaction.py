@@ -445,9 +445,8 @@ class EnvironmentSecret:
         if value is None:
             raise ConfigError(
                 "api_key: the key given in Python or YAML did not reach this process (keys are "
-                "never pickled). "
-                "Export it as an environment variable on the worker and name that variable in "
-                "api_key_env."
+                "never pickled). Export it as an environment variable on the worker and name that "
+                "variable in api_key_env."
             )
         return value
 
@@ -481,10 +480,8 @@ def check_options(options: object, url: str, where: str) -> None:
         ):
             raise ConfigError(
                 f"{where}: the storage option {name!r} is a secret, and would be pickled with the "
-                "executor, into a "
-                "file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, or "
-                "AWS_PROFILE, in the environment."
+                "executor, into a file on a cluster. Leave it out: on S3 set AWS_ACCESS_KEY_ID "
+                "and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, in the environment."
             )
         check_options(value, url, where)
 
@@ -498,8 +495,7 @@ def refuse_variables(setting: str, path: str) -> None:
     if match := VARIABLE.search(path):
         raise ConfigError(
             f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be "
-            "a folder of that "
-            f"name. Write the path out.{written.may_hold_variables}"
+            f"a folder of that name. Write the path out.{written.may_hold_variables}"
         )
     if not path.startswith("~"):
         refuse_tilde(setting, path, Path(path))

@@ -114,8 +114,7 @@ def _warn(name: str) -> None:
     if near:
         logger.warning(
             f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It "
-            "is sent as it is, "
-            "and many servers ignore what they do not know."
+            "is sent as it is, and many servers ignore what they do not know."
         )
 
 

@@ -188,8 +188,7 @@ class InferenceConfig:
         if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
             raise ConfigError(
                 "api_key_env: takes the name of an environment variable (letters, digits and _), "
-                "not the key. Export "
-                "the key, and give the variable's name here."
+                "not the key. Export the key, and give the variable's name here."
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
@@ -203,8 +202,8 @@ class InferenceConfig:
                 with_metrics = engines_where(lambda engine: engine.metrics is not None)
                 raise ConfigError(
                     "max_concurrent_generations: auto follows the metrics of servers that the run "
-                    "launches itself "
-                    f"({with_metrics}). For server_type {self.server_type!r}, set a number."
+                    f"launches itself ({with_metrics}). For server_type {self.server_type!r}, set "
+                    "a number."
                 )
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = engines_where(lambda engine: engine.takes_interpreter)
@@ -259,9 +258,8 @@ class InferenceConfig:
             ):
                 raise ConfigError(
                     f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no "
-                    "room for a prompt: "
-                    "model_max_context, "
-                    f"prompt and answer together, is {self.model_max_context}."
+                    "room for a prompt: model_max_context, prompt and answer together, is "
+                    f"{self.model_max_context}."
                 )
 
     @property
@@ -324,8 +322,7 @@ class InferenceConfig:
             if not key.reveal():
                 raise ConfigError(
                     f"api_key_env: the environment variable {self.api_key_env} is not set. Export "
-                    "it where the tasks "
-                    "run."
+                    "it where the tasks run."
                 )
         elif isinstance(self.api_key, EnvironmentSecret):
             key = Key(self.api_key.reveal())
@@ -390,8 +387,8 @@ def _check_flags(flags: JsonObject) -> None:
         ):
             raise ConfigError(
                 f"model_kwargs: {name!r} is a secret, and would be in the process list and in "
-                "files. Export it in the "
-                "environment instead, which servers inherit: HF_TOKEN for the model hub."
+                "files. Export it in the environment instead, which servers inherit: HF_TOKEN for "
+                "the model hub."
             )
 
 
@@ -403,8 +400,7 @@ def _check_url(url: Key) -> None:
     ):
         raise ConfigError(
             f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an "
-            "environment "
-            "variable that does."
+            "environment variable that does."
         )
     if any(char.isspace() for char in url.reveal()):
         raise ConfigError(
@@ -556,8 +552,7 @@ TOO_FEW_GPUS = Cause(
 )
 GPU_FULL = Cause(
     "The GPU's memory is full. Lower model_max_context or gpu-memory-utilization (model_kwargs), "
-    "raise "
-    "tp, or stop other programs on the GPU (nvidia-smi)."
+    "raise tp, or stop other programs on the GPU (nvidia-smi)."
 )
 
 
@@ -628,8 +623,8 @@ class Engine:
             if dashed(name) in self.address_flags:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
-                    "port, with a fresh "
-                    "key. To use another address, start the server yourself and set server_type "
+                    "port, with a fresh key. To use another address, start the server yourself "
+                    "and set server_type "
                     '"endpoint".'
                 )
 
@@ -710,8 +705,7 @@ class Engine:
         if find_spec(self.package) is None:
             raise ServerStartFailed(
                 f"The {self.name} server cannot start: the Python package {self.package!r} is not "
-                "installed in "
-                f"{sys.prefix}. Run: pip install 'datatrove-ckpt[{self.name}]'"
+                f"installed in {sys.prefix}. Run: pip install 'datatrove-ckpt[{self.name}]'"
             )
 
 

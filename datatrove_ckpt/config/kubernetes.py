@@ -60,10 +60,8 @@ class KubernetesJob:
             if may_name_secret(variable):
                 raise ConfigError(
                     f"env: {variable}: its value may be a secret, and anybody who sees the Job "
-                    "sees it. Put it into a "
-                    f"Secret (kubectl create secret generic NAME --from-literal={variable}=...) "
-                    "and write "
-                    "secrets: [NAME]."
+                    "sees it. Put it into a Secret (kubectl create secret generic NAME "
+                    f"--from-literal={variable}=...) and write secrets: [NAME]."
                 )
         for claim, path in (self.volumes or {}).items():
             if not path.startswith("/"):

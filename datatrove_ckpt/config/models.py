@@ -50,8 +50,7 @@ def models_of(
         if not _NAME.fullmatch(str(name)) or keyword.iskeyword(str(name)) or name in _TAKEN:
             raise ConfigError(
                 f"config: {name!r} cannot be the name of a model: generate.{name} must be Python, "
-                "and mean nothing "
-                "else. Take letters, digits and _, such as judge."
+                "and mean nothing else. Take letters, digits and _, such as judge."
             )
     models = {name: _checked(f"config: {name}", one) for name, one in config.items()}
     if len(models) == 1:

@@ -28,8 +28,7 @@ def expand_path(setting: str, path: str) -> Path:
         if name not in os.environ:
             raise ConfigError(
                 f"{written(setting)}: {path!r}: the environment variable {name} is not set here "
-                f"({socket.gethostname()}). "
-                "Export it where the tasks run, or write the path out."
+                f"({socket.gethostname()}). Export it where the tasks run, or write the path out."
             )
     try:
         found = Path(os.path.expandvars(path)).expanduser().absolute()

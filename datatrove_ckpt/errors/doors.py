@@ -35,8 +35,7 @@ _PHRASES = {
     "finished_folders": ("output_folder and checkpoints_local_dir", "run_folder"),
     "old_results": (
         ", and set finished_from to the old output_folder and checkpoints_local_dir: finished "
-        "documents keep their "
-        "results",
+        "documents keep their results",
         ", and set finished_from to the old run_folder: finished documents keep their results",
     ),
     "own_folders": (

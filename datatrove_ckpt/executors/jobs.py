@@ -270,8 +270,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
             raise ConfigError(
                 f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
-                "with it. Set to a "
-                f"URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
             )
         self._secrets()
         own_files()
@@ -348,8 +347,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
-            "To cancel them: "
-            f"{written.cancel}."
+            f"To cancel them: {written.cancel}."
         )
 
     def _run_dependency(self) -> None:
@@ -425,10 +423,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if others:
             raise CheckpointMismatch(
                 f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
-                "rollout code or "
-                f"package: {_shown(others)}. Wait for them with what they were started with, or "
-                "cancel them "
-                f"({written.cancel}), and run this again."
+                f"rollout code or package: {_shown(others)}. Wait for them with what they were "
+                f"started with, or cancel them ({written.cancel}), and run this again."
             )
         return running
 
@@ -458,10 +454,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             left = self._left(range(self.tasks))
             raise CkptError(
                 f"{len(left)} of {self.tasks} tasks are not complete. {what}: {why}. "
-                "`datatrove-ckpt status` shows "
-                f"each task; their logs: hf jobs logs {job.id}, and {self._folder}/logs. Other "
-                "jobs of this run go on. "
-                "Run the same command again to resume."
+                f"`datatrove-ckpt status` shows each task; their logs: hf jobs logs {job.id}, and "
+                f"{self._folder}/logs. Other jobs of this run go on. Run the same command again to "
+                "resume."
             )
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
@@ -500,8 +495,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 if not READING.passes(error):
                     raise CkptError(
                         f"Hugging Face refuses to start a job: {failure_line(error)}. "
-                        f"{plural(len(alive), 'job')} of "
-                        "this run go on. Correct that and run the same command again."
+                        f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "
+                        "same command again."
                     ) from error
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
                 return  # if only the answer was lost, the job is found in the list

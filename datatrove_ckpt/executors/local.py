@@ -222,9 +222,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if left:
             raise CkptError(
                 f"{len(left)} of {self.world_size} tasks have ended, but are not marked as "
-                f"complete; task {left[0]} is "
-                f"the first. See its log in {self.logging_dir.resolve_paths('logs')}, and run the "
-                "same command again."
+                f"complete; task {left[0]} is the first. See its log in "
+                f"{self.logging_dir.resolve_paths('logs')}, and run the same command again."
             )
         self._write_stats(stats, local)
         if self.local_tasks > 1:  # the only one has said its own
@@ -466,8 +465,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if locked and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(locked), 'task')} run by processes that were started "
-                    f"{written.as_run}. Task "
-                    f"{min(locked)} is the first. Wait for them, and start this command again."
+                    f"{written.as_run}. Task {min(locked)} is the first. Wait for them, and start "
+                    "this command again."
                 )
             given_up = claims.given_up()
             if given_up:
@@ -648,10 +647,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         except Exception as error:  # whatever a step's __reduce__ raises
             raise ConfigError(
                 f"The pipeline cannot be sent to worker processes: {type(error).__name__}: "
-                f"{error}. Every step, its "
-                "rollout and its shared_context must be picklable; give a function that makes what "
-                "is not, such as a "
-                "connection or a generator. Or set workers=1."
+                f"{error}. Every step, its rollout and its shared_context must be picklable; give "
+                "a function that makes what is not, such as a connection or a generator. Or set "
+                "workers=1."
             ) from error
 
     def _run_dependency(self) -> None:
@@ -665,9 +663,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if alone:  # nobody else will run them
                 raise CkptError(
                     f"{left} of {self.depends.world_size} tasks of the executor in depends are not "
-                    "complete. Their "
-                    f"logs are in {self.depends.logging_dir.resolve_paths('logs')}. Run that one "
-                    "again first."
+                    "complete. Their logs are in "
+                    f"{self.depends.logging_dir.resolve_paths('logs')}. Run that one again first."
                 )
             logger.info(
                 f"{left} of {self.depends.world_size} tasks that this executor depends on are not "
@@ -797,10 +794,8 @@ def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
 def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
     return CheckpointLocked(
         f"All tasks of this job are run by {', '.join(processes)}, which was started "
-        f"{written.as_run}. Stop it, and "
-        f"start every machine {written.as_worker}. If it was killed on another machine, it counts "
-        "as alive for five "
-        "minutes."
+        f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If it was killed "
+        "on another machine, it counts as alive for five minutes."
     )
 
 
@@ -809,6 +804,5 @@ def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
     memory = "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
     return WorkerDied(
         f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died "
-        f"({named}). "
-        f"{memory if 'SIGKILL' in named else ''}Run the same command again to resume."
+        f"({named}). {memory if 'SIGKILL' in named else ''}Run the same command again to resume."
     )

@@ -98,11 +98,9 @@ class Failures:
         if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this rank failed, more than "
-                f"max_dead_letters={self.limit} "
-                f"allows. The last one, {name}: {cause}. Fix the cause and run the same command "
-                "again. When "
-                f"the rank is finished, {written.retry_dead_letters} processes the dead letters "
-                "again."
+                f"max_dead_letters={self.limit} allows. The last one, {name}: {cause}. Fix the "
+                "cause and run the same command again. When the rank is finished, "
+                f"{written.retry_dead_letters} processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(
@@ -181,9 +179,8 @@ def _stop(
         and any(isinstance(one, InvalidAnswer) for one in causes(error))
     ):
         way = [
-            "These answers are saved, too, so the same command fails again. To go on without such "
-            "documents, as dead "
-            "letters, ",
+            "These answers are saved, too, so the same command fails again. To go on without "
+            "such documents, as dead letters, ",
             ChangeSetting("on_document_error", "dead_letter"),
             ". A new run drops them with invalid_answer: drop.",
         ]
@@ -229,10 +226,9 @@ def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
     if isinstance(error, RequestFailed):
         message = [
             f"A request of {document} has no answer. {error} The server's failure is not the "
-            "document's, so it makes "
-            "no dead letter. Fix the server and run the same command again. To go on without this "
-            "document, let the "
-            "rollout return None for it before any request, and ",
+            "document's, so it makes no dead letter. Fix the server and run the same command "
+            "again. To go on without this document, let the rollout return None for it before "
+            "any request, and ",
             ChangeSetting("accept_changes"),
             ".",
         ]

@@ -117,9 +117,8 @@ class FinishedDocuments:
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(
                 f"finished_from: the document {safe_repr(str(document.id))} is requested again, as "
-                "are others like it: "
-                f"its old metadata has another {names}. The input was another one, or the rollout "
-                "changed it."
+                f"are others like it: its old metadata has another {names}. The input was another "
+                "one, or the rollout changed it."
             )
         self.differing += bool(rows)
         if not self.missing:
@@ -279,8 +278,7 @@ def _refuse_running(lock: Path) -> None:
     if holder is not None:
         raise CheckpointLocked(
             f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. "
-            "Stop it, and run the "
-            "same command again."
+            "Stop it, and run the same command again."
         )
 
 

@@ -393,14 +393,11 @@ class Requests:
         believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
-            "servers that never give "
-            f"one. So answers without one may be cut off. This attempt has taken {believed} of "
-            "them as complete, and "
-            "earlier ones may have taken more. Remove the setting, and use another "
-            f"{written.folders}, so that "
-            "everything is asked again. (Or continue here with accept_changes: then look for null "
-            "among the finish_reasons of documents that are finished already, because those stay "
-            "as they are.)"
+            "servers that never give one. So answers without one may be cut off. This attempt has "
+            f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
+            f"the setting, and use another {written.folders}, so that everything is asked again. "
+            "(Or continue here with accept_changes: then look for null among the finish_reasons "
+            "of documents that are finished already, because those stay as they are.)"
         )
         return self._stopped(error)
 
@@ -425,12 +422,10 @@ class Requests:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
                 f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
-                f"with {before}"
-                f"{first}, for the same params. So its servers have, or had, different models. "
-                "This answer is not "
-                "kept; when all servers have the model of the first one, run the same command "
-                "again. If that is the "
-                f"wrong one, start over with another {written.folders}."
+                f"with {before}{first}, for the same params. So its servers have, or had, "
+                "different models. This answer is not kept; when all servers have the model of "
+                "the first one, run the same command again. If that is the wrong one, start over "
+                f"with another {written.folders}."
             )
             raise self._stopped(error)
 

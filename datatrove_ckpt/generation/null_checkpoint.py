@@ -163,10 +163,9 @@ class NullCheckpoint:
         except Exception as error:
             raise OutputFailed(
                 f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be "
-                "written by "
-                f"{type(self._writer).__name__}: {type(error).__name__}: {error}. This run has no "
-                "checkpoint "
-                "(checkpoints_local_dir is not set), so the next one starts over."
+                f"written by {type(self._writer).__name__}: {type(error).__name__}: {error}. This "
+                "run has no checkpoint (checkpoints_local_dir is not set), so the next one starts "
+                "over."
             ) from error
 
     def _abandon(self) -> None:

@@ -409,17 +409,15 @@ class DocumentSource:
         if was_in_order and (last is not None or position is not None):
             logger.info(
                 "A step between the reader and InferenceRunner reorders documents, or makes "
-                "several of one: a "
-                "resume will count documents from the start instead of seeking."
+                "several of one: a resume will count documents from the start instead of seeking."
             )
         # The first two numbers of a position say when it was read.
         if self._saved is not None and (position is None or position[:2] <= self._saved):
             raise ConfigError(
                 "A step between the reader and InferenceRunner reorders documents, or makes "
-                "several of one, so a "
-                "position that was saved is wrong, and a resume from it would lose documents. Use "
-                "datatrove's own "
-                f"reader, which counts documents instead, and start with another {written.folders}."
+                "several of one, so a position that was saved is wrong, and a resume from it "
+                "would lose documents. Use datatrove's own reader, which counts documents "
+                f"instead, and start with another {written.folders}."
             )
 
     def save(self, document: Document, stats: State | None = None) -> State | None:
@@ -458,8 +456,8 @@ class DocumentSource:
         else:
             why = (
                 "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and "
-                "HuggingFaceDatasetReader of "
-                "datatrove_ckpt.readers can, and take the same arguments."
+                "HuggingFaceDatasetReader of datatrove_ckpt.readers can, and take the same "
+                "arguments."
             )
         seconds = time.monotonic() - started
         logger.info(
@@ -473,8 +471,8 @@ class DocumentSource:
             if document is None:
                 raise CheckpointMismatch(
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were "
-                    "done before: it has "
-                    "shrunk, or limit of the reader was lowered. Restore it, or start with ",
+                    "done before: it has shrunk, or limit of the reader was lowered. Restore it, "
+                    "or start with ",
                     StartOver(),
                     f"{written.old_results}.",
                 )
@@ -483,9 +481,8 @@ class DocumentSource:
             ):
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one "
-                    "that was done there "
-                    "before: the input, or a step before this one, has changed. Restore it, or "
-                    "start with ",
+                    "that was done there before: the input, or a step before this one, has "
+                    "changed. Restore it, or start with ",
                     StartOver(),
                     f"{written.old_results}.",
                 )

@@ -404,8 +404,8 @@ class RankMessages:
         if not self.checkpoint.has_locks:
             logger.warning(
                 f"{self.folder} has no working file locks: do not start a second process for rank "
-                f"{self.rank}. A "
-                "second process takes over the rank, and this one stops before its next write."
+                f"{self.rank}. A second process takes over the rank, and this one stops before its "
+                "next write."
             )
         point = self.checkpoint.resumed
         if not point.is_fresh:
@@ -430,8 +430,7 @@ class RankMessages:
         elif self.checkpoint.error is not None:
             saved = (
                 ". What was saved before that stays. Correct the cause, and run the same command "
-                "again to resume; the "
-                "rest is done again."
+                "again to resume; the rest is done again."
             )
         else:
             given_up = (
@@ -440,8 +439,7 @@ class RankMessages:
             )
             saved = (
                 f", saved: {plural(self.progress.own.documents, 'document')} of this run and every "
-                "answer, "
-                f"{shutdown.seconds:.1f} s later. "
+                f"answer, {shutdown.seconds:.1f} s later. "
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
                 "again to resume."
             )
@@ -539,8 +537,6 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         raise CheckpointCorrupt(
             *error.args,
             f" The mirror {url} has this task as of {found.when}: to go on from there, move its "
-            "folder away "
-            f"while no task runs (mv {shlex.quote(str(folder))} "
-            f"{shlex.quote(f'{folder}.damaged')}), and run the same "
-            "command again.",
+            f"folder away while no task runs (mv {shlex.quote(str(folder))} "
+            f"{shlex.quote(f'{folder}.damaged')}), and run the same command again.",
         ) from error

@@ -256,8 +256,8 @@ class Scheduler:
         if self.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
-                "an earlier run; the "
-                "new results replace it. To keep both, give another metadata_key."
+                "an earlier run; the new results replace it. To keep both, give another "
+                "metadata_key."
             )
         if self.failures.on_document_error == "stop":
             self.check_first(document)
@@ -465,9 +465,8 @@ class DocumentTasks:
         if left := self._left():
             logger.error(
                 f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are "
-                "left behind. "
-                "A rollout must let asyncio.CancelledError out: write `except Exception`, not "
-                "`except BaseException`."
+                "left behind. A rollout must let asyncio.CancelledError out: write `except "
+                "Exception`, not `except BaseException`."
             )
 
     def _left(self) -> list[asyncio.Task[None]]:

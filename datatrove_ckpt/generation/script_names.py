@@ -89,10 +89,8 @@ def restore(names: ScriptNames) -> None:
         if name not in vars(main):
             logger.warning(
                 f"The script's {name} is not in the pickled job, because {reason}. A rollout that "
-                "needs it fails with "
-                "NameError: let the rollout read it (from an environment variable, for example), "
-                "or a module that it "
-                "imports."
+                "needs it fails with NameError: let the rollout read it (from an environment "
+                "variable, for example), or a module that it imports."
             )
 
 
@@ -117,15 +115,14 @@ def say_missing(*things: object, sent: bool) -> None:
         if sent and not is_installed(places[0]):
             logger.warning(
                 f"The rollout uses the module {name} of {folder}, and jobs lack it unless "
-                "`dependencies` installs it: "
-                "what lies in the working folder or beside the script goes along."
+                "`dependencies` installs it: what lies in the working folder or beside the script "
+                "goes along."
             )
         elif not sent and paths and folder == paths[0] and folder not in paths[1:]:
             logger.warning(
                 f"The rollout uses the module {name} of {folder}, which is on the path of this "
-                "script alone. The tasks "
-                f"find it if they have it, too: `export PYTHONPATH={folder}` before you submit, or "
-                "install the module."
+                "script alone. The tasks find it if they have it, too: `export "
+                f"PYTHONPATH={folder}` before you submit, or install the module."
             )
 
 
@@ -161,9 +158,8 @@ def say_left(names: ScriptNames) -> None:
     for name, reason in names.left.items():
         logger.warning(
             f"The script's {name} is not pickled with the job, because {reason}. If the rollout "
-            "needs it, let it "
-            "read it where the task runs (from an environment variable, for example), or move it "
-            "to a module."
+            "needs it, let it read it where the task runs (from an environment variable, for "
+            "example), or move it to a module."
         )
 
 

@@ -230,9 +230,7 @@ class Step(PipelineStep):
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
                 f"{written.rollout_fn}: a resume does not notice when these change: "
-                f"{'; '.join(made.left)}. They "
-                "differ at each "
-                "start or machine, or cannot be known."
+                f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
             )
 
     def code(self) -> CodeIdentity:
@@ -286,12 +284,10 @@ class Step(PipelineStep):
             self._check_submission(any(hasattr(kind, "sends_own_modules") for kind in kinds))
         if JobsPipelineExecutor in kinds:
             logger.warning(
-                "datatrove's JobsPipelineExecutor: its jobs have this package only if dependencies "
-                "names a release, "
-                "resume only with checkpoints_remote_dir, don't drain before their timeout, and "
-                "get no key of "
-                "api_key_env unless secrets has it. datatrove_ckpt.JobsPipelineExecutor does all "
-                "of that."
+                "datatrove's JobsPipelineExecutor: its jobs have this package only if "
+                "dependencies names a release, resume only with checkpoints_remote_dir, don't "
+                "drain before their timeout, and get no key of api_key_env unless secrets has it. "
+                "datatrove_ckpt.JobsPipelineExecutor does all of that."
             )
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(deepcopy(self.__dict__, memo))
@@ -333,10 +329,7 @@ def _refuse_secrets(state: dict[str, object]) -> None:
     if places:
         raise ConfigError(
             f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds "
-            "what looks like a "
-            "secret: "
-            f"{', '.join(places)}. It would be in a file that others may read, so nothing was "
-            "written. Leave it out, "
-            "and let the rollout read it where the task runs, from an environment variable, for "
-            "example."
+            f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
+            "read, so nothing was written. Leave it out, and let the rollout read it where the "
+            "task runs, from an environment variable, for example."
         )

@@ -252,9 +252,8 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         where = " (shared_context gives the names)" if shared else ""
         raise ConfigError(
             f"{written.rollout_fn}: {_shown(rollout_fn)} cannot be called as "
-            f"rollout({call}){where}: {error}. Its "
-            "parameters "
-            "must be document, generate, and the names that shared_context gives."
+            f"rollout({call}){where}: {error}. Its parameters must be document, generate, and the "
+            "names that shared_context gives."
         ) from None
 
 

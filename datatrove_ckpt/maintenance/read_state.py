@@ -111,10 +111,8 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
         if rank.key in running:
             raise CheckpointLocked(
                 f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 "
-                "minutes "
-                f"ago, as its mirror {place.what} shows. Wait for it to end, or stop it, and run "
-                "the same "
-                "command again."
+                f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
+                "and run the same command again."
             )
 
 

@@ -125,10 +125,9 @@ def check_output_folder(report: Report) -> None:
     ):
         raise ConfigError(
             f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at "
-            "the last start, and "
-            "that folder still exists. Nothing was changed. Leave --output out to repair the files "
-            "there. If they were "
-            f"all moved to {report.output}, first remove or rename {recorded}."
+            "the last start, and that folder still exists. Nothing was changed. Leave --output "
+            f"out to repair the files there. If they were all moved to {report.output}, first "
+            f"remove or rename {recorded}."
         )
 
 
@@ -162,10 +161,8 @@ def _plan_rank(
             continue
         plan.left += [
             f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
-            "or "
-            "records_per_chunk changed, and would not end where the next chunk starts. Start this "
-            "rank over: remove "
-            f"{rank.folder} and its output."
+            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
+            f"this rank over: remove {rank.folder} and its output."
             for index in chunks
         ]
     to_redo = {commit.chunk_index for commit in redo.commits}

@@ -271,10 +271,8 @@ def _check_ranks(report: Report) -> None:
         folder = str(rank_folder(report.checkpoints, rank))
         message = (
             f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
-            "good, have its "
-            f"documents processed, and paid, again: move the output files of task {rank} "
-            "elsewhere, delete "
-            f"completions/{rank:05d} in logging_dir, then run."
+            "good, have its documents processed, and paid, again: move the output files of task "
+            f"{rank} elsewhere, delete completions/{rank:05d} in logging_dir, then run."
         )
         report.problems.append(Problem("rank", message, rank=rank, path=folder))
     for rank in sorted(ranks):

@@ -38,8 +38,7 @@ def check_columns(report: Report) -> None:
         chunk, path, why = misfitting[0]
         message = (
             f"{path} does not load after {first}, or as text: column {column!r} is {why.later} "
-            f"there, and {why.first} "
-            "in the first file, whose types loaders take."
+            f"there, and {why.first} in the first file, whose types loaders take."
         )
         if len(misfitting) > 1:
             message += f" So {plural(len(misfitting) - 1, 'more file')}."

@@ -32,13 +32,11 @@ _OF_ANOTHER_NAME = (
 )
 _STAGED = (
     "a process on its way to publish has left it, unless a task works just now. Remove it, since "
-    "readers of the folder "
-    "may take it for output."
+    "readers of the folder may take it for output."
 )
 _OF_ANOTHER_JOB = (
     "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another "
-    "output folder, bring "
-    "that checkpoint back, or delete it if nothing else needs it."
+    "output folder, bring that checkpoint back, or delete it if nothing else needs it."
 )
 
 
@@ -91,8 +89,8 @@ def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
         report.add_problem(
             "output",
             f"the output folder {report.output} does not exist. If it was moved, give its place "
-            "with --output; if it "
-            "is lost, give the same folder with --output, and all its files count as missing.",
+            "with --output; if it is lost, give the same folder with --output, and all its files "
+            "count as missing.",
             path=report.output,
         )
         return None

@@ -131,8 +131,8 @@ def open_place(
                 raise ConfigError(_not_begun(place, f"{place.what}, its mirror"))
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
-                "version in it, and "
-                f"none in {below}. Give the URL that checkpoints_remote_dir names, or a run_folder."
+                f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
+                "names, or a run_folder."
             )
         if mirror != url:  # WHAT is a run folder
             place.output = f"{root}/output"
@@ -270,8 +270,7 @@ def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
         hint = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return (
         f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, "
-        "none has a "
-        f"checkpoint in {where}. A submitted job may wait in its queue.{hint}"
+        f"none has a checkpoint in {where}. A submitted job may wait in its queue.{hint}"
     )
 
 

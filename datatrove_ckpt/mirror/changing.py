@@ -71,8 +71,7 @@ def upload_rank(url: str, folder: Path) -> None:
     except OSError as error:
         raise StorageFailed(
             f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as "
-            "it was. Correct "
-            "that, and run the same command again."
+            "it was. Correct that, and run the same command again."
         ) from error
 
 

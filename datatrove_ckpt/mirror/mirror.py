@@ -128,9 +128,8 @@ class RemoteMirror:
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this "
-                    "rank over. Its output "
-                    f"waits {_LOOK_SECONDS:g} s of two minutes for an answer, and is published "
-                    "then all the same."
+                    f"rank over. Its output waits {_LOOK_SECONDS:g} s of two minutes for an "
+                    "answer, and is published then all the same."
                 )
             self._answers = False
             self._waived_until = time.monotonic() + _LOOK_SECONDS
@@ -138,12 +137,10 @@ class RemoteMirror:
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
             f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's "
-            "first output waits for "
-            "that: if this node were lost, nothing would tell it from another job's. Every answer "
-            "is saved on this "
-            "node. Correct that (network, credentials, room), or remove the setting "
-            "checkpoints_remote_dir, and run "
-            "the same command again."
+            "first output waits for that: if this node were lost, nothing would tell it from "
+            "another job's. Every answer is saved on this node. Correct that (network, "
+            "credentials, room), or remove the setting checkpoints_remote_dir, and run the same "
+            "command again."
         )
 
     def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
@@ -186,8 +183,7 @@ class RemoteMirror:
                 limit = STOP_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
-                "mirror keeps the "
-                "version before it; the local checkpoint is complete."
+                "mirror keeps the version before it; the local checkpoint is complete."
             )
         self._given_up = True
 
@@ -257,10 +253,9 @@ class RemoteMirror:
             if job_launch.LAUNCH in os.environ and retrying.http_status(error) in (401, 403):
                 raise StorageFailed(
                     f"{self.url} refuses this job's token ({retrying.library_line(error)}), and "
-                    "the job's disk goes "
-                    "with it: going on would pay for answers that are lost. Log in (hf auth login) "
-                    "where the run was "
-                    "started, and run the same command again."
+                    "the job's disk goes with it: going on would pay for answers that are lost. "
+                    "Log in (hf auth login) where the run was started, and run the same command "
+                    "again."
                 ) from error
             is_final = isinstance(error, OSError) and not retrying.STORAGE.passes(error)
             if is_final and self._looks and not self._is_owned:
@@ -269,8 +264,7 @@ class RemoteMirror:
                 self._failures += 1
                 warning = (
                     f"Could not mirror the checkpoint to {self.url}: {self._failure}. What is "
-                    "newer than the last "
-                    "version is saved on this node only."
+                    "newer than the last version is saved on this node only."
                 )
                 if not self._stopping:
                     warning += " The run continues and tries again later."

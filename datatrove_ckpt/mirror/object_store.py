@@ -90,8 +90,8 @@ def needs_bucket(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"checkpoints_remote_dir: nothing can be written to {url}: {error}. Make the bucket or "
-            "folder, or correct "
-            "the setting, and run the same command again. Saved answers are kept on this node."
+            "folder, or correct the setting, and run the same command again. Saved answers are "
+            "kept on this node."
         ) from error
 
 
@@ -193,8 +193,7 @@ class ObjectStore:
             if lacks_bucket(error):
                 what = hub_refusal(error) or (
                     f"the bucket of {self.url} does not exist. Make the bucket, or correct the "
-                    "setting (on S3 also "
-                    "AWS_ENDPOINT_URL), and run the same command again"
+                    "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again"
                 )
                 raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
             return []
@@ -263,10 +262,9 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
     if bucket is not None:
         raise ConfigError(
             f"{key}: {url} is in a repository, where each of the mirror's writes would be a "
-            "commit; "
-            f"the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
-            "OWNER/NAME --private` makes "
-            f"one). If an earlier version made a mirror here, copy it first: hf cp {url}/ {bucket}/"
+            f"commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
+            "OWNER/NAME --private` makes one). If an earlier version made a mirror here, copy it "
+            f"first: hf cp {url}/ {bucket}/"
         )
 
 
@@ -281,8 +279,7 @@ def check_url(key: str, url: str) -> None:
     if holds_credentials(url):
         raise ConfigError(
             f"{key}: the URL holds a user or a password, which would be written to files. Set "
-            "credentials in the "
-            "environment instead."
+            "credentials in the environment instead."
         )
     refuse_variables(key, url)
     try:

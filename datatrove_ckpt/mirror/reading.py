@@ -122,8 +122,7 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
     """``advice``: more of the message, with a space before it."""
     return StorageFailed(
         f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
-        "credentials) and run the same "
-        f"command again.{advice}"
+        f"credentials) and run the same command again.{advice}"
     )
 
 

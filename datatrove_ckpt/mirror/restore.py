@@ -169,8 +169,8 @@ def _restore_newest(
     if owner is not None:
         logger.warning(
             f"Another node has continued this rank since {folder} was written here (version "
-            f"{version.number} at "
-            f"{mirrored.url}). The old folder is kept as {aside}; remove it when you like."
+            f"{version.number} at {mirrored.url}). The old folder is kept as {aside}; remove it "
+            "when you like."
         )
 
 
@@ -185,8 +185,8 @@ def _refuse_unrelated(
     if not ours & theirs:
         raise CheckpointMismatch(
             f"{folder} and its mirror {mirrored.url} were started separately: neither continues "
-            "the other. Remove the "
-            "folder to continue from the mirror, or remove the mirror to continue from the folder."
+            "the other. Remove the folder to continue from the mirror, or remove the mirror to "
+            "continue from the folder."
         )
 
 
@@ -210,9 +210,8 @@ def _build_newest(
         if problems:
             logger.warning(
                 f"Using version {built[0].number} of {built[1].when} from the mirror "
-                f"{mirrored.url}, because newer "
-                f"ones are damaged: {'; '.join(problems)}. What is newer than it is requested "
-                "again."
+                f"{mirrored.url}, because newer ones are damaged: {'; '.join(problems)}. What is "
+                "newer than it is requested again."
             )
         return built
     if not mirrored.list_objects():

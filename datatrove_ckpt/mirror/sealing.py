@@ -51,8 +51,7 @@ class Seal:
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
             raise ConfigError(
                 f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
-                "(`openssl rand -hex 32` "
-                "makes one). Unset the variable to mirror without a key."
+                "(`openssl rand -hex 32` makes one). Unset the variable to mirror without a key."
             )
 
     def add(self, name: str, body: bytes) -> bytes:
@@ -77,25 +76,21 @@ class Seal:
             if sealed is not None:
                 raise ConfigError(
                     f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
-                    "the key where the "
-                    "tasks run. To go on without a key, remove the mirror, and continue from the "
-                    "local folder."
+                    "the key where the tasks run. To go on without a key, remove the mirror, and "
+                    "continue from the local folder."
                 )
         elif sealed is None:
             raise CheckpointCorrupt(
                 f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
-                "write to the mirror "
-                "may have made it. If it was made before you had a key, and you trust it, start "
-                "once without the key, "
-                "and then with it: what is uploaded from then on is sealed. Otherwise remove this "
-                "version."
+                "write to the mirror may have made it. If it was made before you had a key, and "
+                "you trust it, start once without the key, and then with it: what is uploaded "
+                "from then on is sealed. Otherwise remove this version."
             )
         elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
             raise CheckpointCorrupt(
                 f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
-                "rank and version: it "
-                "was made with another key, changed, or moved there. Set the key that made it, or "
-                "remove this version."
+                "rank and version: it was made with another key, changed, or moved there. Set the "
+                "key that made it, or remove this version."
             )
 
     def _digest(self, name: str, body: bytes) -> str:

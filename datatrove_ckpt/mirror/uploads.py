@@ -185,8 +185,7 @@ class Uploads:
         except OSError as error:
             logger.warning(
                 f"Could not remove old versions at {self._versions.url}: {failure_line(error)}. "
-                "They use storage and "
-                "do no harm. The next upload tries again."
+                "They use storage and do no harm. The next upload tries again."
             )
         return True
 
@@ -216,8 +215,7 @@ class Uploads:
             other = self._versions.owner_text(ownerships[-1])
             raise Fenced(
                 f"Another process has taken this rank over: {other} owns the mirror "
-                f"{self._versions.url} now. This one "
-                "writes nothing more; what it saved is kept."
+                f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
             )
         return ownerships, versions
 

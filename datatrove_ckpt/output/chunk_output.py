@@ -162,10 +162,8 @@ class ChunkOutput:
             if owner != mine:
                 raise OutputFailed(
                     f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write "
-                    f"{name}: fields of "
-                    "documents run into the chunk index in output_filename "
-                    f"{self.names.template!r}. Put a / or _ "
-                    "between them, and start again with ",
+                    f"{name}: fields of documents run into the chunk index in output_filename "
+                    f"{self.names.template!r}. Put a / or _ between them, and start again with ",
                     StartOver(),
                     ".",
                 )

@@ -173,8 +173,7 @@ class ChunkWriting:
             what = f"Document {name} (number {error.finished.ordinal} of this rank)"
         return OutputFailed(
             f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The "
-            "chunk's journal is "
-            "kept: run the same command again, and no request is sent twice."
+            "chunk's journal is kept: run the same command again, and no request is sent twice."
         )
 
     def _copy(

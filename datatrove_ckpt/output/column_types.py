@@ -200,8 +200,7 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
     )
     return (
         f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so "
-        "the dataset may not "
-        f"load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
+        f"the dataset may not load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
     )
 
 

@@ -66,22 +66,18 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
         f"{where} has other content, which this rank has not published, under these names: "
-        f"{some(names)}. Nothing "
-        "was overwritten. Probably another job writes to the same folder with the same "
-        "output_filename. Stop one of "
-        f"the jobs, and start it anew with {written.own_folders}. The other one goes on with the "
-        "same command, once "
-        "files that are not its own are deleted from the folder. If there is no other job (a file "
-        "was copied there, or "
-        "the checkpoint is older than the output), move that content out of the folder, and run "
-        "the same command again."
+        f"{some(names)}. Nothing was overwritten. Probably another job writes to the same folder "
+        "with the same output_filename. Stop one of the jobs, and start it anew with "
+        f"{written.own_folders}. The other one goes on with the same command, once files that are "
+        "not its own are deleted from the folder. If there is no other job (a file was copied "
+        "there, or the checkpoint is older than the output), move that content out of the folder, "
+        "and run the same command again."
     )
 
 
 STRAY_ADVICE = (
     "Documents may be in the output twice. Move such files out of the output folder, or delete "
-    "them if nothing else "
-    "needs them"
+    "them if nothing else needs them"
 )
 """What to do about files of a template that no commit names."""
 
@@ -242,11 +238,9 @@ class OutputCheck:
             if other is not one:
                 raise OutputMismatch(
                     f"{self.where}: {one.path} was written by {other.place} and by {one.place}. "
-                    "One overwrote the "
-                    f"other's documents: output_filename {self._template!r} gives both the same "
-                    "name. Choose one that "
-                    f"begins with ${{rank}}/${{chunk_index}}/, and another {written.folders}, and "
-                    "start again."
+                    f"One overwrote the other's documents: output_filename {self._template!r} "
+                    "gives both the same name. Choose one that begins with "
+                    f"${{rank}}/${{chunk_index}}/, and another {written.folders}, and start again."
                 )
         return committed
 
@@ -313,11 +307,10 @@ class OutputCheck:
             )
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): "
-            f"{some(shown)}. {moved}Put them back, or have them made again: ",
+            f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: ",
             self._repair(found, wrong),
-            ". Files that nobody touched were not read: "
-            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that.",
+            ". Files that nobody touched were not read: datatrove-ckpt verify "
+            f"{shlex.quote(str(self.root))} --full does that.",
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
@@ -328,11 +321,9 @@ class OutputCheck:
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, such as {one.path} "
-                f"({one.place}). They were "
-                f"written to {recorded}, and that folder still exists. Nothing was changed. Set "
-                f"{written.output_folder} back to it; or copy all its files to the new folder, and "
-                "run the same "
-                "command again."
+                f"({one.place}). They were written to {recorded}, and that folder still exists. "
+                f"Nothing was changed. Set {written.output_folder} back to it; or copy all its "
+                "files to the new folder, and run the same command again."
             )
 
     def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
@@ -345,16 +336,12 @@ class OutputCheck:
         if names:
             raise OutputMismatch(
                 f"{self.where} holds {plural(len(names), 'file')} that output_filename "
-                f"{self._template!r} may have "
-                f"named for rank {commits.rank} ({some(names)}), but "
+                f"{self._template!r} may have named for rank {commits.rank} ({some(names)}), but "
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows "
-                "none of them. Another "
-                "run wrote them (datatrove's own InferenceRunner, or one whose checkpoint was "
-                "deleted), and they would "
-                "be overwritten, or stand beside the new ones. Choose another "
-                f"{written.output_folder}, bring the "
-                "checkpoint back, or delete these files to have everything made again. To continue "
-                "a run of "
+                "none of them. Another run wrote them (datatrove's own InferenceRunner, or one "
+                "whose checkpoint was deleted), and they would be overwritten, or stand beside "
+                f"the new ones. Choose another {written.output_folder}, bring the checkpoint back, "
+                "or delete these files to have everything made again. To continue a run of "
                 "datatrove's own, choose other folders, and set finished_from to the old ones."
             )
 
@@ -421,8 +408,8 @@ class OutputCheck:
             return
         text = (
             f"{self.where} holds {plural(len(names), 'file')} that output_filename "
-            f"{self._template!r} may have named, "
-            f"and that {which}: {some(names, _TO_DELETE)}. {STRAY_ADVICE}"
+            f"{self._template!r} may have named, and that {which}: {some(names, _TO_DELETE)}. "
+            f"{STRAY_ADVICE}"
         )
         if not certain:
             logger.warning(f"{text}.")

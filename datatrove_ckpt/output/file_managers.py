@@ -73,10 +73,9 @@ class StagedFiles(_Files):
         if path.exists():
             raise OutputFailed(
                 f"{filename} and another name of this chunk are one file on this file system, "
-                "which ignores upper and "
-                "lower case or how Unicode is composed. Give the documents names that differ in "
-                "more than that, or "
-                "choose another output_filename or file system."
+                "which ignores upper and lower case or how Unicode is composed. Give the "
+                "documents names that differ in more than that, or choose another output_filename "
+                "or file system."
             )
         return _StagedStream(path, filename, self)
 

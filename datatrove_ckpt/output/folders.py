@@ -36,9 +36,8 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
     if below is not None and (below == "" or _OURS.fullmatch(below)):
         raise ConfigError(
             f"output_writer: output_folder {_path(writer.output_folder)!r} is in "
-            "checkpoints_local_dir "
-            f"{checkpoints!r}, among the files of the checkpoint. Choose another folder for one of "
-            "them."
+            f"checkpoints_local_dir {checkpoints!r}, among the files of the checkpoint. Choose "
+            "another folder for one of them."
         )
 
 
@@ -93,8 +92,8 @@ def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str)
         raise ConfigError(
             f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
-            "Choose another "
-            f"{written.output_folder}, or a glob_pattern that leaves out {_sample(writer)}."
+            f"Choose another {written.output_folder}, or a glob_pattern that leaves out "
+            f"{_sample(writer)}."
         )
 
 

@@ -119,8 +119,7 @@ class HubFolder:
         if not owner or not name or (at and revision is None and "@" in name):
             raise ConfigError(
                 f"{url!r} names no repository. Write hf://datasets/OWNER/NAME, then @REVISION if "
-                "it is not main, then "
-                "the folder: hf://datasets/OWNER/NAME@REVISION/FOLDER."
+                "it is not main, then the folder: hf://datasets/OWNER/NAME@REVISION/FOLDER."
             )
         return cls(kind, f"{owner}/{name}", revision, path.strip("/"), endpoint)
 
@@ -176,8 +175,8 @@ class HubFolder:
         if status == 403:
             return (
                 f"The token may not write to {self.repo}. Take one of role write, or a "
-                "fine-grained one with write "
-                f"access to {self.repo}, of somebody who may write there."
+                f"fine-grained one with write access to {self.repo}, of somebody who may write "
+                "there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
             return (

@@ -68,12 +68,10 @@ def private_if_made(writer: DiskWriter) -> bool | None:
 def repository_is_gone(folder: HubFolder, committed: int) -> str:
     return (
         f"{folder.url}: {_no_repository(folder)}, but this job has committed "
-        f"{plural(committed, 'file')} there. It was "
-        "deleted or renamed, or the token is another one. Restore it or rename it back, or set "
-        f"{written.output_folder} to its new name and accept_changes to true, or set HF_TOKEN to a "
-        "token that may see "
-        f"it, and run again. If the files are lost, start anew with another {written.folders}: "
-        "everything is generated "
+        f"{plural(committed, 'file')} there. It was deleted or renamed, or the token is another "
+        f"one. Restore it or rename it back, or set {written.output_folder} to its new name and "
+        "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If "
+        f"the files are lost, start anew with another {written.folders}: everything is generated "
         "again."
     )
 
@@ -107,8 +105,8 @@ class _Access:
         if get_token() is None:
             raise OutputFailed(
                 f"{folder.url}: there is no token for the hub. Export HF_TOKEN with one that may "
-                "write to "
-                f"{folder.repo}, or run: hf auth login. Tasks on other nodes need it there."
+                f"write to {folder.repo}, or run: hf auth login. Tasks on other nodes need it "
+                "there."
             )
         if folder.is_bucket:
             try:

@@ -186,8 +186,7 @@ class HubCommits(Placement):
             meanwhile = "the rank has nothing else left to do"
         logger.info(
             f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: "
-            f"{made} were made "
-            f"within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
+            f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
             f"Next look in {duration(seconds)}; {meanwhile}."
         )
         with self._change:

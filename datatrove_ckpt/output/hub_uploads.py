@@ -182,9 +182,8 @@ class HubUploads(HubReads):
         if ignored:
             raise OutputFailed(
                 f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of "
-                "every commit. Change "
-                "it, or choose another output_filename, and run the same command again. Nothing "
-                "that was saved is lost."
+                "every commit. Change it, or choose another output_filename, and run the same "
+                "command again. Nothing that was saved is lost."
             )
         return uploaded
 

@@ -41,10 +41,9 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
     if type(writer).__module__ != _DATATROVE:
         raise ConfigError(
             f"output_writer: {type(writer).__name__} changes {kinds[0]}, which uploads by itself "
-            "when it is closed, so "
-            "a chunk could not be published in one step. Derive it from ParquetWriter, with an "
-            "output_folder on the "
-            "hub: hf://datasets/OWNER/NAME or hf://buckets/OWNER/NAME."
+            "when it is closed, so a chunk could not be published in one step. Derive it from "
+            "ParquetWriter, with an output_folder on the hub: hf://datasets/OWNER/NAME or "
+            "hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
         repository = HubFolder("dataset", _owned(writer.dataset), writer.revision)
@@ -52,8 +51,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
     if writer.overwrite:
         raise ConfigError(
             "output_writer: overwrite=True would delete what earlier attempts of this run have "
-            "written. Delete the "
-            "bucket's files yourself before the first start, and leave overwrite out."
+            "written. Delete the bucket's files yourself before the first start, and leave "
+            "overwrite out."
         )
     return _take_over(
         writer,

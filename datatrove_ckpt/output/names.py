@@ -91,19 +91,16 @@ class FileNames:
         except KeyError as error:
             raise InvalidFileName(
                 f"Document {values['id']!r} has no metadata {error.args[0]!r}, which "
-                "output_filename "
-                f"{self.template!r} needs. Set it in a step before this one or in the rollout, or "
-                "choose another "
-                "output_filename."
+                f"output_filename {self.template!r} needs. Set it in a step before this one or in "
+                "the rollout, or choose another output_filename."
             ) from error
         problem = self._problem(values, name) if self.fields else None
         if problem:
             shown = ", ".join(f"{field} = {safe_repr(values[field])}" for field in self.fields)
             raise InvalidFileName(
                 f"Document {values['id']!r}: with its {shown}, output_filename {self.template!r} "
-                "gives the file name "
-                f"{safe_repr(name)}, which {problem}. Correct the documents (a step before this "
-                "one can), or choose "
+                f"gives the file name {safe_repr(name)}, which {problem}. Correct the documents (a "
+                "step before this one can), or choose "
                 'another output_filename. on_document_error="dead_letter" sets such documents '
                 "aside."
             )

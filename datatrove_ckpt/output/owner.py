@@ -212,21 +212,18 @@ class OutputOwnership:
         except PermissionError as error:
             logger.warning(
                 f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows "
-                "other runs that "
-                f"{self._folder.resolve_paths('')} belongs to this run: start no other run into it."
+                f"other runs that {self._folder.resolve_paths('')} belongs to this run: start no "
+                "other run into it."
             )
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
         where = self._folder.resolve_paths("")
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host "
-            f"{owner.host}): both runs would "
-            f"write files that output_filename {self._template!r} names. Nothing was written. "
-            "Choose another "
-            f"{written.output_folder} for this run. If the other run is no more, or its output was "
-            "moved away, remove "
-            f"its files there, and the file that names it, {shlex.quote(self._record.place)}; then "
-            "run again."
+            f"{owner.host}): both runs would write files that output_filename {self._template!r} "
+            f"names. Nothing was written. Choose another {written.output_folder} for this run. If "
+            "the other run is no more, or its output was moved away, remove its files there, and "
+            f"the file that names it, {shlex.quote(self._record.place)}; then run again."
         )
 
 

@@ -46,8 +46,7 @@ def storage_advice(error: BaseException) -> str:
     if isinstance(error, PermissionError) or http_status(error) in (401, 403):
         return (
             "Check the credentials, and what they allow. On S3 they need s3:PutObject, "
-            "s3:GetObject, s3:ListBucket, "
-            "s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
+            "s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
         return f"Make the bucket, or correct {written.output_folder} (on S3 also AWS_ENDPOINT_URL)."

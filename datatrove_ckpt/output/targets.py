@@ -245,8 +245,7 @@ class RemoteTarget(OutputTarget):
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
-                "journal is kept: "
-                "find out who else writes there, and run the same command again."
+                "journal is kept: find out who else writes there, and run the same command again."
             )
         return True
 
@@ -443,8 +442,7 @@ class HubTarget(OutputTarget):
         if trusted:
             logger.info(
                 f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet "
-                "whose commit it has "
-                "confirmed. Check them later with datatrove-ckpt verify."
+                "whose commit it has confirmed. Check them later with datatrove-ckpt verify."
             )
             found.sizes |= {name: lost[name].size for name in trusted}
 

@@ -35,8 +35,8 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     if compression is None and ending:
         raise ConfigError(
             f"output_writer: output_filename {template!r} ends in {ending[0]}, and compression is "
-            "null: readers would "
-            "take the files for damaged ones. Set compression to infer, or remove the ending."
+            "null: readers would take the files for damaged ones. Set compression to infer, or "
+            "remove the ending."
         )
     if not writer.output_filename.is_valid():
         raise ConfigError(
@@ -48,8 +48,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
     if checkpoints and not _template_uses(writer, "chunk_index"):
         raise ConfigError(
             "output_writer: with checkpoints each chunk is one file, so output_filename "
-            f"{template!r} needs "
-            f"${{chunk_index}}. Example: '{_example(template)}'."
+            f"{template!r} needs ${{chunk_index}}. Example: '{_example(template)}'."
         )
 
 
@@ -59,8 +58,7 @@ def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
         template = writer.output_filename.template
         raise ConfigError(
             f"output_writer: {world_size} tasks would write the same files, so output_filename "
-            f"{template!r} needs "
-            f"${{rank}}. Example: '{_example(template)}'."
+            f"{template!r} needs ${{rank}}. Example: '{_example(template)}'."
         )
 
 

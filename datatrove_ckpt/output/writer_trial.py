@@ -70,8 +70,6 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
     except Exception as error:
         raise DocumentNotSerializable(
             f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
-            "write: "
-            f"{type(error).__name__}: {safe_text(error)}. Let the rollout return and set JSON "
-            "values, or give the "
-            "writer an adapter."
+            f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and set "
+            "JSON values, or give the writer an adapter."
         ) from error

@@ -161,8 +161,7 @@ def check_step_order(pipeline: Sequence[object]) -> None:
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
             f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
-            "reads any. Put a "
-            "reader before it."
+            "reads any. Put a reader before it."
         )
     for index, (before, step) in enumerate(pairwise(pipeline)):
         if (
@@ -172,13 +171,10 @@ def check_step_order(pipeline: Sequence[object]) -> None:
         ):
             raise ConfigError(
                 f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
-                f"pipeline[{index}] "
-                f"{type(before).__name__} passes none on, it writes them with its output_writer. "
-                "Put this step into a "
-                "second executor, whose first step reads that output, and which has the first "
-                "executor as its "
-                "`depends`. (If it is a step of yours that needs no documents, give `data` in its "
-                "run() a default.)"
+                f"pipeline[{index}] {type(before).__name__} passes none on, it writes them with "
+                "its output_writer. Put this step into a second executor, whose first step reads "
+                "that output, and which has the first executor as its `depends`. (If it is a step "
+                "of yours that needs no documents, give `data` in its run() a default.)"
             )
 
 
@@ -285,14 +281,11 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
             holds = f"{root} holds no"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
-            "so nothing "
-            "shows that the documents are in the output. If the checkpoints were moved or deleted, "
-            "bring them "
-            "back; if they are on another machine, run this command there. If the markers are of "
-            "another job, "
-            f"choose another {written.logging_dir}. To process these tasks from the start, delete "
-            "their markers "
-            f"({markers}/{missing[0]:05d} ...) and output files."
+            "so nothing shows that the documents are in the output. If the checkpoints were moved "
+            "or deleted, bring them back; if they are on another machine, run this command there. "
+            f"If the markers are of another job, choose another {written.logging_dir}. To process "
+            f"these tasks from the start, delete their markers ({markers}/{missing[0]:05d} ...) "
+            "and output files."
         )
     wrong = {
         rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty
@@ -406,17 +399,14 @@ def refuse_without_claims(plan: RunPlan) -> None:
     if bucket is not None:
         raise ConfigError(
             f"{written.logging_dir}: {plan.logging_dir.resolve_paths('')} is in a repository, "
-            "where each claim of a "
-            f"worker would be a commit; the hub allows 128 an hour. Set it to a bucket: {bucket} "
-            "(`hf buckets create "
-            "OWNER/NAME --private` makes one)."
+            "where each claim of a worker would be a commit; the hub allows 128 an hour. Set it "
+            f"to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes one)."
         )
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(
                 f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
-                "one, because only "
-                "the checkpoint keeps two workers apart."
+                "one, because only the checkpoint keeps two workers apart."
             )
 
 
@@ -475,8 +465,7 @@ def _check_folders(plan: RunPlan) -> None:
         if not place.is_dir():
             raise ConfigError(
                 f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
-                "file. Choose "
-                "another folder."
+                "file. Choose another folder."
             )
     for _, root in plan.kept:
         inside = (

@@ -330,9 +330,8 @@ def _check_lock(probe: Path) -> Finding:
     if lock.works:
         return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
     text = (
-        "the file system has no locks. Of two processes for one rank, the first notices the second "
-        "only after that "
-        "has started: start no rank twice, or choose a folder with locks."
+        "the file system has no locks. Of two processes for one rank, the first notices the "
+        "second only after that has started: start no rank twice, or choose a folder with locks."
     )
     return Finding("warning", "locks", text)
 
@@ -543,9 +542,8 @@ def _network_concerns(mount: Mount) -> tuple[str, ...]:
     if local:
         return (
             f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
-            "other process is "
-            "noticed only after it has started. Mount it with locks that all nodes see "
-            "(Lustre: flock; NFS: without nolock and local_lock).",
+            "other process is noticed only after it has started. Mount it with locks that all "
+            "nodes see (Lustre: flock; NFS: without nolock and local_lock).",
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
         return (

@@ -278,8 +278,7 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
-            "then all is well. "
-            f"Otherwise correct {written.endpoint_url}."
+            f"then all is well. Otherwise correct {written.endpoint_url}."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:

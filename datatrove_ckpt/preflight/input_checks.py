@@ -424,9 +424,8 @@ def _check_reader(
     if touched:
         logger.warning(
             f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the "
-            "time of the last "
-            "change is another, size and samples of the content are the same. They are taken as "
-            "unchanged."
+            "time of the last change is another, size and samples of the content are the same. "
+            "They are taken as unchanged."
         )
     return len(then)
 

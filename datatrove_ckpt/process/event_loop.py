@@ -83,10 +83,9 @@ def refuse_nested(what: str) -> None:
     if asyncio._get_running_loop() is not None:
         raise ConfigError(
             f"{what} was called inside a running event loop (a notebook, or an async function), "
-            "where it cannot run "
-            "another one: call `await runner.run_async(documents, rank, world_size)` there, with "
-            "the InferenceRunner "
-            "and what its reader yields, or start the pipeline from a script."
+            "where it cannot run another one: call `await runner.run_async(documents, rank, "
+            "world_size)` there, with the InferenceRunner and what its reader yields, or start "
+            "the pipeline from a script."
         )
 
 

@@ -35,8 +35,7 @@ _PROBED = 4
 _CODES = (errno.EMFILE, errno.ENFILE)
 _ADVICE = (
     "Raise the limit where the tasks run (ulimit -n), or set a lower number for "
-    "max_concurrent_generations. Everything "
-    "saved so far is kept: the same command resumes."
+    "max_concurrent_generations. Everything saved so far is kept: the same command resumes."
 )
 
 
@@ -91,8 +90,7 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     if at_once < ranks:
         logger.warning(
             f"The limit on open files lets only {at_once} of {ranks} tasks run at one time: they "
-            "need "
-            f"{needed + others} open files, and this process may have {allowed} (ulimit -n)."
+            f"need {needed + others} open files, and this process may have {allowed} (ulimit -n)."
         )
     return at_once
 
@@ -105,8 +103,8 @@ def too_low(requests: int, needed: int, allowed: int) -> str:
         lower = ""
     return (
         f"max_concurrent_generations: {requests} requests at once need {needed} open files, and "
-        "this process may have "
-        f"{allowed} (ulimit -Hn). Raise the limit where the tasks run (ulimit -n {needed}){lower}."
+        f"this process may have {allowed} (ulimit -Hn). Raise the limit where the tasks run "
+        f"(ulimit -n {needed}){lower}."
     )
 
 

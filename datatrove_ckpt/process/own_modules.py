@@ -139,11 +139,9 @@ def own_files() -> dict[str, bytes]:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
             f"{written.executor}: the imported modules and packages beside the script or in the "
-            "working folder have "
-            f"{byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go along with the jobs. The "
-            "largest file is "
-            f"{largest} ({byte_size(sizes[largest])}). Move data out of the packages; what jobs "
-            "need of it, to a URL."
+            f"working folder have {byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go "
+            f"along with the jobs. The largest file is {largest} ({byte_size(sizes[largest])}). "
+            "Move data out of the packages; what jobs need of it, to a URL."
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
     for name, data in contents.items():

@@ -155,9 +155,8 @@ class NoticeWatch:
                     _said.add(what)
                     logger.warning(
                         f"preemption_notice: {self._kind} {shown} cannot be asked: "
-                        f"{type(error).__name__}: {error}. "
-                        f"The run goes on without notices, and tries again every {POLL_SECONDS:g} "
-                        "s."
+                        f"{type(error).__name__}: {error}. The run goes on without notices, and "
+                        f"tries again every {POLL_SECONDS:g} s."
                     )
             with suppress(queue.Empty):
                 if get_within(self._closed, POLL_SECONDS):
@@ -298,10 +297,9 @@ class LoopWatch:
             self._save()
         logger.error(
             "This rank was asked to stop, and a rollout keeps its event loop from ending: it "
-            "computes without end, "
-            "calls time.sleep, or has an async generator or a thread that does not end. Everything "
-            "that is "
-            "finished is saved, and the process ends now. Run the same command again to resume."
+            "computes without end, calls time.sleep, or has an async generator or a thread that "
+            "does not end. Everything that is finished is saved, and the process ends now. Run "
+            "the same command again to resume."
         )
         exit_now(self._hand_on())
 
@@ -355,8 +353,7 @@ class Preemption:
             die_with_parent()
             logger.info(
                 "This rank runs in a worker of multiprocessing's pool: signals end it like kill "
-                "-9, without a drain. "
-                "With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
+                "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
             )
         if in_main_thread():
             between_ranks.restore()

@@ -402,8 +402,6 @@ def end_as(number: int) -> NoReturn:
 def _cannot_start(why: str) -> WorkerDied:
     return WorkerDied(
         f"No worker process could be started: {why}. What it printed is above. In a script, run() "
-        "must be called under "
-        "`if __name__ == '__main__':`, because each worker imports the script. A program without a "
-        "file, as one from "
-        "standard input, needs start_method='fork'."
+        "must be called under `if __name__ == '__main__':`, because each worker imports the "
+        "script. A program without a file, as one from standard input, needs start_method='fork'."
     )

@@ -110,8 +110,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.shuffle_files:
             raise ConfigError(
                 "shuffle_files=True gives another order on every start, so a restarted run could "
-                "not resume. Use "
-                "shuffle_seed=<any integer> instead."
+                "not resume. Use shuffle_seed=<any integer> instead."
             )
         if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
@@ -156,8 +155,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
                 raise CheckpointMismatch(
                     f"One of the first {count} input files of {self.data_folder.path}, which were "
-                    "read before, is "
-                    f"gone, new, renamed or resized. ",
+                    "read before, is gone, new, renamed or resized. ",
                     remedy(),
                 )
             start.earlier.append(start.finished_digest)
@@ -174,18 +172,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._empty_warning = True
                 logger.warning(
                     "Found document without text, skipping. Is your `text_key` "
-                    f"({self.text_key!r}) correct? "
-                    f"Available keys: {list(data)}"
+                    f"({self.text_key!r}) correct? Available keys: {list(data)}"
                 )
             return None
         # Datatrove's Document and its statistics take no such text.
         if not hasattr(fields["text"], "__len__"):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
-                "of type "
-                f"{type(fields['text']).__name__}, not str. Write it as a string, or set "
-                f"text_key{written.or_adapter} "
-                "that gives one."
+                f"of type {type(fields['text']).__name__}, not str. Write it as a string, or set "
+                f"text_key{written.or_adapter} that gives one."
             )
         if fields.get("media"):
             fields["media"] = [Media(**media) for media in fields["media"]]
@@ -326,8 +321,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
             raise CheckpointMismatch(
                 f"{where} was made by reader {state.get('reader')!r} (version "
-                f"{state.get('version')}), and this is "
-                f"{self.format!r} (version {READER_VERSION}). ",
+                f"{state.get('version')}), and this is {self.format!r} (version "
+                f"{READER_VERSION}). ",
                 remedy(),
             )
         then = dict(state["options"])

@@ -83,10 +83,8 @@ def naming_damage(name: str) -> Iterator[None]:
             raise
         raise InputError(
             f"The input file {name!r} is damaged or cut off: {error}. Replace it by a complete "
-            "copy, or correct its "
-            "name if that is the one of another format or compression, and run the same command "
-            "again: what was read "
-            "of it before must be the same, and is kept."
+            "copy, or correct its name if that is the one of another format or compression, and "
+            "run the same command again: what was read of it before must be the same, and is kept."
         ) from error
 
 

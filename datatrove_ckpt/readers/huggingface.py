@@ -106,15 +106,14 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
                 "dataset_options: a token does not belong there, because it is pickled with the "
-                "executor. Leave it "
-                "out, and set HF_TOKEN where the tasks run, or log in there with `hf auth login`."
+                "executor. Leave it out, and set HF_TOKEN where the tasks run, or log in there "
+                "with `hf auth login`."
             )
         if shuffle_files and streaming and not load_from_disk:
             raise ConfigError(
-                "shuffle_files=True with streaming=True cannot be resumed: the rows in the shuffle "
-                "buffer would be "
-                "lost. Set streaming=False, which shuffles all rows by a fixed seed, or leave "
-                "shuffle_files out."
+                "shuffle_files=True with streaming=True cannot be resumed: the rows in the "
+                "shuffle buffer would be lost. Set streaming=False, which shuffles all rows by a "
+                "fixed seed, or leave shuffle_files out."
             )
         # What the base class asks of a reader of files.
         self.data_folder = DatasetFiles(dataset)
@@ -212,8 +211,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if not self._has_default_adapter():
             raise NoDocument(
                 "This task's input holds no document: the adapter found no text in any row of "
-                f"{name!r}. Correct that, "
-                "and run the same command again."
+                f"{name!r}. Correct that, and run the same command again."
             )
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
@@ -235,8 +233,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 raise
             raise InputError(
                 f"The input {name!r} could not be read: {one_line(error)}. Run the same command "
-                "again; if that does "
-                "not help, see whether the dataset is complete and readable."
+                "again; if that does not help, see whether the dataset is complete and readable."
             ) from error
 
     # The dataset ---------------------------------------------------------------------------------
@@ -260,8 +257,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if isinstance(dataset, dict):
             raise InputError(
                 f"The dataset {self.dataset!r} has several splits, and dataset_options names none. "
-                "Set 'split' in it "
-                f"to one of: {', '.join(map(str, dataset))}."
+                f"Set 'split' in it to one of: {', '.join(map(str, dataset))}."
             )
         self._check_columns(dataset)
         if self.shuffle_files:
@@ -347,8 +343,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{shown}. Set text_key to "
-            f"one of them{written.or_adapter}."
+            f"{shown}. Set text_key to one of them{written.or_adapter}."
         )
 
     def _has_default_adapter(self) -> bool:

@@ -28,10 +28,9 @@ def explain_hub_error(
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
             f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
-            "its history was "
-            "squashed or rewritten. A run keeps to the commit that it began with. Restore the "
-            "commit (a branch or tag "
-            f"that holds it), or start from the beginning: with another {written.folders}."
+            "its history was squashed or rewritten. A run keeps to the commit that it began with. "
+            "Restore the commit (a branch or tag that holds it), or start from the beginning: "
+            f"with another {written.folders}."
         )
     what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
     if not on_hub:
@@ -92,9 +91,8 @@ def naming_hub_input(
         ):
             raise InputError(
                 f"{_described(folder, name)} cannot be read: {library_line(error)}. Check the "
-                "credentials "
-                "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the endpoint and "
-                "the network."
+                "credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the "
+                "endpoint and the network."
             ) from error
         of_the_client = type(error).__module__.startswith(libraries)
         if not is_on_hub(folder) or not (
@@ -107,8 +105,8 @@ def naming_hub_input(
 def no_files(folder: DataFolder) -> InputError:
     return InputError(
         f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does "
-        "not exist there, or "
-        f"glob_pattern fits none. Correct {written.data_folder} or glob_pattern."
+        f"not exist there, or glob_pattern fits none. Correct {written.data_folder} or "
+        "glob_pattern."
     )
 
 
@@ -131,8 +129,7 @@ def _explain_folder(what: str, error: BaseException) -> str:
     if "EntryNotFound" in kind:
         return (
             f"{what} It was there when the folder was listed: restore it, and run the same command "
-            "again; or start "
-            f"anew for the new input, with another {written.folders}."
+            f"again; or start anew for the new input, with another {written.folders}."
         )
     if isinstance(error, _MISSING):
         return (

@@ -88,8 +88,8 @@ class Inputs:
             if info.get("type") == "other":
                 raise InputError(
                     f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a "
-                    "device, which cannot be "
-                    "read twice. Write its content into a file, or move it out of the folder."
+                    "device, which cannot be read twice. Write its content into a file, or move "
+                    "it out of the folder."
                 )
         return self._infos[name]
 
@@ -167,8 +167,7 @@ class Inputs:
         if not now.is_of(before):
             raise CheckpointMismatch(
                 f"The input has changed: there were {before['files']} files of {before['bytes']} "
-                "bytes, and there are "
-                f"{now.files} of {now.bytes} bytes. ",
+                f"bytes, and there are {now.files} of {now.bytes} bytes. ",
                 remedy(),
             )
 
@@ -202,8 +201,7 @@ class Inputs:
             )
         raise CheckpointMismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
-            f"before {current!r}, "
-            f"and the files before it now are not the same. ",
+            f"before {current!r}, and the files before it now are not the same. ",
             remedy(),
         )
 

@@ -178,8 +178,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if self.stop_on_bad_line:
             raise DamagedLine(
                 f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to "
-                "false to count such "
-                "lines and continue."
+                "false to count such lines and continue."
             )
         count = self.stats["damaged_lines"].total
         if count > _LOGGED:
@@ -242,9 +241,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             )
         if following and not (is_plain and following in b"\n\r"):
             raise CheckpointMismatch(
-                f"The line of the input file {name!r} that starts at byte {start} was the last one "
-                "when it was read, "
-                f"and has grown. ",
+                f"The line of the input file {name!r} that starts at byte {start} was the last "
+                "one when it was read, and has grown. ",
                 remedy(),
             )
         return bool(with_head)
@@ -309,8 +307,7 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
     if len(rest) >= MAX_LINE_BYTES:
         raise InputError(
             f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so the file "
-            "is damaged, or no "
-            "JSONL. Replace it by a complete copy, or move it out of the folder."
+            "is damaged, or no JSONL. Replace it by a complete copy, or move it out of the folder."
         )
     return rest
 

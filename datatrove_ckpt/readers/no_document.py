@@ -113,8 +113,7 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
             return _explain_text(file, reader, damaged)
         return (
             f"It is compressed with {found}, and was read without decompressing it: its name "
-            "should end in "
-            f"{_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
+            f"should end in {_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
         )
 
 

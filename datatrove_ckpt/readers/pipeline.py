@@ -49,9 +49,8 @@ def name_file(error: BaseException) -> BaseException:
         if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
             named = InputError(
                 f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not "
-                "UTF-8, or has a "
-                f"quote that is not closed: {error}. Correct it (iconv -t utf-8), and run the same "
-                "command again."
+                f"UTF-8, or has a quote that is not closed: {error}. Correct it (iconv -t utf-8), "
+                "and run the same command again."
             )
             named.__cause__ = error
             return named

@@ -131,9 +131,8 @@ class Reading:
         if self._skipped_a_reader and not self._resumed:
             raise CheckpointMismatch(
                 f"The saved position belongs to reader {(self.state or {})['number']} of the "
-                "pipeline (counted from "
-                f"0), but only {len(self.starts)} of its readers can seek. Restore the pipeline, "
-                "or start with ",
+                f"pipeline (counted from 0), but only {len(self.starts)} of its readers can seek. "
+                "Restore the pipeline, or start with ",
                 StartOver(),
                 ".",
             )

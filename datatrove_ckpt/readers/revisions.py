@@ -63,8 +63,8 @@ class Revisions:
         raise CheckpointCorrupt(
             path,
             " should name the commit of the dataset that this job reads, and cannot be read. "
-            "Restore it from a "
-            "copy, or write the commit as `revision` into dataset_options and remove the file.",
+            "Restore it from a copy, or write the commit as `revision` into dataset_options and "
+            "remove the file.",
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:

@@ -49,17 +49,16 @@ class StepStats:
     def resume(self, state: State) -> None:
         if not self._take(state) and self._steps:
             logger.warning(
-                "The stats of the steps before InferenceRunner count this attempt only: an earlier "
-                "release, or another "
-                "pipeline, has saved the position where it resumed."
+                "The stats of the steps before InferenceRunner count this attempt only: an "
+                "earlier release, or another pipeline, has saved the position where it resumed."
             )
 
     def restore(self, shard: Path) -> None:
         if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner are empty: an earlier release, or "
-                "another pipeline, has "
-                "finished this rank, and a retry of dead letters does not run them."
+                "another pipeline, has finished this rank, and a retry of dead letters does not "
+                "run them."
             )
         self.finish(0)
 

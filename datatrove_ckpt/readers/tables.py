@@ -77,10 +77,8 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(
             f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
-            "replace it by a "
-            "complete copy; else move it out of the input, or choose the files by "
-            f"{written.glob_pattern} (*.arrow). "
-            "Then run the same command again."
+            "replace it by a complete copy; else move it out of the input, or choose the files by "
+            f"{written.glob_pattern} (*.arrow). Then run the same command again."
         )
     return False
 

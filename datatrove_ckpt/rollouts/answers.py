@@ -133,9 +133,8 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
     *first, last = (name for name in get_args(FormEngine) if name in ENGINES)
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type "
-        f"{server_type!r} may be any of "
-        f"them. Set engine: {', '.join(first)} or {last}; or none, so that answers are only "
-        "checked."
+        f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "
+        "so that answers are only checked."
     )
 
 

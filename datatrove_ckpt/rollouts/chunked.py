@@ -146,8 +146,7 @@ class ChunkedRollout(ReadyMade):
         if isinstance(source, list):
             raise ConfigError(
                 f"prompt_column: document {document.id!r} holds a list of messages, which cannot "
-                "be split; use "
-                "PromptRollout."
+                "be split; use PromptRollout."
             )
         parts = await self._parts(source)
         if self.carry is not None:

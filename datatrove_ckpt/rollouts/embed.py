@@ -98,8 +98,7 @@ class EmbedRollout(_NoText):
         if self.column is not None and self.column in document.metadata:
             raise ConfigError(
                 f"column: document {document.id!r} has metadata {self.column!r} already, which "
-                "would be lost. Give "
-                "another name."
+                "would be lost. Give another name."
             )
         vector = await generate.embed(
             await filled_text(self, self.prompt, document), **(self.params or {})
@@ -116,8 +115,7 @@ class EmbedRollout(_NoText):
             if not length:
                 raise ValueError(
                     f"normalize: the vector of document {document.id!r} is all zeros. To go on "
-                    "without such documents, "
-                    "set on_document_error to dead_letter"
+                    "without such documents, set on_document_error to dead_letter"
                 )
             vector = vector / length
         if self.column is None:

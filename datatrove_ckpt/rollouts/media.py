@@ -291,8 +291,8 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
     if files and settings.media_folder is None:
         raise ConfigError(
             f"media_folder: document {document.id!r} names a file, {files[0].path!r}. Set "
-            "media_folder to the folder "
-            "below which files that documents name may be read and sent."
+            "media_folder to the folder below which files that documents name may be read and "
+            "sent."
         )
     in_thread = (
         bool(files)
@@ -352,8 +352,8 @@ def check_url(url: str, allowed: list[str] | None) -> None:
     if not {host, "*"}.intersection(allowed or ()):
         raise InvalidMedia(
             "names a URL, which the server would fetch, and media_urls does not allow "
-            f"{host[:200]!r}. To allow it, "
-            "write media_urls: [HOST]; a run that has begun may need accept_changes, too"
+            f"{host[:200]!r}. To allow it, write media_urls: [HOST]; a run that has begun may need "
+            "accept_changes, too"
         )
 
 

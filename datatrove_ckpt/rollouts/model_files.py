@@ -55,9 +55,8 @@ def _find_file(model: str, revision: str | None) -> Path:
             where += f" at {revision!r}"
         raise ConfigError(
             f"tokenizer: {_TOKENIZER} of {where} is in no folder of that name, and the hub does "
-            "not give it "
-            f"({error_text(error).splitlines()[0][:200]}). Correct the name, or give the path of a "
-            "folder that has it."
+            f"not give it ({error_text(error).splitlines()[0][:200]}). Correct the name, or give "
+            "the path of a folder that has it."
         ) from error
 
 
@@ -93,8 +92,8 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
     if expected not in (None, counter.digest):
         raise ConfigError(
             f"tokenizer: {_TOKENIZER} of {name!r} is another one here than where the run was made, "
-            "so prompts would be "
-            "cut elsewhere. Give all machines the same files, or name a revision of the hub."
+            "so prompts would be cut elsewhere. Give all machines the same files, or name a "
+            "revision of the hub."
         )
     return counter
 

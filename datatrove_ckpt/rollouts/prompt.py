@@ -144,8 +144,7 @@ class PromptRollout(OneRequest):
             if self.prompt not in BARE:
                 raise ConfigError(
                     f"prompt: document {document.id!r} holds a list of messages, which are sent as "
-                    "they are. Leave "
-                    "prompt out."
+                    "they are. Leave prompt out."
                 )
             check_message_urls(source, self.media_urls)
             return with_media(
@@ -228,8 +227,7 @@ async def filled_text(rollout: WholeText, template: str, document: Document) -> 
     if isinstance(source, list):
         raise ConfigError(
             f"prompt_column: document {document.id!r} holds a list of messages, which "
-            f"{type(rollout).__name__} has no "
-            "place for; use PromptRollout."
+            f"{type(rollout).__name__} has no place for; use PromptRollout."
         )
     filled = partial(fill, template, document)
     return filled(await cut_to_limit(rollout, template, filled, source, ""))

@@ -83,8 +83,8 @@ class ReadyMade:
             if params.get(name) not in (None, 1, []):
                 raise ConfigError(
                     f"{setting}: {type(self).__name__} reads one text of each answer, so what "
-                    f"{name!r} gives would be "
-                    "paid and lost. Leave it out, of default_generation_params as well."
+                    f"{name!r} gives would be paid and lost. Leave it out, of "
+                    "default_generation_params as well."
                 )
 
     def _counts_tokens(self) -> bool:
@@ -238,9 +238,8 @@ class OneRequest(WholeText):
         answer = next((params[name] for name in TOKEN_LIMITS if params.get(name)), None)
         if answer is None:
             raise ConfigError(
-                "max_prompt_tokens: auto is what the context leaves beside the answer, but nothing "
-                "says how long that "
-                f"may be. Set max_tokens{written.in_default_params}."
+                "max_prompt_tokens: auto is what the context leaves beside the answer, but "
+                f"nothing says how long that may be. Set max_tokens{written.in_default_params}."
             )
         left = config.model_max_context - int(answer)
         if config.use_chat:
@@ -248,8 +247,7 @@ class OneRequest(WholeText):
         if left < 1:
             raise ConfigError(
                 f"max_prompt_tokens: max_tokens of {answer} leaves no room for a prompt in "
-                "model_max_context, which is "
-                f"{config.model_max_context}."
+                f"model_max_context, which is {config.model_max_context}."
             )
         return left
 

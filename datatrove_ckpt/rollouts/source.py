@@ -55,8 +55,7 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
             shown = "null"
         raise ConfigError(
             f"prompt_column: {column!r} of document {document.id!r} is {shown}, and neither a text "
-            "nor a list of "
-            "messages. Filter such documents out before the InferenceRunner."
+            "nor a list of messages. Filter such documents out before the InferenceRunner."
         )
     return str(value)
 
@@ -73,8 +72,7 @@ def _checked(document: Document, place: str, value: Messages) -> Messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(
                 f"{place!r} of document {document.id!r} is a list, but item {number} is no "
-                "message: messages have a "
-                "role and a content."
+                "message: messages have a role and a content."
             )
     if not value:
         raise ConfigError(

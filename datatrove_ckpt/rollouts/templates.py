@@ -110,8 +110,7 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(
         f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: "
-        f"{', '.join(keys) or 'none'}."
-        f"{hint}"
+        f"{', '.join(keys) or 'none'}.{hint}"
     )
 
 

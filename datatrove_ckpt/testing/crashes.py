@@ -61,8 +61,7 @@ class CrashReport:
     def __str__(self) -> str:
         return (
             f"{len(self.points)} crash points, {self.survivors} survivors, {len(self.states)} of "
-            "them different, "
-            f"{self.attempts} attempts"
+            f"them different, {self.attempts} attempts"
         )
 
 

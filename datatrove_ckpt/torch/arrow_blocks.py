@@ -120,9 +120,8 @@ class ArrowBlocks(TableFile):
         if self._stream and any(message.kind == _DICTIONARY for message in messages):
             raise ConfigError(
                 f"The input file {self._name!r} is an Arrow stream with dictionaries, of which no "
-                "part can be read "
-                "without what comes before. Write it as an Arrow file, as Parquet, or without "
-                "dictionaries."
+                "part can be read without what comes before. Write it as an Arrow file, as "
+                "Parquet, or without dictionaries."
             )
         batches = [message for message in messages if message.kind == _RECORD_BATCH]
         if count not in (None, len(batches)):

@@ -401,8 +401,7 @@ class TrainingCheckpoints:
             if problem:
                 raise ConfigError(
                     f"save: {problem}: no restore would take it, as such a file may run any code. "
-                    "Save plain values "
-                    "and tensors, or set only_plain=False."
+                    "Save plain values and tensors, or set only_plain=False."
                 )
             for key in others.keys() | own_shapes.keys():
                 if others.get(key) != own_shapes.get(key):
@@ -457,8 +456,7 @@ class TrainingCheckpoints:
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore_latest returned; a "
-                "training from the start takes a new folder."
+                "restore_latest returned; a training from the start takes a new folder."
             )
         return step
 
@@ -505,8 +503,7 @@ class TrainingCheckpoints:
         if names and not self._has_looked:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
-                "Call "
-                "restore_latest() to go on with it, or choose another folder."
+                "Call restore_latest() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
 
@@ -818,8 +815,7 @@ class TrainingCheckpoints:
         else:
             raise ConfigError(
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
-                "input of a "
-                "ReaderDataset, Pack or Mix goes on with another number."
+                "input of a ReaderDataset, Pack or Mix goes on with another number."
             )
 
     # roll back -----------------------------------------------------------------------------------

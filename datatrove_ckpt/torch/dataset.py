@@ -110,12 +110,10 @@ class ReaderDataset(StatefulIterable):
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
-                "ParquetReader or "
-                "IpcReader of datatrove_ckpt.readers; for a folder of save_to_disk, "
-                "IpcReader(folder, "
-                "glob_pattern='data-*.arrow'). A stream of datasets, or images and sound of it, "
-                "need no reader: give "
-                "the dataset itself to StatefulDataLoader, Pack or Mix."
+                "ParquetReader or IpcReader of datatrove_ckpt.readers; for a folder of "
+                "save_to_disk, IpcReader(folder, glob_pattern='data-*.arrow'). A stream of "
+                "datasets, or images and sound of it, need no reader: give the dataset itself to "
+                "StatefulDataLoader, Pack or Mix."
             )
         if shuffle_seed is None:
             shuffle_seed = reader.shuffle_seed
@@ -143,9 +141,9 @@ class ReaderDataset(StatefulIterable):
             unit = "rows" if window.rows else "bytes"
             logger.warning(
                 f"shuffle_window={given!r} is less than two row groups or other parts of a file, "
-                "which have "
-                f"{mean:.0f} {unit} each: rows of different parts hardly mix. Make it at least "
-                f"{OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller row groups."
+                f"which have {mean:.0f} {unit} each: rows of different parts hardly mix. Make it "
+                f"at least {OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller "
+                "row groups."
             )
 
     def __len__(self) -> int:
@@ -225,9 +223,8 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     if not isinstance(dataset, StatefulIterable):
         raise ConfigError(
             "restore() needs a loader of a ReaderDataset, Pack or Mix, and this one has a "
-            f"{type(dataset).__name__}. "
-            "Use loader.load_state_dict(), with the state of this rank, and the same number of "
-            "ranks and workers."
+            f"{type(dataset).__name__}. Use loader.load_state_dict(), with the state of this rank, "
+            "and the same number of ranks and workers."
         )
     loaded: list[Any] = [load_file(state) for state in states]
     found = [list(find_states(state, is_ours)) for state in loaded]

@@ -129,9 +129,8 @@ class EpochPlan:
         if made_by != this:
             raise CheckpointMismatch(
                 f"The state was made by {made_by}, and this is {this}. A state belongs to its "
-                "worker. To continue with "
-                "another number of ranks or workers, give the states of all ranks to "
-                "datatrove_ckpt.torch.restore(loader, states)."
+                "worker. To continue with another number of ranks or workers, give the states of "
+                "all ranks to datatrove_ckpt.torch.restore(loader, states)."
             )
 
 
@@ -224,10 +223,8 @@ class Epoch(Iterator[object]):
             epoch = self._plan.epoch
             raise CheckpointMismatch(
                 f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "
-                f"{epoch - 1}, and the "
-                f"loader ends there. Resume the loop of epochs at {epoch - 1}: the rest of it is "
-                "empty, and epoch "
-                f"{epoch} follows."
+                f"{epoch - 1}, and the loader ends there. Resume the loop of epochs at "
+                f"{epoch - 1}: the rest of it is empty, and epoch {epoch} follows."
             )
 
     def _read(self) -> Iterator[object]:

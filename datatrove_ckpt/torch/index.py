@@ -67,23 +67,19 @@ class Index:
             if then[key] != now[key]:
                 raise CheckpointMismatch(
                     f"The state was made with {key}={then[key]}, and this reader has "
-                    f"{key}={now[key]}. Use the same, "
-                    "or start without the state."
+                    f"{key}={now[key]}. Use the same, or start without the state."
                 )
         if [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]:
             raise CheckpointMismatch(
                 "The input has changed: the files have the same names and sizes as when the state "
-                "was made, but they "
-                f"had {then['rows']} rows, and have {now['rows']}, or their row groups have other "
-                "sizes, or skip or "
-                f"limit is another one. {remedy()}"
+                f"was made, but they had {then['rows']} rows, and have {now['rows']}, or their row "
+                f"groups have other sizes, or skip or limit is another one. {remedy()}"
             )
         kept = then["content"]
         if kept != now["content"] and kept[0] == now["content"][0]:
             raise CheckpointMismatch(
                 "The input has changed: the files have the same names, sizes and numbers of rows "
-                "as when the state was "
-                f"made, but the content of one is another. {remedy()}"
+                f"as when the state was made, but the content of one is another. {remedy()}"
             )
 
 

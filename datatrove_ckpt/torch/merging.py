@@ -57,10 +57,9 @@ def check_snapshots(content: object) -> None:
     for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
         raise CheckpointMismatch(
             f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so "
-            "where its workers "
-            "were is not known. Use StatefulDataLoader with snapshot_every_n_steps=1 and "
-            "in_order=True, its defaults, "
-            "or resume with the number of ranks and workers that saved the state."
+            "where its workers were is not known. Use StatefulDataLoader with "
+            "snapshot_every_n_steps=1 and in_order=True, its defaults, or resume with the number "
+            "of ranks and workers that saved the state."
         )
 
 
@@ -81,9 +80,8 @@ def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
     if len(found) < len(states):
         raise CheckpointMismatch(
             "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state "
-            "belongs to its "
-            "worker: use loader.load_state_dict() with the state of this rank, and as many ranks "
-            "and workers as before."
+            "belongs to its worker: use loader.load_state_dict() with the state of this rank, and "
+            "as many ranks and workers as before."
         )
     check_same(found, ("kind", "options", "epoch"), State.get)
     first = found[0]
@@ -163,8 +161,7 @@ def _end(state: State | None, other: State | None) -> State | None:
         own = {"slot": state["slot"], "finished": True, "rest": {}}
         return {**other, **own, "source": source}
     raise CheckpointMismatch(
-        "The workers are in different passes of a source that is a Mix itself: their states belong "
-        "to them. Use "
-        "loader.load_state_dict() with the state of this rank, and the same number of ranks and "
-        "workers."
+        "The workers are in different passes of a source that is a Mix itself: their states "
+        "belong to them. Use loader.load_state_dict() with the state of this rank, and the same "
+        "number of ranks and workers."
     )

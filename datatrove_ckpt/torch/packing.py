@@ -172,8 +172,8 @@ class Packing(Iterator[dict[str, Tokens]]):
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it "
-                    f"{held[-1].dtype}: joined, one "
-                    "of them would change. Give all rows one type in the dataset's transform."
+                    f"{held[-1].dtype}: joined, one of them would change. Give all rows one type "
+                    "in the dataset's transform."
                 )
             held.append(these)
             if separator is not None:
@@ -231,8 +231,7 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
         if name not in row:
             raise ConfigError(
                 f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the "
-                "dataset's transform, or set "
-                "columns to keys that have one value per token."
+                "dataset's transform, or set columns to keys that have one value per token."
             )
         row = row[name]
     elif columns > 1:

@@ -76,8 +76,8 @@ def load_file(state: State | str | PathLike[str]) -> object:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise CheckpointCorrupt(
                 f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
-                "write it, or it holds "
-                f"more than torch.load(weights_only=True) takes ({reason}). {REMEDY}"
+                f"write it, or it holds more than torch.load(weights_only=True) takes ({reason}). "
+                f"{REMEDY}"
             ) from error
     check_seals(content, str(state))
     return content

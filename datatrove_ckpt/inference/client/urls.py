@@ -45,8 +45,8 @@ class HiddenUrl:
         if not self._url.host:
             raise ConfigError(
                 f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or "
-                "https://HOST. In a user, a "
-                "password or a query, write %2F for /, %40 for @, and %23 for #."
+                "https://HOST. In a user, a password or a query, write %2F for /, %40 for @, and "
+                "%23 for #."
             )
 
     def reveal(self) -> URL:

@@ -75,10 +75,8 @@ class ExternalServers:
                 if causes:
                     logger.warning(
                         f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
-                        "answer: "
-                        f"{'; '.join(causes)}. Those whose path has no version get no requests: "
-                        "their API may be there "
-                        "or below /v1."
+                        f"answer: {'; '.join(causes)}. Those whose path has no version get no "
+                        "requests: their API may be there or below /v1."
                     )
                 self.urls = [answer.api for answer in answers if answer.api is not None]
                 return
@@ -107,8 +105,8 @@ class ExternalServers:
             if answer.refused:
                 raise ServerRefused(
                     f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check "
-                    "api_key_env and what its "
-                    f"variable holds, or the secret in {written.endpoint_url}."
+                    "api_key_env and what its variable holds, or the secret in "
+                    f"{written.endpoint_url}."
                 )
         return [
             f"{url}: {answer.cause}"
@@ -200,7 +198,6 @@ def _with_environment(url: str) -> HiddenUrl:
         if name not in os.environ:
             raise ConfigError(
                 f"{written.endpoint_url}: {url} names the environment variable {name}, which is "
-                "not set. Export it "
-                "where the tasks run."
+                "not set. Export it where the tasks run."
             )
     return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)

@@ -68,8 +68,7 @@ class HeadNode:
         except OSError as error:
             raise ServerStartFailed(
                 f"The worker nodes of this task cannot reach its head node: port {self._port} "
-                "(master_port + 1): "
-                f"{error}. Choose another master_port."
+                f"(master_port + 1): {error}. Choose another master_port."
             ) from None
         return self
 
@@ -104,8 +103,7 @@ class HeadNode:
         elif self._listener.is_serving():
             logger.warning(
                 f"Refused a connection from {host} to port {self._port}: its other end is no node "
-                "of this task, or did "
-                f"not prove that it knows this task's {LINK_KEY_VARIABLE}."
+                f"of this task, or did not prove that it knows this task's {LINK_KEY_VARIABLE}."
             )
         writer.close()
         del self._handlers[task]
@@ -207,10 +205,8 @@ async def _connect(
                         raise ServerStartFailed(
                             f"The head node, {head}, and this one have different values of "
                             f"{LINK_KEY_VARIABLE} (or another program answers on port {port}, "
-                            "master_port + 1). Submit "
-                            "the run again; or, if you start the nodes yourself, export one random "
-                            "value to all of "
-                            "them."
+                            "master_port + 1). Submit the run again; or, if you start the nodes "
+                            "yourself, export one random value to all of them."
                         )
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
@@ -252,11 +248,9 @@ def require_link_key() -> None:
     if not os.environ.get(LINK_KEY_VARIABLE):
         raise ServerStartFailed(
             f"{LINK_KEY_VARIABLE} is not set on this node, so the nodes of this task cannot prove "
-            "that they belong "
-            "together. A run makes the key when it is submitted, and sbatch passes it on "
-            "(--export=ALL, its default). "
-            "Submit the run again; or, if you start the nodes yourself, export one random value to "
-            "all of them."
+            "that they belong together. A run makes the key when it is submitted, and sbatch "
+            "passes it on (--export=ALL, its default). Submit the run again; or, if you start the "
+            "nodes yourself, export one random value to all of them."
         )
 
 

@@ -157,8 +157,7 @@ def end_leftovers() -> None:
             if killed := _kill_all(record.owns, record.name):
                 logger.warning(
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the "
-                    "server of "
-                    f"{record.name}, whose runner was process {record.runner[0]}."
+                    f"server of {record.name}, whose runner was process {record.runner[0]}."
                 )
             record.remove()
 
@@ -354,14 +353,13 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
             said = True
             logger.info(
                 f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on "
-                "this node hold (locks "
-                f"in {folder}), {_LEASE_TIMEOUT:g} s at most."
+                f"this node hold (locks in {folder}), {_LEASE_TIMEOUT:g} s at most."
             )
         if waited > _LEASE_TIMEOUT:
             raise ConfigError(
                 f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other "
-                "ranks on this node "
-                f"hold too many of them (locks in {folder}). Run fewer workers at once."
+                f"ranks on this node hold too many of them (locks in {folder}). Run fewer workers "
+                "at once."
             )
         await asyncio.sleep(_LEASE_POLL)
 

@@ -318,8 +318,8 @@ class ServerSupervisor:
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
                 f"{self._name} was restarted {len(self._recent_restarts)} times within "
-                f"{_RESTART_WINDOW_SECONDS:g} s, "
-                f"and died again (server_max_restarts={allowed}). Last cause: {cause}"
+                f"{_RESTART_WINDOW_SECONDS:g} s, and died again (server_max_restarts={allowed}). "
+                f"Last cause: {cause}"
             )
         self._recent_restarts.append(now)
         return retrying.RESTART.wait(len(self._recent_restarts))
@@ -357,8 +357,7 @@ class ServerSupervisor:
         if in_flight and time.monotonic() - self.target.alive_at >= timeout:
             self.mark_dead(
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for "
-                f"{timeout:g} s "
-                "(hang_timeout)"
+                f"{timeout:g} s (hang_timeout)"
             )
         if metrics is not None:
             return metrics.tokens

@@ -401,8 +401,7 @@ def free_port() -> int:
         return port
     raise ServerStartFailed(
         f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met "
-        "only ports in use. "
-        "Stop other programs on this node."
+        "only ports in use. Stop other programs on this node."
     )
 
 
@@ -551,9 +550,9 @@ _EXIT_KILLED = 137
 _COMMON = (
     (
         Cause(
-            "The server does not know a flag or its value. Check model_kwargs against its --help. "
-            "To leave out a "
-            "flag of ours that an old version lacks, set model_kwargs {flag: null}.",
+            "The server does not know a flag or its value. Check model_kwargs against its "
+            "--help. To leave out a flag of ours that an old version lacks, set model_kwargs "
+            "{flag: null}.",
             True,
         ),
         r"unrecognized arguments|invalid choice:|ambiguous option|expected (?:one|at least one) "

@@ -28,6 +28,7 @@ from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.process import preemption, shutdown, slurm_job
+from datatrove_ckpt.process.signals import raise_again
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
@@ -261,6 +262,11 @@ def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer
         for number, handler in before.items():
             signal.signal(number, handler)
     assert got == list(numbers)
+
+
+def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process() -> None:
+    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
+    raise_again([signal.SIGCONT])
 
 
 @pytest.mark.parametrize(

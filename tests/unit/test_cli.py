@@ -130,6 +130,8 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(
     [
         ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),
         ("--executor.taks=4", 'executor LocalPipelineExecutor: unknown key "taks", did you mean "tasks"?'),
+        ("--pipeline.2.config.server_patience_seconds=.nan",
+         "pipeline[2] InferenceRunner.config: server_patience_seconds must be > 0; it is nan."),
         ("--pipeline.2.config.tp=0", "pipeline[2] InferenceRunner.config: tp must be >= 1; it is 0."),
         ("--pipeline.3.size=1", '--pipeline.3.size: "3" is not the index of one of 3 items (they count from 0).'),
         ("--pipeline.2.config.api_key=hunter2",

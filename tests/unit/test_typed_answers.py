@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datatrove_ckpt.inference.client.answers import RetryableError
+from datatrove_ckpt.common.redaction import HIDDEN
+from datatrove_ckpt.inference.client.answers import RetryableError, read_json
 from datatrove_ckpt.inference.client.typed_answers import from_base64, to_base64, typed_way
 
 VECTOR = [0.1, -2.5, 3e-8]
@@ -159,3 +160,17 @@ WRONG: list[tuple[str, Any, int]] = [
 def test_an_answer_of_another_form_is_retried(name: str, answer: Any, count: int) -> None:
     with pytest.raises(RetryableError):
         kept(name, answer, count)
+
+
+@pytest.mark.parametrize(
+    ("answer", "key"),
+    [
+        ("<html>key\twith-a-tab", "key\twith-a-tab"),
+        ('{"error": "clé-of-a-user"}', "clé-of-a-user"),
+    ],
+)
+def test_a_secret_is_hidden_before_a_quoted_answer_is_escaped(answer: str, key: str) -> None:
+    with pytest.raises(RetryableError) as failed:
+        read_json(answer.encode())
+    failed.value.quote(lambda text: text.replace(key, HIDDEN))
+    assert HIDDEN in failed.value.cause

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -35,9 +35,8 @@ from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
-from tests.commands import Command, Printed
+from tests.commands import Command
 from tests.hub import FakeHub, pointed_at
-from tests.patience import ChangePolicy
 
 TESTS = Path(__file__).parent
 
@@ -240,17 +239,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """An empty folder, which is the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def policy(monkeypatch: pytest.MonkeyPatch) -> ChangePolicy:
+def policy(monkeypatch):
     """Changes rows of the table of retries: ``policy("HUB", "HUB_LOOK", first=0.01)``."""
 
-    def change(*names: str, **changes: Any) -> None:
+    def change(*names, **changes):
         for name in names:
             monkeypatch.setattr(retrying, name, replace(getattr(retrying, name), **changes))
 
@@ -258,13 +257,13 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> ChangePolicy:
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Command:
+def command(capfd):
     """Runs a command in this process; a test that has it captures nothing else."""
     return Command(capfd)
 
 
 @pytest.fixture
-def said(command: Command) -> Callable[..., Printed]:
+def said(command):
     """Runs a command on the checkpoints of a job."""
     return lambda name, folder, *options, code=0: command(
         name, folder / "checkpoints", *options, code=code
@@ -272,7 +271,7 @@ def said(command: Command) -> Callable[..., Printed]:
 
 
 @pytest.fixture
-def empty_memory_file_system() -> Iterator[None]:
+def empty_memory_file_system():
     """Nothing of another test is in fsspec's memory, nor is anything left there."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -282,12 +281,12 @@ def empty_memory_file_system() -> Iterator[None]:
 
 
 @pytest.fixture
-def real_ready_window() -> None:
+def real_ready_window():
     """For tests of an endpoint that does not answer at the start."""
 
 
 @pytest.fixture(autouse=True)
-def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def start_has_time(request, monkeypatch):
     """On a busy machine the first answer may take seconds.
 
     Tests with a small patience mean later requests.
@@ -299,13 +298,13 @@ def start_has_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def code_described_once(monkeypatch):
     """For tests of hundreds of attempts with one rollout: describing its code takes a third of
     their time.
     """
     known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def code_identity(rollout_fn: Any, shared_context: Any, *others: Any) -> Any:
+    def code_identity(rollout_fn, shared_context, *others):
         key = id(rollout_fn), id(shared_context)
         if key not in known:  # which keeps both alive, so that no other object gets their ids
             known[key] = (
@@ -319,7 +318,7 @@ def code_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def ram(tmp_path: Path) -> Iterator[Path]:
+def ram(tmp_path):
     """An empty folder in memory if this machine has /dev/shm, else on disk."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
@@ -331,7 +330,7 @@ def ram(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def log() -> Iterator[list[str]]:
+def log():
     """What was logged, as lines of text, instead of on the terminal."""
     lines: list[str] = []
     logger.remove()
@@ -343,13 +342,13 @@ def log() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server():
     with FakeServer() as running:
         yield running
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:
+def hub(tmp_path):
     """A hub of this test alone, with empty caches: huggingface_hub and datasets, new processes too,
     talk to it.
     """
@@ -358,7 +357,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(autouse=True)
-def _no_rest_after_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_rest_after_answers(monkeypatch):
     """Servers of tests send nothing unasked, but for those of test_client.py, which rest for
     longer.
     """
@@ -366,27 +365,27 @@ def _no_rest_after_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_job_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_job_that_ends(monkeypatch):
     """No test leaves the end of its Slurm job to the next: ranks would stop for it."""
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
 
 
 @pytest.fixture(autouse=True)
-def _no_warm_servers() -> Iterator[None]:
+def _no_warm_servers():
     """No test leaves its servers to the next."""
     yield
     close_warm_servers()
 
 
 @pytest.fixture(autouse=True)
-def _door_of_this_test() -> Iterator[None]:
+def _door_of_this_test():
     """No test leaves its words to the next."""
     with doors.entered(doors.Door()):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _folders_of_this_test() -> None:
+def _folders_of_this_test():
     """fsspec keeps one object for each name of a folder, with the working directory that the first
     test had.
     """
@@ -394,7 +393,7 @@ def _folders_of_this_test() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _real_disk() -> Iterator[None]:
+def _real_disk():
     """No test leaves a simulated disk, or open files, to the next."""
     disk = files.disk
     yield

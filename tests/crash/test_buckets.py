@@ -31,7 +31,6 @@ from tests.crash.test_mirror import ask_twice
 from tests.hub import FakeHub
 from tests.jobs import config
 from tests.mirrors import ONE_BY_ONE, PASSES, answered
-from tests.patience import ChangePolicy
 
 pytestmark = [
     pytest.mark.usefixtures("code_described_once"),
@@ -46,14 +45,14 @@ Effects = tuple[str, ...]
 
 
 @pytest.fixture
-def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
+def client(hub, monkeypatch):
     crashing = crashing_client(monkeypatch)
     crashing.writes = WRITES
     return crashing
 
 
 @pytest.fixture(autouse=True)
-def _one_after_the_other(ram: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _one_after_the_other(ram, monkeypatch, policy):
     monkeypatch.setattr(tempfile, "tempdir", str(ram))
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
@@ -141,16 +140,16 @@ def crash(
     ],
 )
 def test_killed_at_every_effect(
-    hub: FakeHub,
-    server: FakeServer,
-    client: CrashingClient,
-    ram: Path,
-    documents: int,
-    lost: bool,
-    counted: Effects,
-    lag: int,
-    every: int,
-) -> None:
+    hub,
+    server,
+    client,
+    ram,
+    documents,
+    lost,
+    counted,
+    lag,
+    every,
+):
     folder = ram / "job"
     put_input(hub, documents)
     folder.mkdir()

@@ -46,7 +46,7 @@ OF_FILES = ("create", "write", "rename", "link", "truncate", "remove", "commit")
 
 
 @pytest.fixture(autouse=True)
-def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _every_write_alone(monkeypatch):
     """Makes the storage thread take items one by one, so that there is a crash point between any
     two of them.
     """
@@ -54,7 +54,7 @@ def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(ram: Path) -> Path:
+def folder(ram):
     (ram / "job").mkdir()
     return ram / "job"
 
@@ -121,8 +121,8 @@ def answered(folder: Path) -> Counter[str]:
     ids=["of files, each eighth", "each fourth", "whole", "torn", "longer"],
 )
 def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
-    folder: Path, number: int, torn: bool, counted: tuple[str, ...], recoveries: int
-) -> None:
+    folder, number, torn, counted, recoveries
+):
     with FakeServer() as server:
         attempt = out_of_order(server, number)
         assert_out_of_order(attempt, folder)
@@ -146,15 +146,15 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("older", [False, True], ids=["", "a folder without job.json"])
-def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder: Path, older: bool) -> None:
+def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older):
     """And a rank of another job is refused as soon as one holds work."""
     with FakeServer() as server:
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             for rank in range(2):
                 runner(folder, server).run(documents(1), rank=rank, world_size=2)
 
-        def after_crash(folder: Path) -> None:
+        def after_crash(folder):
             if answered(folder):
                 with pytest.raises(CheckpointMismatch, match="tasks: 2 -> 3"):
                     runner(folder, server).run(documents(1), rank=2, world_size=3)
@@ -167,17 +167,17 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder: Path, ol
     assert "rename job.json" in report.points
 
 
-def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> None:
+def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder):
     with FakeServer(delay=slow_start) as server:
         kept: Counter[str] = Counter()
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             server.asked.clear()
             runner(folder, server).run(documents(3))
             assert not kept & server.asked, "re-requested answers that were on disk"
             kept.clear()
 
-        def after_crash(folder: Path) -> None:
+        def after_crash(folder):
             kept.update(answered(folder))
 
         assert_same_output_after_every_crash(
@@ -189,12 +189,10 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder: Path) -> 
 @pytest.mark.parametrize(
     "kind", ["parquet", None, "gzip", pytest.param("zstd", marks=pytest.mark.full)]
 )
-def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(
-    folder: Path, kind: str | None
-) -> None:
+def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(folder, kind):
     with FakeServer(delay=slow_start) as server:
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             given, output = (
                 documents(3),
                 writer(folder, compression=kind if kind != "parquet" else None),
@@ -220,9 +218,7 @@ def test_output_of_every_kind_is_the_same_after_a_torn_crash_at_every_effect(
     ],
     ids=["once", "out of order", "longer", "twice"],
 )
-def test_output_is_the_same_after_a_power_loss_at_every_effect(
-    folder: Path, number: int, recoveries: bool
-) -> None:
+def test_output_is_the_same_after_a_power_loss_at_every_effect(folder, number, recoveries):
     with FakeServer() as server:
         attempt = out_of_order(server, number)
         if number > 1:
@@ -244,13 +240,13 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(
     ids=["full disk", "full disk, longer", "EIO", "EROFS"],
 )
 def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
-    folder: Path, code: int, number: int
-) -> None:
+    folder, code, number
+):
     with FakeServer(delay=slow_start) as server:
         kept: Counter[str] = Counter()
         most = 0
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             server.asked.clear()
             try:
                 runner(folder, server).run(documents(number))
@@ -258,7 +254,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
                 assert not kept & server.asked, "re-requested answers that were on disk"
                 kept.clear()
 
-        def after_error(folder: Path) -> None:
+        def after_error(folder):
             nonlocal most
             kept.update(answered(folder))
             most = max(most, kept.total())
@@ -277,8 +273,8 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
     "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
 )
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, disk_type: type[CopyingDisk]
-) -> None:
+    folder, monkeypatch, disk_type
+):
     """No line that was synced is lost but those that are left out on purpose, and no torn line
     stays.
     """
@@ -287,7 +283,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     path = folder / "checkpoints" / "00000" / "history.jsonl"
     with FakeServer(delay=slow_start) as server:
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             runner(folder, server).run(documents(1))
             history, owner = read_history(path), read_run(path.with_name("run.json"))["owner"]
             assert history.damaged == 0
@@ -296,7 +292,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
             assert isinstance(end, End)
             assert end.why == "done"
 
-        def after_crash(folder: Path) -> None:
+        def after_crash(folder):
             # After power loss, a part of the last line may be there; the next attempt cuts it off.
             assert read_history(path).damaged == 0
 
@@ -334,26 +330,24 @@ def prove(
 
 
 @pytest.mark.slow
-def test_committing_before_publishing_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_committing_before_publishing_is_noticed(folder, monkeypatch):
     links: list[tuple[Path, Path]] = []
     link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
 
-    def later(self: files.Disk, source: Path, target: Path) -> bool:
+    def later(self, source, target):
         if target.parent.name != "output":
             return link(self, source, target)
         links.append((source, target))
         return True
 
-    def commit_first(self: CommitLog, commit: Any) -> None:
+    def commit_first(self, commit):
         append(self, commit)
         while links:
             source, target = links.pop()
             files.disk.make_dir(target.parent)  # an effect between the two
             link(files.disk, source, target)
 
-    def take_empty(self: CheckpointManager) -> Any:
+    def take_empty(self):
         links.clear()  # of an attempt that crashed
         return take(self)
 
@@ -368,12 +362,10 @@ def test_committing_before_publishing_is_noticed(
 
 
 @pytest.mark.slow
-def test_deleting_the_journal_before_the_commit_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleting_the_journal_before_the_commit_is_noticed(folder, monkeypatch):
     commit, forget = RankFiles.commit, RankFiles._forget
 
-    def forget_first(self: RankFiles, chunk: Any) -> None:
+    def forget_first(self, chunk):
         forget(self, chunk)
         commit(self, chunk)
 
@@ -385,12 +377,10 @@ def test_deleting_the_journal_before_the_commit_is_noticed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["the output", "its name"])
-def test_leaving_out_a_sync_of_the_output_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, left_out: str
-) -> None:
+def test_leaving_out_a_sync_of_the_output_is_noticed(folder, monkeypatch, left_out):
     synced = PowerLossDisk._synced
 
-    def forgetful(self: PowerLossDisk, path: Path) -> None:
+    def forgetful(self, path):
         if not (
             path.name == "output"
             if left_out == "its name"
@@ -428,14 +418,12 @@ def prove_commits_are_durable(folder: Path) -> int:
     return checked
 
 
-def test_power_loss_never_costs_a_committed_chunk(folder: Path) -> None:
+def test_power_loss_never_costs_a_committed_chunk(folder):
     assert prove_commits_are_durable(folder) > 100
 
 
 @pytest.mark.slow
-def test_leaving_out_the_sync_of_the_commit_log_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_out_the_sync_of_the_commit_log_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(files.AppendFile, "sync", lambda self: None)
     with pytest.raises(AssertionError, match="lost a committed chunk"):
         prove_commits_are_durable(folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
-from tests.hub import FakeHub
 from tests.hub.server import route
 from tests.jobs import documents, runner
-from tests.patience import ChangePolicy
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -69,12 +67,12 @@ def crashing_client(monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
 
 
 @pytest.fixture
-def client(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
+def client(hub, monkeypatch):
     return crashing_client(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> Iterator[None]:
+def _quick(tmp_path, monkeypatch, policy):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     policy("HUB", "HUB_LOOK", first=0.01)
@@ -103,9 +101,7 @@ def wait_for_requests_in_flight() -> None:
 @pytest.mark.parametrize(
     ("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"]
 )
-def test_killed_at_every_request(
-    hub: FakeHub, server: FakeServer, client: CrashingClient, ram: Path, seconds: float, lag: int
-) -> None:
+def test_killed_at_every_request(hub, server, client, ram, seconds, lag):
     expected: dict[str, bytes] | None = None
     points: list[str] = []
     for number in range(200):

@@ -8,7 +8,6 @@ import asyncio
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,13 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 
 
 @pytest.fixture(autouse=True)
-def _every_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _every_write_alone(monkeypatch):
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
     PASSES.watch(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def warnings() -> Iterator[list[str]]:
+def warnings():
     """A mirror that fails only warns. Here that would make the test prove nothing."""
     warnings: list[str] = []
     logger.remove()  # hundreds of runs
@@ -67,7 +66,7 @@ def warnings() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def folder(ram: Path) -> Path:
+def folder(ram):
     (ram / "job").mkdir()
     return ram / "job"
 
@@ -135,8 +134,8 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
     ],
 )
 def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(
-    folder: Path, after_crash: Any, torn: bool, number: int, warnings: list[str]
-) -> None:
+    folder, after_crash, torn, number, warnings
+):
     report = prove(folder, after_crash, torn, number)
     print(report)
     assert torn or not [line for line in warnings if "are damaged" in line], (
@@ -184,8 +183,8 @@ ALL = (*EFFECTS, *REMOTE_EFFECTS)
     [(keep_the_node, OF_FILES), (keep_the_node, ALL), (lose_the_node, ALL)],
 )
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
-    folder: Path, after_crash: Any, counted: tuple[str, ...]
-) -> None:
+    folder, after_crash, counted
+):
     stopped_in_the_middle(folder)
     with FakeServer() as server:
         report = prove_restoring(folder, server, after_crash, counted)
@@ -202,17 +201,17 @@ def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_fo
 @pytest.mark.timeout(3000)
 @pytest.mark.full
 def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_same_bytes(
-    folder: Path,
-) -> None:
+    folder,
+):
 
-    def lose_it_once(folder: Path) -> None:
+    def lose_it_once(folder):
         if not (folder / "lost").exists():
             (folder / "lost").touch()
             lose_the_node(folder)
 
     with FakeServer() as server:
 
-        def run(folder: Path) -> None:
+        def run(folder):
             mirrored(folder, server).run(documents(1))
 
         print(assert_same_output_after_crash(run, folder, torn=True, after_crash=lose_it_once))
@@ -222,17 +221,15 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 
 
 @pytest.mark.slow
-def test_writing_the_manifest_before_its_objects_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
-) -> None:
+def test_writing_the_manifest_before_its_objects_is_noticed(folder, monkeypatch, warnings):
     waiting: list[tuple[Any, ...]] = []
     put, write = Versions.put_object, Versions.write_manifest
 
-    def put_later(self: Versions, name: str, data: bytes) -> Part:
+    def put_later(self, name, data):
         waiting.append((self, name, data))
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)))
 
-    def write_first(self: Versions, *args: Any) -> None:
+    def write_first(self, *args):
         write(self, *args)
         for one in waiting:
             put(*one)
@@ -245,13 +242,11 @@ def test_writing_the_manifest_before_its_objects_is_noticed(
 
 
 @pytest.mark.slow
-def test_collecting_garbage_before_the_manifest_is_noticed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
     waiting: list[tuple[Any, ...]] = []
     write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
 
-    def collect_first(self: Uploads, *args: Any) -> None:
+    def collect_first(self, *args):
         collect_garbage(self, *args)
         write(*waiting.pop())
 
@@ -265,11 +260,11 @@ def test_collecting_garbage_before_the_manifest_is_noticed(
 
 
 @pytest.mark.slow
-def test_restoring_in_place_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restoring_in_place_is_noticed(folder, monkeypatch):
     """A crash in the middle would leave a folder that looks like a rank's."""
     rename = files.Disk.rename
 
-    def copy(self: files.Disk, source: Path, target: Path) -> None:
+    def copy(self, source, target):
         if source.name != "00000.restoring":
             rename(self, source, target)
             return

@@ -632,9 +632,7 @@ def fault(raising: str | None = None, answers_left: int | None = None) -> Iterat
     ],
     ids=["few", "more", "many"],
 )
-def test_whatever_happens_every_document_is_accounted_for_exactly_once(
-    ram: Path, examples: int, steps: int
-) -> None:
+def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram, examples, steps):
     with FakeServer(status=refuse, delay=slowness) as server:
         JobMachine.server, JobMachine.folder, JobMachine.count = server, ram / "model", Counter()
         run_state_machine_as_test(

@@ -4,7 +4,6 @@ run.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
     ],
     ids=lambda rollout: type(rollout).__name__,
 )
-def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram: Path, rollout: Any) -> None:
-    def attempt(folder: Path) -> None:
+def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
+    def attempt(folder):
         config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
         writer = JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None

@@ -6,11 +6,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from tests.hub import FakeHub
-
 
 @pytest.fixture
-def api(hub: FakeHub) -> HfApi:
+def api(hub):
     hub.create_repo("org/data")
     return HfApi()
 
@@ -22,7 +20,7 @@ def add(api: HfApi, path: str, **how: str) -> str:
     ).oid
 
 
-def test_content_that_went_up_before_is_named_by_the_commit(hub: FakeHub, api: HfApi) -> None:
+def test_content_that_went_up_before_is_named_by_the_commit(hub, api):
     additions = [
         CommitOperationAdd(f"data/{number}.parquet", bytes([number]) * 1000) for number in range(3)
     ]
@@ -40,12 +38,12 @@ def test_content_that_went_up_before_is_named_by_the_commit(hub: FakeHub, api: H
         api.create_commit("org/data", [lost], commit_message="lost", repo_type="dataset")
 
 
-def test_listings_lag_behind(hub: FakeHub, api: HfApi) -> None:
+def test_listings_lag_behind(hub, api):
     hub.lag_commits = 1
     add(api, "0.txt")
     newest = add(api, "1.txt")
 
-    def seen(revision: str) -> list[str]:
+    def seen(revision):
         listed = api.list_repo_tree("org/data", repo_type="dataset", revision=revision)
         return [entry.path for entry in listed if not entry.path.startswith(".")]
 

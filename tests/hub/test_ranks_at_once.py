@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.output import hub_uploads
-from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 from tests.jobs import documents, runner
-from tests.patience import ChangePolicy
 
 RANKS, DOCUMENTS = 4, 10
 
 
 @pytest.mark.slow
 def test_every_file_is_there_once(
-    hub: FakeHub,
-    server: FakeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-) -> None:
+    hub,
+    server,
+    tmp_path,
+    monkeypatch,
+    policy,
+):
     policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.create_repo("org/data")
@@ -36,7 +32,7 @@ def test_every_file_is_there_once(
     hub.drop_answer("commit", times=None, every=8)
     hub.fail("lfs-upload", status=503, times=None, every=9)
 
-    def run(rank: int) -> None:
+    def run(rank):
         writer = ParquetWriter(
             "hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet", max_file_size=-1
         )

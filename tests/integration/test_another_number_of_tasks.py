@@ -11,7 +11,6 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.datatrove_job import write_input
 from tests.jobs import documents, runner
 from tests.kept import edit
@@ -27,8 +26,8 @@ def rows(here: Path, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("left", ["shares.json", "reshard/plan.json"])
 def test_a_run_that_an_earlier_build_has_resharded_is_refused_by_all_with_the_commit_that_can_finish_it(
-    here: Path, command: Command, left: str
-) -> None:
+    here, command, left
+):
     write_input(here, 2, 2)
     with FakeServer() as server:
         write_yaml(here, server.url, "null", TASKS="2")
@@ -58,9 +57,7 @@ def test_a_run_that_an_earlier_build_has_resharded_is_refused_by_all_with_the_co
 @pytest.mark.parametrize(
     ("place", "retries"), [("checkpoints", False), ("checkpoints", True), ("mirror", False)]
 )
-def test_a_task_alone_refuses_it_too(
-    tmp_path: Path, server: FakeServer, place: str, retries: bool
-) -> None:
+def test_a_task_alone_refuses_it_too(tmp_path, server, place, retries):
     """As datatrove's executors start it, which compare nothing before; and on a node that has only
     the mirror.
     """
@@ -80,9 +77,7 @@ def test_a_task_alone_refuses_it_too(
     assert not (tmp_path / "checkpoints/00001/run.json").exists()
 
 
-def test_a_task_of_such_a_run_is_refused_without_the_file_too(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path, server):
     """Its ``run.json`` says it.
 
     Without the file, it would read other documents than it has read.
@@ -95,9 +90,7 @@ def test_a_task_of_such_a_run_is_refused_without_the_file_too(
     assert not server.asked
 
 
-def test_a_start_with_another_number_of_tasks_on_the_same_folders_names_the_way(
-    here: Path, command: Command
-) -> None:
+def test_a_start_with_another_number_of_tasks_on_the_same_folders_names_the_way(here, command):
     write_input(here, 2, 2)
     with FakeServer() as server:
         write_yaml(here, server.url, "null", TASKS="2")

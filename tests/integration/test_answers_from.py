@@ -17,7 +17,6 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, writer
@@ -82,7 +81,7 @@ def start(
 
 
 @pytest.fixture
-def old(tmp_path: Path, server: FakeServer) -> Path:
+def old(tmp_path, server):
     """A run that has stopped: documents 0 to 3 are committed, 4 is in a journal, 5 has its first
     answer.
     """
@@ -112,9 +111,7 @@ def first_requests(server: FakeServer) -> set[str]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
-def test_only_answers_to_equal_payloads_are_not_asked_again(
-    per_chunk: int, old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_only_answers_to_equal_payloads_are_not_asked_again(per_chunk, old, tmp_path, server):
     new, fresh = tmp_path / "new", tmp_path / "fresh"
     before = kept(old)
     start(
@@ -132,8 +129,8 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(
 @pytest.mark.matrix
 @pytest.mark.parametrize("finished", [True, False])
 def test_with_keep_answers_committed_documents_are_not_asked_again_either(
-    finished: bool, tmp_path: Path, server: FakeServer
-) -> None:
+    finished, tmp_path, server
+):
     old, new = tmp_path / "old", tmp_path / "new"
     commits = old / "checkpoints" / "00000" / "commits.jsonl"
     if finished:
@@ -155,7 +152,7 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     assert is_finished(commits.parent) == finished
 
 
-def test_answers_are_handed_on_from_run_to_run(tmp_path: Path, server: FakeServer) -> None:
+def test_answers_are_handed_on_from_run_to_run(tmp_path, server):
     start(tmp_path / "1", server, TwoSteps("Shorter"), keep_answers=True)
     answers_from = checkpoints(tmp_path / "1")
     start(tmp_path / "2", server, TwoSteps("Longer"), keep_answers=True, answers_from=answers_from)
@@ -166,11 +163,11 @@ def test_answers_are_handed_on_from_run_to_run(tmp_path: Path, server: FakeServe
 
 
 @pytest.mark.usefixtures("code_described_once")
-def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer) -> None:
-    def attempt(folder: Path) -> None:
+def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
+    def attempt(folder):
         start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
 
-    def all_are_there(folder: Path) -> None:
+    def all_are_there(folder):
         rank = folder / "checkpoints" / "00000"
         found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
         if (rank / "replay.sqlite3").exists():
@@ -194,12 +191,12 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path: Path, server: FakeServer
 
 @pytest.mark.slow
 def test_a_run_that_takes_answers_is_killed_at_every_effect(
-    old: Path, tmp_path: Path, server: FakeServer, code_described_once: None
-) -> None:
+    old, tmp_path, server, code_described_once
+):
     """Each attempt reads the old answers again."""
     before = kept(old)
 
-    def attempt(folder: Path) -> None:
+    def attempt(folder):
         start(folder, server, TwoSteps("Longer"), answers_from=checkpoints(old))
 
     (tmp_path / "job").mkdir()
@@ -208,9 +205,7 @@ def test_a_run_that_takes_answers_is_killed_at_every_effect(
     assert first_requests(server) == {"0", "1", "2", "3", "6"}
 
 
-def test_the_old_run_goes_on_beside_the_new_one(
-    old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_the_old_run_goes_on_beside_the_new_one(old, tmp_path, server):
     start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
     server.asked.clear()
     start(old, server, TwoSteps("Shorter"), accept_changes=True)
@@ -219,9 +214,7 @@ def test_the_old_run_goes_on_beside_the_new_one(
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_an_answer_that_was_used_once_belongs_to_the_new_run(
-    is_gone: bool, old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_path, server):
     """Also where the setting is left out later, and where the run is finished and the old one is
     gone.
     """
@@ -250,9 +243,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(
 
 
 @pytest.mark.parametrize("number", [3, 5, 9])
-def test_the_input_may_be_shorter_or_longer(
-    number: int, old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
     start(
         tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)
     )
@@ -260,9 +251,7 @@ def test_the_input_may_be_shorter_or_longer(
     assert verify(place_at(tmp_path / "new" / "checkpoints"), full=True).problems == []
 
 
-def test_a_document_with_another_text_is_asked_again(
-    old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_document_with_another_text_is_asked_again(old, tmp_path, server):
     start(
         tmp_path / "new", server, TwoSteps("Longer"), changed="id 4", answers_from=checkpoints(old)
     )
@@ -283,8 +272,8 @@ def test_a_document_with_another_text_is_asked_again(
     ],
 )
 def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
-    changes: dict[str, Any], line: str, old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+    changes, line, old, tmp_path, server
+):
     new = tmp_path / "new"
     with pytest.raises(CheckpointMismatch) as refused:
         start(
@@ -303,9 +292,7 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
-def test_a_run_that_was_dealt_out_anew_is_refused(
-    old: Path, tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_run_that_was_dealt_out_anew_is_refused(old, tmp_path, server):
     (old / "checkpoints" / "shares.json").touch()
     with pytest.raises(CheckpointMismatch, match="Finish it with commit d3ddc9c6"):
         start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
@@ -318,14 +305,12 @@ def test_a_run_that_was_dealt_out_anew_is_refused(
         ("new/checkpoints", "answers_from: is checkpoints_local_dir"),
     ],
 )
-def test_a_folder_without_old_answers_is_refused(
-    place: str, said: str, tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_folder_without_old_answers_is_refused(place, said, tmp_path, server):
     with pytest.raises(ConfigError, match=said):
         start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=str(tmp_path / place))
 
 
-def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_a_rank_that_runs_is_refused(old, tmp_path, server):
     lock = files.Lock(old / "checkpoints" / "00000" / LOCK)
     try:
         with pytest.raises(CheckpointLocked):
@@ -335,7 +320,7 @@ def test_a_rank_that_runs_is_refused(old: Path, tmp_path: Path, server: FakeServ
     assert not (tmp_path / "new" / "checkpoints" / "00000").exists()
 
 
-def test_damaged_answers_are_asked_again(old: Path, tmp_path: Path, server: FakeServer) -> None:
+def test_damaged_answers_are_asked_again(old, tmp_path, server):
     for path in (old / "checkpoints" / "00000").glob("replay.sqlite3*"):
         path.write_bytes(b"damaged" * 1000)
     before = kept(old)
@@ -346,7 +331,7 @@ def test_damaged_answers_are_asked_again(old: Path, tmp_path: Path, server: Fake
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", VERSIONS)
-def test_answers_of_each_release_are_used(name: str, tmp_path: Path, server: FakeServer) -> None:
+def test_answers_of_each_release_are_used(name, tmp_path, server):
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     shutil.copytree(old / "input", new / "input")
     # The same prompt: each answer that is kept is used.
@@ -359,9 +344,7 @@ def test_answers_of_each_release_are_used(name: str, tmp_path: Path, server: Fak
     }
 
 
-def test_answers_of_two_model_revisions_in_one_task_are_not_used(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_answers_of_two_model_revisions_in_one_task_are_not_used(tmp_path, server):
     old = tmp_path / "old"
     revisions = [{"model_kwargs": {"revision": name}} for name in "AB"]
     stopping = TwoSteps("Shorter", "id 5", old / "checkpoints" / "00000" / "commits.jsonl")
@@ -396,8 +379,8 @@ NEW = [
 
 
 def test_a_file_is_run_again_with_another_prompt_and_answers_of_its_first_run(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+    here, server, command
+):
     write_job(
         here,
         job_yaml(ENDPOINT.replace("URL", server.url)) + "          keep_answers: true\n",
@@ -412,9 +395,7 @@ def test_a_file_is_run_again_with_another_prompt_and_answers_of_its_first_run(
     command("verify", "new/checkpoints", "--full")
 
 
-def test_canned_answers_are_not_taken_for_answers_of_a_model(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+def test_canned_answers_are_not_taken_for_answers_of_a_model(here, server, command):
     canned = (
         job_yaml("server_type: dummy, model_name_or_path: fake") + "          keep_answers: true\n"
     )

@@ -26,7 +26,7 @@ def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path: Path) -> None:
+def test_ctrl_c_on_a_terminal_leaves_nothing_of_the_bar(tmp_path):
     with FakeServer(hold_after=7) as server, Terminal(COLUMNS) as terminal:
         write(tmp_path, server)
         with on_terminal(terminal, tmp_path, "run", "job.yaml", "--executor.workers=2") as process:

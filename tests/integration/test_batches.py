@@ -23,7 +23,6 @@ from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
 from tests.jobs import Budget, documents, letters, rows, runner, writer
-from tests.patience import ChangePolicy
 
 Payload = dict[str, Any]
 
@@ -34,7 +33,7 @@ def texts_of(payload: Payload) -> list[str]:
 
 
 @pytest.fixture
-def shared(server: FakeServer) -> FakeServer:
+def shared(server):
     server.paths = {"/v1/embeddings": embeddings}
     return server
 
@@ -60,7 +59,7 @@ def asked(server: FakeServer) -> Counter[str]:
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
 
-def test_texts_of_several_documents_share_requests(shared: FakeServer, tmp_path: Path) -> None:
+def test_texts_of_several_documents_share_requests(shared, tmp_path):
     runner(tmp_path / "alone", shared, embed).run(documents(10))
     assert sizes(shared) == [1] * 30
     shared.payloads.clear()
@@ -84,10 +83,8 @@ def commits(folder: Path) -> list[Payload]:
     return [orjson.loads(line) for line in lines]
 
 
-def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(
-    shared: FakeServer, tmp_path: Path
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared, tmp_path):
+    async def ask(document, generate):
         await generate.embed(["a" * int(document.id[3:]), "bb"])
         return "done"
 
@@ -114,9 +111,7 @@ def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(
 
 
 @pytest.mark.parametrize("texts", [1, 2, 3, 8])
-def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
-    shared: FakeServer, tmp_path: Path, texts: int
-) -> None:
+def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_path, texts):
     # One request at a time: of several in flight, some answers would be on their way at the kill.
     config = {"texts_per_request": texts, "max_concurrent_generations": 1}
     runner(tmp_path / "other", shared, embed, config=config).run(documents(6))
@@ -124,7 +119,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
     budget = Budget()
     answered: Counter[str] = Counter()
 
-    def status(payload: Payload, times: int) -> int | None:
+    def status(payload, times):
         refused = budget(payload, times)
         if refused is None:
             answered.update(texts_of(payload))
@@ -148,15 +143,13 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 @pytest.mark.parametrize("bad", [{0}, {3}, {7}, {2, 3}, {0, 7}, set(range(8))])
-def test_of_a_bad_text_among_eight_its_document_alone_fails(
-    shared: FakeServer, tmp_path: Path, bad: set[int], status: int
-) -> None:
+def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad, status):
     texts = {f"text {index}" for index in bad}
     shared._status = lambda payload, times: (
         status if texts.intersection(texts_of(payload)) else None
     )
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         return await generate.embed(document.text)
 
     config = {"texts_per_request": 8}
@@ -171,15 +164,13 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(
     assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
 
 
-def test_a_text_that_fails_again_and_again_beside_others_is_named(
-    shared: FakeServer, tmp_path: Path
-) -> None:
+def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_path):
     """A NaN, say. The others of its request are answered; the rank stops, for no document pays for
     a server.
     """
     shared._status = lambda payload, times: 500 if "text 5" in texts_of(payload) else None
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         if int(document.id[3:]) < 8:
             return await generate.embed(document.text)
         for turn in count():  # until the rank stops
@@ -194,10 +185,10 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(
     assert alone
 
 
-def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path: Path) -> None:
+def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
     shared._status = lambda payload, times: 401
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         try:
             return await generate.embed(document.text)
         except InferenceError:
@@ -209,12 +200,10 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared: FakeServer, tmp_path
     assert not rows(tmp_path)
 
 
-def test_a_document_that_is_cancelled_takes_its_text_along(
-    shared: FakeServer, tmp_path: Path
-) -> None:
+def test_a_document_that_is_cancelled_takes_its_text_along(shared, tmp_path):
     """Two rollouts: one raises while the other's text waits."""
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         if document.id != "id 1":
             return await generate.embed(document.text)
         asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)  # type: ignore[union-attr]
@@ -230,10 +219,8 @@ def test_a_document_that_is_cancelled_takes_its_text_along(
 
 
 @pytest.mark.parametrize("texts", [1, 4])
-def test_what_differs_in_more_than_its_text_shares_no_request(
-    shared: FakeServer, tmp_path: Path, texts: int
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path, texts):
+    async def ask(document, generate):
         await generate.embed([document.text, "b"], user=document.id)
         return "done"
 
@@ -254,9 +241,7 @@ async def one_after_the_other(document: Document, generate: Any) -> object:
 
 @pytest.mark.usefixtures("reraised")
 @pytest.mark.parametrize("texts", [2, 3])
-def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(
-    tmp_path: Path, texts: int
-) -> None:
+def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path, texts):
     """Its documents need another request, so the rank stops with their answers, which nobody asks
     for again.
     """
@@ -288,16 +273,14 @@ EMBEDS = ENGINE.replace(
 
 
 @pytest.mark.parametrize("text", ["die once", "die"])
-def test_a_server_that_dies_of_a_text_fails_no_other_document(
-    here: Path, policy: ChangePolicy, text: str
-) -> None:
+def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text):
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
     (here / "engine.py").write_text(EMBEDS)
     given = documents(8)
     given[3].text = text
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         return (await generate.embed(document.text)).tolist()
 
     settings = {
@@ -344,9 +327,7 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(
         ),
     ],
 )
-def test_enough_documents_are_in_work_to_fill_requests(
-    settings: Any, documents_in_work: int
-) -> None:
+def test_enough_documents_are_in_work_to_fill_requests(settings, documents_in_work):
     config = InferenceConfig("dummy", "m", **settings)
     assert config.max_concurrent_documents == documents_in_work
     if "max_concurrent_documents" not in settings:
@@ -354,6 +335,6 @@ def test_enough_documents_are_in_work_to_fill_requests(
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
-def test_less_than_one_text_is_refused(wrong: int) -> None:
+def test_less_than_one_text_is_refused(wrong):
     with pytest.raises(ConfigError, match="texts_per_request must be >= 1"):
         InferenceConfig("dummy", "m", texts_per_request=wrong)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
@@ -27,7 +26,6 @@ from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import documents, runner
 from tests.yaml_jobs import doctor_lines, job_yaml
 
@@ -42,7 +40,7 @@ Doctor = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def job(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(here, monkeypatch):
     """The working directory: JOB, and two documents."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
@@ -53,7 +51,7 @@ def job(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def examined(job: Path, command: Command) -> Doctor:
+def examined(job, command):
     """``datatrove-ckpt doctor job.yaml ...`` in the job's folder; gives what it says, by what was
     checked.
     """
@@ -66,9 +64,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_fit_folders_have_no_problem_and_nothing_is_changed(
-    examined: Doctor, tmp_path: Path
-) -> None:
+def test_fit_folders_have_no_problem_and_nothing_is_changed(examined, tmp_path):
     before = names(tmp_path)
     said = examined()
     assert (
@@ -88,9 +84,7 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(
     assert names(tmp_path) == before
 
 
-def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(
-    job: Path, command: Command
-) -> None:
+def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job, command):
     changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=job.yaml/x")
     lines = command("doctor", "job.yaml", *changes, code=1).out.splitlines()
     states = [line.split()[0] for line in lines[:-1]]
@@ -115,28 +109,22 @@ def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(
          "problem: model_name_or_path: there is no file no.gguf"),
     ],
 )  # fmt: skip
-def test_what_would_fail_is_named_with_what_to_do(
-    examined: Doctor, tmp_path: Path, override: str, check: str, says: str
-) -> None:
+def test_what_would_fail_is_named_with_what_to_do(examined, tmp_path, override, check, says):
     says = says.replace("{}", str(tmp_path))
     before = names(tmp_path)
     assert examined(override, code=int(says.startswith("problem")))[check].startswith(says)
     assert names(tmp_path) == before
 
 
-def test_a_file_system_without_locks_is_a_warning(
-    examined: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(fd: int, how: int) -> None:
+def test_a_file_system_without_locks_is_a_warning(examined, monkeypatch):
+    def flock(fd, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert examined()["checkpoints, locks"].startswith("warning: the file system has no locks.")
 
 
-def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
-    examined: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(examined, monkeypatch):
     monkeypatch.setattr(checks, "file_system", lambda folder: FilesystemTraits("ext4 (local)"))
     slurm = JOB.replace("LocalPipelineExecutor", "SlurmPipelineExecutor").replace(
         "workers: 1", 'time: "1:00:00", partition: p'.replace(", ", "\n    ")
@@ -151,9 +139,7 @@ def test_a_disk_of_one_node_is_a_warning_where_tasks_may_start_on_another(
     )
 
 
-def test_a_folder_that_never_answers_is_a_problem(
-    examined: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_never_answers_is_a_problem(examined, monkeypatch):
     never = threading.Event()
     monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
     monkeypatch.setattr(checks, "REMOTE_SECONDS", 0.5)
@@ -169,16 +155,14 @@ def test_a_folder_that_never_answers_is_a_problem(
 TO_MEMORY = "--pipeline.1.output_writer.output_folder=memory://doctor/out"
 
 
-def test_a_remote_output_is_tried_and_left_as_it_was(examined: Doctor) -> None:
+def test_a_remote_output_is_tried_and_left_as_it_was(examined):
     said = examined(TO_MEMORY)
     assert said["output, reachable"].startswith("ok: memory:///doctor/out")
     assert MemoryFileSystem().find("/doctor") == []
 
 
-def test_a_remote_output_that_refuses_is_a_problem(
-    examined: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Any, path: str, value: bytes, **settings: Any) -> None:
+def test_a_remote_output_that_refuses_is_a_problem(examined, monkeypatch):
+    def refuse(self, path, value, **settings):
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
@@ -188,9 +172,9 @@ def test_a_remote_output_that_refuses_is_a_problem(
 
 
 def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def keep(self: Any, path: str) -> None:
+    monkeypatch,
+):
+    def keep(self, path):
         raise PermissionError("no deletes here")
 
     folder = DataFolder("memory://doctor/kept")
@@ -208,7 +192,7 @@ def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Findi
     return list(doctor.check_runner(plan.runners[0], "", sample))
 
 
-def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeServer) -> None:
+def test_the_mirror_is_tried_where_a_step_has_one(tmp_path, server):
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
         step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
@@ -217,12 +201,12 @@ def test_the_mirror_is_tried_where_a_step_has_one(tmp_path: Path, server: FakeSe
     assert names(tmp_path) == []
 
 
-def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path: Path) -> None:
+def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):
     class Repository(DataFolder):  # type: ignore[misc]
-        def is_local(self) -> bool:
+        def is_local(self):
             return False
 
-        def resolve_paths(self, path: str) -> str:
+        def resolve_paths(self, path):
             return "hf://datasets/me/answers"
 
     [found] = check_remote(Repository(str(tmp_path)))
@@ -235,12 +219,12 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
 # Beside a run ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
+def test_a_run_that_is_on_is_not_disturbed(tmp_path):
     with FakeServer(hold_after=5) as server:
         step = runner(tmp_path, server, config={"max_concurrent_generations": 2})
         failures: list[BaseException] = []
 
-        def run() -> None:
+        def run():
             try:
                 step.run(iter(documents(12)))
             except BaseException as error:
@@ -260,12 +244,10 @@ def test_a_run_that_is_on_is_not_disturbed(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if PROBE in path.name]
 
 
-def test_a_disk_with_too_little_room_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
     free = [1 << 27, 100]
 
-    def statvfs(path: Any) -> Any:
+    def statvfs(path):
         return SimpleNamespace(f_bavail=free[0], f_frsize=1, f_files=1000, f_favail=free[1])
 
     monkeypatch.setattr(os, "statvfs", statvfs)
@@ -297,7 +279,7 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_leaves_nothing(job: Path) -> None:
+def test_ctrl_c_in_the_middle_leaves_nothing(job):
     before = names(job)
     argv = [sys.executable, "-c", SLOWLY, "doctor", "job.yaml"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:

@@ -7,10 +7,8 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import xxhash
@@ -34,20 +32,16 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.server import Access
 from tests.mirrors import Job
-from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> Iterator[None]:
+def _no_copies(tmp_path, monkeypatch, policy):
     """Nothing is left in the temporary folder, whatever happens."""
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
@@ -82,7 +76,7 @@ def write_yaml(server: FakeServer, mirror: str = f"{BUCKET}/mirror", tasks: int 
 
 
 @pytest.fixture
-def job(hub: FakeHub, server: FakeServer, here: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+def job(hub, server, here, monkeypatch):
     """A bucket with the input of two tasks, and job.yaml."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     hub.create_repo("org/job", kind="bucket")
@@ -130,9 +124,7 @@ class Effects(object_store.Effects):
             self.done.append((what, path.rpartition("/claims/")[2]))
 
 
-def test_a_plain_run_writes_its_name_once_and_claims_no_task(
-    job: FakeHub, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_run_writes_its_name_once_and_claims_no_task(job, command, monkeypatch):
     effects = Effects()
     monkeypatch.setattr(object_store, "effects", effects)
     command("run", "job.yaml")
@@ -141,9 +133,7 @@ def test_a_plain_run_writes_its_name_once_and_claims_no_task(
     assert effects.done == [("put", name), ("delete", name)]
 
 
-def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(
-    job: FakeHub, server: FakeServer, command: Command
-) -> None:
+def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, command):
     there = f"{'0' * 40}-run"
     store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
     lose_the_node()
@@ -155,9 +145,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(
     store.close()
 
 
-def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(
-    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, command, monkeypatch):
     monkeypatch.setattr(stores, "_HUB_SETTLES", 0.0)
     assert "This worker has completed 2 tasks" in command("run", "job.yaml", "--worker")
     assert not [name for name in job.files("org/job", kind="bucket") if "/claims/" in name]
@@ -166,9 +154,7 @@ def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(
     assert server.asked.total() == 6
 
 
-def test_every_command_works_with_all_of_a_job_in_a_bucket(
-    job: FakeHub, server: FakeServer, command: Command
-) -> None:
+def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command):
     assert "no problem, no warning" in command("doctor", "job.yaml")
     assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl", "input/1.jsonl"}
     said = command("run", "job.yaml")
@@ -199,9 +185,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(
 # a repository ------------------------------------------------------------------------------------
 
 
-def test_a_mirror_in_a_repository_is_refused_read_and_moved(
-    job: FakeHub, server: FakeServer, command: Command, tmp_path: Path
-) -> None:
+def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command, tmp_path):
     """Versions before this one wrote there: one commit for each object."""
     write_yaml(server, str(tmp_path / "mirror"))
     command("run", "job.yaml")
@@ -236,12 +220,12 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(
 @pytest.mark.parametrize(
     "url", ["hf://datasets/org/data@try/a", "hf://models/org/data/a", "hf://org/data/a"]
 )
-def test_the_bucket_to_use_instead_is_named(url: str) -> None:
+def test_the_bucket_to_use_instead_is_named(url):
     with pytest.raises(ConfigError, match=r"Set it to a bucket: hf://buckets/org/data/a \("):
         check_mirror(url)
 
 
-def test_doctor_warns_of_markers_in_a_repository(job: FakeHub, command: Command) -> None:
+def test_doctor_warns_of_markers_in_a_repository(job, command):
     job.create_repo("org/data")
     text = Path("job.yaml").read_text().replace(f"{BUCKET}/logs", "hf://datasets/org/data/logs")
     Path("job.yaml").write_text(text)
@@ -277,13 +261,13 @@ class Expiring(Access):
 @pytest.mark.matrix
 @pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120, 135, 150, 180, 210])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
-    job: FakeHub,
-    server: FakeServer,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    after: int,
-) -> None:
+    job,
+    server,
+    command,
+    monkeypatch,
+    tmp_path,
+    after,
+):
     access = job.tokens[job.token] = Expiring()
     access.left = after
     said = command("run", "job.yaml", code=None)
@@ -314,9 +298,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lag", [3, 1, 5])
-def test_lists_that_lag_lose_and_repeat_nothing(
-    job: FakeHub, server: FakeServer, command: Command, lag: int
-) -> None:
+def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
     for number in range(lag):
         # The input has been there for a while.
         job.put("org/job", {f"other/{number}": b""}, kind="bucket")
@@ -329,7 +311,7 @@ def test_lists_that_lag_lose_and_repeat_nothing(
     assert len(output(job)) == 4
 
 
-def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: FakeHub) -> None:
+def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job):
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     mirrored = Versions(f"{BUCKET}/mirror/00000")
     job.put(
@@ -353,13 +335,11 @@ def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job: F
 
 
 @pytest.mark.parametrize(("folder", "lists"), [("completions", False), ("logs", True)])
-def test_a_marker_that_is_written_while_its_folder_is_looked_for(
-    job: FakeHub, monkeypatch: pytest.MonkeyPatch, folder: str, lists: bool
-) -> None:
+def test_a_marker_that_is_written_while_its_folder_is_looked_for(job, monkeypatch, folder, lists):
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     list_tree = HfFileSystem._ls_tree
 
-    def another_rank_completes(files: HfFileSystem, path: str, **kwargs: Any) -> Any:
+    def another_rank_completes(files, path, **kwargs):
         try:
             return list_tree(files, path, **kwargs)
         except EntryNotFoundError:  # HfFileSystem lists the parent then
@@ -376,9 +356,9 @@ def test_a_marker_that_is_written_while_its_folder_is_looked_for(
 
 
 def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
-    job: FakeHub, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(*words: str, code: int = 1) -> str:
+    job, server, command, monkeypatch
+):
+    def refused(*words, code=1):
         HfFileSystem.clear_instance_cache()
         return command(*words, code=code).error
 
@@ -410,8 +390,8 @@ def test_what_the_hub_refuses_is_one_line_that_names_the_setting_and_what_to_do(
 
 
 def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
-    job: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, tmp_path, monkeypatch
+):
     """A task that started from nothing would pay for everything again."""
     with pytest.raises(ConfigError, match=r"the bucket org/none does not exist, or this token"):
         restore("hf://buckets/org/none/00000", tmp_path / "00000")
@@ -433,8 +413,8 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
 @pytest.mark.matrix
 @pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
 def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
-    hub: FakeHub, tmp_path: Path, place: str
-) -> None:
+    hub, tmp_path, place
+):
     """A model answers with other words the second time, and nobody is there to delete the first
     ones.
     """
@@ -467,10 +447,8 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         assert len(second.splitlines()) == 3
 
 
-def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
-    job: FakeHub, tmp_path: Path
-) -> None:
-    def taken() -> None:
+def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job, tmp_path):
+    def taken():
         raise Fenced("Another process has taken over")
 
     (tmp_path / "staged").write_text("content")

@@ -13,11 +13,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference import run_inference as theirs
 from datatrove.pipeline.inference import types as types_of_datatrove
 
@@ -37,7 +35,7 @@ _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, Ser
 @pytest.mark.slow
 @pytest.mark.real_process
 @pytest.mark.parametrize("module", ["datatrove_ckpt", "datatrove_ckpt.run_inference"])
-def test_the_import_line_of_a_script_works_with_another_module(module: str) -> None:
+def test_the_import_line_of_a_script_works_with_another_module(module):
     line = f"from {module} import {_NAMES}"
     of_datatrove = "from datatrove.pipeline.inference import run_inference as theirs"
     same = [
@@ -49,7 +47,7 @@ def test_the_import_line_of_a_script_works_with_another_module(module: str) -> N
     subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
-def test_the_submodules_are_modules_with_all_names() -> None:
+def test_the_submodules_are_modules_with_all_names():
     import datatrove_ckpt.run_inference as run_inference
     import datatrove_ckpt.types as types
 
@@ -58,9 +56,7 @@ def test_the_submodules_are_modules_with_all_names() -> None:
     assert types.InferenceError is run_inference.InferenceError
 
 
-def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path, server):
     """Engines answer in the order of a schema: a reason that comes after the answer is no
     reason.
     """
@@ -79,14 +75,14 @@ def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(
     sent: list[dict[str, Any]] = []
 
     class Server:
-        async def make_request(self, payload: dict[str, Any]) -> dict[str, Any]:
+        async def make_request(self, payload):
             sent.append(payload)
             return {"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         return await generate({"messages": [{"role": "user", "content": "x"}], **written})
 
-    async def by_datatrove(payload: dict[str, Any]) -> Any:
+    async def by_datatrove(payload):
         theirs_config = theirs.InferenceConfig("dummy", "fake", default_generation_params=defaults)
         step: Any = theirs.InferenceRunner(rollout, theirs_config, writer(tmp_path))
         return await step._send_request(Server(), payload, asyncio.Semaphore())
@@ -115,7 +111,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_row_names_a_test_that_exists() -> None:
+def test_each_row_names_a_test_that_exists():
     assert len(ROWS) > 30
     for row in ROWS:
         path, _, name = row[-1].strip("`").partition("::")
@@ -127,7 +123,7 @@ def test_each_row_names_a_test_that_exists() -> None:
         assert all(row[:3]), row
 
 
-def test_the_page_names_each_attribute_that_is_missing(tmp_path: Path) -> None:
+def test_the_page_names_each_attribute_that_is_missing(tmp_path):
     config = theirs.InferenceConfig("dummy", "m")
     runner_of_datatrove = theirs.InferenceRunner(ask, config, writer(tmp_path))
     ours = InferenceRunner(ask, config, writer(tmp_path))
@@ -139,7 +135,7 @@ def test_the_page_names_each_attribute_that_is_missing(tmp_path: Path) -> None:
     assert missing(sorted(names - {*dir(ours), *vars(ours)})) == []
 
 
-def test_the_page_names_each_import_that_is_missing() -> None:
+def test_the_page_names_each_import_that_is_missing():
     of_datatrove = {
         name
         for name, value in vars(theirs).items()
@@ -149,7 +145,7 @@ def test_the_page_names_each_import_that_is_missing() -> None:
     assert missing(sorted(of_datatrove - offered)) == []
 
 
-def test_the_page_names_each_number_that_is_missing(tmp_path: Path) -> None:
+def test_the_page_names_each_number_that_is_missing(tmp_path):
     source = inspect.getsource(theirs)
     of_datatrove = set(re.findall(r'stat_update\("(\w+)"', source)) | {"inference_time"}
     assert len(of_datatrove) > 8
@@ -161,20 +157,20 @@ def test_the_page_names_each_number_that_is_missing(tmp_path: Path) -> None:
     assert missing(sorted(of_datatrove - {*step.stats.stats})) == []
 
 
-def test_the_page_names_each_server_type_that_is_missing() -> None:
+def test_the_page_names_each_server_type_that_is_missing():
     (of_datatrove,) = [
         one.type for one in dataclasses.fields(theirs.InferenceConfig) if one.name == "server_type"
     ]
     assert set(re.findall(r'"(\w+)"', str(of_datatrove))) <= {*get_args(ServerType)}
 
 
-def test_a_request_without_a_limit_has_one_of_an_hour() -> None:
+def test_a_request_without_a_limit_has_one_of_an_hour():
     assert InferenceConfig("dummy", "m").request_timeout is None
     assert client._DEFAULT_TIMEOUT == 3600
 
 
-def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path: Path) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path):
+    async def rollout(document, generate):
         raise ServerError("mine")
 
     with FakeServer() as server, pytest.raises(InferenceError, match=r"'id 0'.*mine"):
@@ -183,7 +179,7 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path: Path
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
-def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
+def test_each_status_of_a_rejection_skips(tmp_path, status):
     with FakeServer(
         status=lambda payload, times: status if "text 1" in str(payload) else None
     ) as server:
@@ -192,11 +188,11 @@ def test_each_status_of_a_rejection_skips(tmp_path: Path, status: int) -> None:
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
-def test_payload_and_config_stay_as_they_are(tmp_path: Path, server: FakeServer) -> None:
+def test_payload_and_config_stay_as_they_are(tmp_path, server):
     payload = {"messages": [{"role": "user", "content": "x"}]}
     before = json.dumps(payload)
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         return await generate(payload)
 
     settings = config(server, default_generation_params={"seed": 1}, model_kwargs={"a": 1})
@@ -205,7 +201,7 @@ def test_payload_and_config_stay_as_they_are(tmp_path: Path, server: FakeServer)
     assert settings.model_kwargs == {"a": 1}
 
 
-def test_sglang_cuts_no_prompt_unasked() -> None:
+def test_sglang_cuts_no_prompt_unasked():
     plain = InferenceConfig("sglang", "m")
     asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
     assert [
@@ -214,8 +210,8 @@ def test_sglang_cuts_no_prompt_unasked() -> None:
     ] == [False, True]
 
 
-def test_the_dummy_answers_completions(tmp_path: Path) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_the_dummy_answers_completions(tmp_path):
+    async def rollout(document, generate):
         return await generate({"prompt": document.text})
 
     settings = InferenceConfig("dummy", "m", use_chat=False, reuse_servers=False)
@@ -224,8 +220,8 @@ def test_the_dummy_answers_completions(tmp_path: Path) -> None:
     assert "dummy text" in json.loads(line)["metadata"]["rollout_results"][0]["text"]
 
 
-def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_documents_in_memory_get_no_marks(tmp_path):
+    async def rollout(document, generate):
         return None if document.id == "id 0" else await ask(document, generate)
 
     given = documents(2)
@@ -234,8 +230,8 @@ def test_documents_in_memory_get_no_marks(tmp_path: Path) -> None:
     assert [document.metadata for document in given] == [{"rollout_results": []}, {}]
 
 
-def test_progress_is_a_line(tmp_path: Path, log: list[str], server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_progress_is_a_line(tmp_path, log, server):
+    async def rollout(document, generate):
         await until_async(lambda: any("req/s" in line for line in log))
         return await ask(document, generate)
 
@@ -245,7 +241,7 @@ def test_progress_is_a_line(tmp_path: Path, log: list[str], server: FakeServer) 
 
 
 @pytest.mark.slow
-def test_server_logs_have_the_rank_in_their_names(tmp_path: Path) -> None:
+def test_server_logs_have_the_rank_in_their_names(tmp_path):
     settings = InferenceConfig(
         "dummy", "m", server_log_folder=str(tmp_path / "logs"), reuse_servers=False
     )

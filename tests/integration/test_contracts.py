@@ -32,7 +32,7 @@ from typing import Any
 import pytest
 from datatrove.io import DataFolder
 
-from datatrove_ckpt import InferenceRunner, __version__
+from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.main import main, make_parser
 from datatrove_ckpt.cli.short_form import ShortJob
 from datatrove_ckpt.cli.yaml_config import SHORT_NAMES, import_name, parameters_of
@@ -41,7 +41,7 @@ from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -190,7 +190,7 @@ a file of no commit, stopped; the rank runs""".replace("\n", " ").split("; ")
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[tuple[Path, FakeServer]]:
+def jobs():
     """The folder "job", and beside it what it holds in each state: run.json holds its path.
 
     Sizes and messages hold its path, too, so that is equally long each time.
@@ -215,7 +215,7 @@ def jobs() -> Iterator[tuple[Path, FakeServer]]:
     shutil.rmtree(top)
 
 
-def test_those_by_default_are_there() -> None:
+def test_those_by_default_are_there():
     assert set(BY_DEFAULT) <= SITUATIONS.keys() == read().keys()
 
 
@@ -227,9 +227,7 @@ def test_those_by_default_are_there() -> None:
         for name in SITUATIONS
     ],
 )
-def test_what_three_doors_say(
-    name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_three_doors_say(name, jobs, command, monkeypatch):
     state, change, overrides = SITUATIONS[name]
     job, server = jobs
     restore(job, state)
@@ -306,7 +304,7 @@ def hold(what: str, found: Any) -> None:
         assert found == names[what]
 
 
-def test_names_of_settings_in_a_yaml_file() -> None:
+def test_names_of_settings_in_a_yaml_file():
     """Of our classes; others are datatrove's."""
     named = [
         import_name(name, name)
@@ -319,7 +317,7 @@ def test_names_of_settings_in_a_yaml_file() -> None:
     hold("settings", found)
 
 
-def test_commands_and_their_flags() -> None:
+def test_commands_and_their_flags():
     (commands,) = [
         one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)
     ]
@@ -342,9 +340,7 @@ BY_NAME = ("states", "errors", "dead_letters", "journals")
 
 @pytest.mark.xdist_group("contracts")
 @pytest.mark.parametrize("name", JSON)
-def test_keys_of_json(
-    name: str, jobs: tuple[Path, FakeServer], command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_json(name, jobs, command, monkeypatch):
     state, words = JSON[name]
     restore(jobs[0], state)
     monkeypatch.chdir(jobs[0])
@@ -387,9 +383,7 @@ SHOWN = {
 }
 
 
-def test_run_json_with_secrets_is_continued_and_shows_none(
-    tmp_path: Path, command: Command, log: list[str]
-) -> None:
+def test_run_json_with_secrets_is_continued_and_shows_none(tmp_path, command, log):
     """What is hidden is compared by its hash: a version that hides less would refuse the runs of
     this one.
     """
@@ -397,7 +391,7 @@ def test_run_json_with_secrets_is_continued_and_shows_none(
     path = rank(0, "run.json")(tmp_path)
     with FakeServer(status=budget) as server:
 
-        def step() -> InferenceRunner:
+        def step():
             rollout = PromptRollout("Say {text}", generation_params=HIDDEN | SHOWN)
             return runner(
                 tmp_path, server, rollout, shared_context={"hf_token": HIDDEN["hf_token"], **SHOWN}

@@ -40,7 +40,7 @@ def versions(folder: Path) -> list[tuple[str, str]]:
     return [(row["id"], row["metadata"]["rollout_results"][0]["version"]) for row in rows(folder)]
 
 
-def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path) -> None:
+def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path):
     old, new = tmp_path / "old.py", tmp_path / "new.py"
     old.write_text(BROKEN)
     new.write_text(CORRECTED)
@@ -67,15 +67,15 @@ def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path: Path)
 
 
 def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    server: FakeServer,
-) -> None:
+    here,
+    monkeypatch,
+    capsys,
+    server,
+):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    def run(*arguments: str) -> tuple[int, str]:
+    def run(*arguments):
         sys.modules.pop("users_rollouts", None)
         importlib.invalidate_caches()
         return main(["run", "job.yaml", *arguments]), capsys.readouterr().err

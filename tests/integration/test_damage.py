@@ -62,7 +62,7 @@ def statuses(broken: bool) -> Callable[[dict[str, Any], int], int | None]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server():
     with FakeServer(status=statuses(broken=False)) as running:
         yield running
 
@@ -109,7 +109,7 @@ class Half:
 
 
 @pytest.fixture(scope="module")
-def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
+def half(tmp_path_factory, server):
     shm = Path("/dev/shm")
     on_disk = tmp_path_factory.mktemp("half")
     return Half(
@@ -119,7 +119,7 @@ def half(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Half:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cleared(half: Half) -> Iterator[None]:
+def _cleared(half):
     yield
     shutil.rmtree(half.job.parent, ignore_errors=True)
 
@@ -289,17 +289,13 @@ def judge_all(half: Half, server: FakeServer, said: Said, chosen: list[Mutation]
     assert set(found) == {"refused", "same"}
 
 
-def test_some_damage_is_refused_or_does_not_matter(
-    half: Half, server: FakeServer, said: Said
-) -> None:
+def test_some_damage_is_refused_or_does_not_matter(half, server, said):
     judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 24))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_damage_is_refused_or_does_not_matter(
-    half: Half, server: FakeServer, said: Said
-) -> None:
+def test_all_damage_is_refused_or_does_not_matter(half, server, said):
     judge_all(half, server, said, mutations(half, 20, 0))
 
 
@@ -312,9 +308,7 @@ def test_all_damage_is_refused_or_does_not_matter(
         ("00000/shard.json", read_shard, "Restore it from a copy, or remove it"),
     ],
 )
-def test_every_damaged_byte_is_damage_and_no_other_setting(
-    half: Half, file: str, read: Callable[[Path], Any], advice: str
-) -> None:
+def test_every_damaged_byte_is_damage_and_no_other_setting(half, file, read, advice):
     path = half.restore(finished=True) / "checkpoints" / file
     data, good = path.read_bytes(), read(path)
     for at, bit in itertools.product(range(len(data)), (0, 6)):
@@ -350,9 +344,7 @@ def lost(job: Path, name: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [*LOGS, "no file"])
-def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
-    half: Half, server: FakeServer, said: Said, name: str
-) -> None:
+def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, server, said, name):
     folder = half.restore(finished=True)
     lost(folder, name)
     with pytest.raises(
@@ -383,12 +375,12 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(
 )
 @pytest.mark.parametrize("run_first", [False, True])
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
-    half: Half,
-    server: FakeServer,
-    said: Said,
-    disk_type: type[CopyingDisk],
-    run_first: bool,
-) -> None:
+    half,
+    server,
+    said,
+    disk_type,
+    run_first,
+):
     """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged
     refuses it.
     """
@@ -416,7 +408,7 @@ def removed_rank(folder: Path) -> None:
     shutil.rmtree(folder / "output")
 
 
-def test_a_rank_whose_folder_was_removed_starts_over(half: Half, server: FakeServer) -> None:
+def test_a_rank_whose_folder_was_removed_starts_over(half, server):
     """last_chunk is still there then, and does not count."""
     folder = half.restore()
     removed_rank(folder)
@@ -426,7 +418,7 @@ def test_a_rank_whose_folder_was_removed_starts_over(half: Half, server: FakeSer
     assert outputs(folder / "output") == half.output
 
 
-def test_a_commit_names_only_files_in_the_output_folder(half: Half, server: FakeServer) -> None:
+def test_a_commit_names_only_files_in_the_output_folder(half, server):
     for name in ("../../precious", "/precious", "a/../../precious", ""):
         path = half.restore() / RANK / "commits.jsonl"
         (commit, *_) = read_commits(path).values()
@@ -451,12 +443,12 @@ def rewritten_cache(folder: Path) -> None:
     "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
 )
 def test_a_start_that_meets_damage_may_crash_at_any_effect(
-    half: Half,
-    server: FakeServer,
-    damage: Callable[[Path], None],
-    effects: set[str],
-    disk_type: type[CopyingDisk],
-) -> None:
+    half,
+    server,
+    damage,
+    effects,
+    disk_type,
+):
     damage(half.restore())
     disk = disk_type(half.job)
     with disk_in_place(disk):

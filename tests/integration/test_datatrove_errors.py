@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import pickle
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +56,7 @@ async def returns_them(document: Document, generate: Any) -> Any:
     "rollout",
     [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them],
 )
-def test_a_rejected_request_skips_its_document_however_the_rollout_raises(
-    tmp_path: Path, rollout: Any
-) -> None:
+def test_a_rejected_request_skips_its_document_however_the_rollout_raises(tmp_path, rollout):
     with FakeServer(status=rejects(["text 1"])) as server:
         step = runner(tmp_path, server, rollout, skip_bad_requests=True)
         step.run(documents(4))
@@ -67,7 +64,7 @@ def test_a_rejected_request_skips_its_document_however_the_rollout_raises(
     assert step.stats.stats["skipped_bad_requests"].total == 1
 
 
-def test_a_remembered_rejection_skips_its_document(tmp_path: Path) -> None:
+def test_a_remembered_rejection_skips_its_document(tmp_path):
     with FakeServer(status=rejects(["text 1"])) as server:
         with pytest.raises(InferenceError):
             runner(tmp_path, server, raises_its_text_later).run(documents(4))
@@ -93,9 +90,7 @@ async def swallows_and_fails(document: Document, generate: Any) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("rollout", "status"), [(ask, 503), (asks_and_fails, None)])
-def test_a_document_with_that_word_is_not_skipped_for_another_failure(
-    tmp_path: Path, rollout: Any, status: int | None
-) -> None:
+def test_a_document_with_that_word_is_not_skipped_for_another_failure(tmp_path, rollout, status):
     text = f"How do I handle {BAD}? {BAD}: HTTP 400: x"
     given = [Document(text=f"text {index}", id=f"id {index}") for index in range(2)] + [
         Document(text=text, id="id 2")
@@ -110,7 +105,7 @@ def test_a_document_with_that_word_is_not_skipped_for_another_failure(
     assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
 
 
-def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path) -> None:
+def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path):
     with (
         FakeServer(status=rejects(["text 1"])) as server,
         pytest.raises(InferenceError, match=r"'id 1'.*a bug"),
@@ -118,7 +113,7 @@ def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path: Path)
         runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
 
 
-def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path: Path) -> None:
+def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
     with (
         FakeServer(status=rejects(["text 0"])) as server,
         pytest.raises(errors.DocumentFailed) as caught,
@@ -150,16 +145,16 @@ async def streams(document: Document, generate: Any) -> Any:
     [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")],
 )
 def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_nothing(
-    tmp_path: Path, rollout: Any, says: str
-) -> None:
+    tmp_path, rollout, says
+):
     with FakeServer() as server, pytest.raises(errors.ConfigError, match=says) as caught:
         runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(9))
     assert not server.payloads
     assert f"test_datatrove_errors.py, {line_of(rollout, 'generate(')}" in str(caught.value)
 
 
-def test_a_dict_as_config_is_refused_with_its_place(tmp_path: Path) -> None:
-    def make() -> Any:
+def test_a_dict_as_config_is_refused_with_its_place(tmp_path):
+    def make():
         return InferenceRunner(ask, {"server_type": "dummy"}, writer(tmp_path))  # type: ignore[arg-type]
 
     with pytest.raises(
@@ -177,9 +172,7 @@ async def fails(document: Document, generate: Any) -> Any:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_failed_document_is_an_inference_error_with_its_attributes(
-    tmp_path: Path, kept: bool
-) -> None:
+def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path, kept):
     with FakeServer() as server:
         whole = runner(tmp_path, server, fails)
         step = whole if kept else InferenceRunner(fails, config(server), writer(tmp_path))
@@ -194,7 +187,7 @@ def test_a_failed_document_is_an_inference_error_with_its_attributes(
     assert error.payload is None
 
 
-def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Path) -> None:
+def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
     """And without it in another process."""
     with (
         FakeServer(status=rejects(["text 0"])) as server,
@@ -215,9 +208,7 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path: Pat
     [(503, errors.ServerUnavailable), (401, errors.ServerRefused), (404, errors.ServerRefused)],
 )
 @pytest.mark.parametrize("caught_as", [InferenceError, ServerError])
-def test_a_server_that_fails_is_both_errors_of_datatrove(
-    tmp_path: Path, status: int, kind: type[CkptError], caught_as: type[Exception]
-) -> None:
+def test_a_server_that_fails_is_both_errors_of_datatrove(tmp_path, status, kind, caught_as):
     with (
         FakeServer(status=lambda payload, times: status) as server,
         pytest.raises(caught_as) as caught,
@@ -228,9 +219,7 @@ def test_a_server_that_fails_is_both_errors_of_datatrove(
     assert (type(there), str(there)) == (type(caught.value), str(caught.value))
 
 
-def test_a_server_that_does_not_start_is_a_server_error(
-    tmp_path: Path, real_ready_window: None
-) -> None:
+def test_a_server_that_does_not_start_is_a_server_error(tmp_path, real_ready_window):
     with FakeServer() as server:
         step = runner(
             tmp_path, server, config={"server_ready_max_attempts": 1, "server_ready_delay_sec": 0.1}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from datatrove_ckpt.errors import ConfigError, WorkerDied
 from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
@@ -36,9 +34,7 @@ async def fails_on_bad(document: Document, generate: Any) -> Any:
     return result
 
 
-def test_a_dead_letter_holds_cause_and_document_as_it_was_read(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path, server):
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
     step.run(documents(6))
     assert ids(tmp_path) == ["id 0", "id 2", "id 3", "id 5"]
@@ -56,9 +52,7 @@ def test_a_dead_letter_holds_cause_and_document_as_it_was_read(
     assert len(letter["payload_hashes"]) == 1
 
 
-def test_a_dead_letter_says_where_its_document_stands_in_the_input(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path, server):
     (tmp_path / "input").mkdir()
     lines = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
     (tmp_path / "input" / "a.jsonl").write_text("".join(lines[:3]))
@@ -78,8 +72,8 @@ def test_a_dead_letter_says_where_its_document_stands_in_the_input(
 
 
 def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, server, monkeypatch
+):
     settings: dict[str, Any] = {"on_document_error": "dead_letter"}
     runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
     before = ids(tmp_path)
@@ -103,15 +97,15 @@ def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
 @pytest.mark.matrix
 @pytest.mark.parametrize("lost", ["00000_chunk_00000.jsonl", "00000_chunk_retry1_00000.jsonl"])
 def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again(
-    tmp_path: Path, server: FakeServer, lost: str
-) -> None:
+    tmp_path, server, lost
+):
     """Documents 1 and 2 fail first.
 
     The first retry writes 2 of them, the second retry the other one.
     """
     bad = {"id 1", "id 2"}
 
-    def run(retrying: bool = False) -> None:
+    def run(retrying=False):
         changes = {
             "on_document_error": "dead_letter",
             "records_per_chunk": 3,
@@ -139,9 +133,7 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-def test_the_command_line_retries_finished_ranks_and_refuses_others(
-    here: Path, command: Command
-) -> None:
+def test_the_command_line_retries_finished_ranks_and_refuses_others(here, command):
     job, refused = "job.yaml", ["Say a", "Say e"]
     with FakeServer(status=rejects(refused)) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
@@ -170,9 +162,7 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
-def test_the_closing_line_begins_with_it_if_every_document_is_dead(
-    here: Path, command: Command
-) -> None:
+def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
@@ -182,17 +172,15 @@ def test_the_closing_line_begins_with_it_if_every_document_is_dead(
 
 
 @pytest.mark.slow
-def test_a_retry_whose_workers_are_killed_is_not_complete(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
     """Its ranks have markers, those of the run before."""
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if (tmp_path / "kill").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         raise ValueError("bad")
 
-    def execute(retry: bool, **settings: Any) -> None:
+    def execute(retry, **settings):
         step = runner(
             tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
         )
@@ -207,9 +195,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(
     execute(retry=True)
 
 
-def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path, log):
     """A rejected request was sent, too.
 
     Each retry sends it again, so the same command has something to do.
@@ -217,7 +203,7 @@ def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(
     bad = {"text 1"}
     with FakeServer(status=rejects(bad)) as server:
 
-        def closing(retry: bool, number: int = 4) -> str:
+        def closing(retry, number=4):
             log.clear()
             server.asked.clear()
             step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
@@ -244,7 +230,7 @@ def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(
         assert "If you run the same command again, it has nothing to do." in closing(retry=True)
 
 
-def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> None:
+def test_dead_letters_need_a_checkpoint(tmp_path, server):
     with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
         type(runner(tmp_path, server))(ask, runner(tmp_path, server).config, runner(tmp_path, server).output_writer,
                                        on_document_error="dead_letter")  # fmt: skip
@@ -253,16 +239,14 @@ def test_dead_letters_need_a_checkpoint(tmp_path: Path, server: FakeServer) -> N
 @pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize("retrying", [False, True])
-def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
-    ram: Path, server: FakeServer, retrying: bool
-) -> None:
+def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(ram, server, retrying):
     folder = ram / "job"
     folder.mkdir()
     settings: dict[str, Any] = {"on_document_error": "dead_letter"}
     if retrying:
         runner(folder, server, fails_on_bad, **settings).run(documents(3))
 
-    def attempt(folder: Path) -> None:
+    def attempt(folder):
         runner(folder, server, fails_on_bad, retry_dead_letters=retrying, **settings).run(
             documents(3)
         )

@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -17,7 +16,6 @@ from aiohttp import web
 from datatrove_ckpt.preflight import doctor, input_checks
 from datatrove_ckpt.preflight.input_checks import check_shares
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
 JOB = job_yaml(
@@ -28,9 +26,7 @@ Doctor = Callable[..., dict[str, tuple[str, str]]]
 
 
 @pytest.fixture
-def found(
-    here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer
-) -> Doctor:
+def found(here, monkeypatch, command, server):
     """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by
     check.
     """
@@ -39,7 +35,7 @@ def found(
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
     Path("job.yaml").write_text(JOB.replace("URL", server.url))
 
-    def run(*arguments: str) -> dict[str, tuple[str, str]]:
+    def run(*arguments):
         said = command("doctor", "job.yaml", "--all", *arguments, code=None)
         assert "Traceback" not in said
         checks = {name: line.partition(": ")[::2] for name, line in doctor_lines(said.out).items()}
@@ -50,7 +46,7 @@ def found(
     return run
 
 
-def test_a_job_that_works_has_no_problem(found: Doctor, server: FakeServer) -> None:
+def test_a_job_that_works_has_no_problem(found, server):
     checks = found()
     assert {state for state, _ in checks.values()} <= {"ok", "warning"}
     assert checks["server, endpoint"] == ("ok", f"{server.url}/v1/models answers, and serves fake.")
@@ -62,7 +58,7 @@ def test_a_job_that_works_has_no_problem(found: Doctor, server: FakeServer) -> N
 # endpoint ----------------------------------------------------------------------------------------
 
 
-def test_a_dead_endpoint(found: Doctor) -> None:
+def test_a_dead_endpoint(found):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -72,7 +68,7 @@ def test_a_dead_endpoint(found: Doctor) -> None:
     assert "Start the server, or correct endpoint_url." in text
 
 
-def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
+def test_one_dead_endpoint_of_two_is_a_warning(server):
     from datatrove_ckpt import InferenceConfig
     from datatrove_ckpt.preflight.doctor import check_endpoints
 
@@ -92,10 +88,8 @@ def test_one_dead_endpoint_of_two_is_a_warning(server: FakeServer) -> None:
         (web.Response(text="<html>"), "warning", "correct endpoint_url."),
     ],
 )  # fmt: skip
-def test_what_an_endpoint_answers(
-    found: Doctor, monkeypatch: pytest.MonkeyPatch, answer: web.Response, state: str, says: str
-) -> None:
-    async def models(self: FakeServer, request: web.Request) -> web.Response:
+def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
+    async def models(self, request):
         return web.Response(
             body=answer.body, status=answer.status, content_type=answer.content_type
         )
@@ -119,7 +113,7 @@ def write_input(**sizes: int) -> None:
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
-def test_one_large_file_stays_one_task_and_how_to_split_it_is_said() -> None:
+def test_one_large_file_stays_one_task_and_how_to_split_it_is_said():
     said = check_shares(["a b.jsonl"], 50 << 30, 1)
     assert said.state == "ok"
     assert said.message == (
@@ -131,7 +125,7 @@ def test_one_large_file_stays_one_task_and_how_to_split_it_is_said() -> None:
     assert said.message.endswith("split 'a.parquet' (50 GB) into 20 files of about 2.5 GB.")
 
 
-def test_tasks_without_input(found: Doctor) -> None:
+def test_tasks_without_input(found):
     write_input(a=100, b=100, c=100, d=100)
     assert found("--executor.tasks=100")["input, shares"] == (
         "warning",
@@ -150,9 +144,7 @@ def test_tasks_without_input(found: Doctor) -> None:
         (b"Rain falls.\n", "begins with 'Rain falls.'"),
     ],
 )  # fmt: skip
-def test_input_that_yields_no_document_says_what_it_looks_like(
-    found: Doctor, content: bytes, says: str
-) -> None:
+def test_input_that_yields_no_document_says_what_it_looks_like(found, content, says):
     Path("documents/a.jsonl").write_bytes(content)
     state, text = found()["input, readable"]
     assert state == "problem"
@@ -160,7 +152,7 @@ def test_input_that_yields_no_document_says_what_it_looks_like(
 
 
 @pytest.mark.slow
-def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) -> None:
+def test_stray_and_empty_files_beside_good_ones_are_no_problem(found):
     for number in range(4):
         Path(f"documents/0{number}.jsonl").write_bytes(b"")
     for name in ("1.csv", "README"):
@@ -179,7 +171,7 @@ def test_stray_and_empty_files_beside_good_ones_are_no_problem(found: Doctor) ->
 
 
 @pytest.mark.slow
-def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
+def test_open_files_that_the_hard_limit_does_not_allow(found):
     state, text = found(f"--pipeline.1.config.max_concurrent_generations={2**31}")[
         "server, open files"
     ]
@@ -196,9 +188,7 @@ def test_open_files_that_the_hard_limit_does_not_allow(found: Doctor) -> None:
         ("pass", "ok", "writes a document"),
     ],
 )
-def test_a_writer_of_the_users_own_is_tried(
-    found: Doctor, body: str, state: str, says: str
-) -> None:
+def test_a_writer_of_the_users_own_is_tried(found, body, state, says):
     head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
     Path(f"own_{state}.py").write_text(
         f"{head}    def _write(self, document, file, name):\n        {body}\n"
@@ -214,10 +204,8 @@ def test_a_writer_of_the_users_own_is_tried(
     assert not Path("out").exists()
 
 
-def test_a_check_that_fails_is_a_problem_and_no_traceback(
-    found: Doctor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*arguments: Any) -> Any:
+def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
+    def fails(*arguments):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
     monkeypatch.setattr(doctor, "check_checkpoints", fails)

@@ -8,7 +8,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -81,9 +80,7 @@ def gateway(
         ("/deployments/m", "/deployments/m?api-version=2", False),
     ],
 )
-def test_an_endpoint_is_found_at_its_path(
-    tmp_path: Path, api: str, given: str, lists_models: bool
-) -> None:
+def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
     with gateway(api, lists_models) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=url + given)
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
@@ -96,9 +93,7 @@ def test_an_endpoint_is_found_at_its_path(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(
-    tmp_path: Path, number: int
-) -> None:
+def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(tmp_path, number):
     with gateway("/prefix/v1", fails=lambda now, path: 503 if now == number else 0) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
@@ -106,10 +101,8 @@ def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(
     assert sum("completions" in path for path in paths) == 1
 
 
-def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
-    tmp_path: Path, log: list[str]
-) -> None:
-    def fails(number: int, path: str) -> int:
+def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(tmp_path, log):
+    def fails(number, path):
         return 429 if path.startswith("/busy") else 0
 
     with gateway("/prefix/v1", fails=fails) as (url, paths):
@@ -121,7 +114,7 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
     )
 
 
-def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path: Path) -> None:
+def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path):
     with gateway("/elsewhere/v1") as (url, _):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/here/v3")
         with pytest.raises(ServerRefused, match=r"/here/v3/chat/completions answered HTTP 404"):

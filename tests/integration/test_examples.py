@@ -27,13 +27,11 @@ from datatrove_ckpt.cli.main import OVERRIDES_HELP, main, make_parser
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.commands import Command
 from tests.integration.test_typed_ways import PATHS
 from tests.jobs import rows as written_rows
 from tests.pages import (
     ROOT,
     RUN_ELSEWHERE,
-    Block,
     blocks,
     commands,
     exit_codes,
@@ -53,7 +51,7 @@ def write_documents(folder: Path) -> None:
 
 
 @pytest.fixture
-def folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(here, monkeypatch):
     """The current folder; it has documents, and small files of a model."""
     write_documents(here)
     write_tokenizer(here / "my-model")
@@ -83,7 +81,7 @@ def on_one_core() -> None:
 
 
 @pytest.mark.parametrize("block", examples("python"))
-def test_python_runs_as_a_script(folder: Path, ram: Path, block: Block) -> None:
+def test_python_runs_as_a_script(folder, ram, block):
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
     settings: dict[str, Any] = {
@@ -119,7 +117,7 @@ max_tokens: 200
 
 
 @pytest.mark.parametrize("block", examples("yaml"))
-def test_yaml_builds(folder: Path, capsys: Capture, block: Block) -> None:
+def test_yaml_builds(folder, capsys, block):
     content = yaml.safe_load(block.text)
     text = block.text
     if not {"executor", "run_folder"} & content.keys():
@@ -158,7 +156,7 @@ def answer(payload: dict[str, Any], times: int) -> str:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("block", blocks("yaml", "docs/rollouts.md"), ids=str)
-def test_the_rollouts_of_the_docs_run(folder: Path, command: Command, block: Block) -> None:
+def test_the_rollouts_of_the_docs_run(folder, command, block):
     content, rows = yaml.safe_load(block.text), []
     for number in range(2):
         messages = [{"role": "user", "content": f"Why {number}?"}]
@@ -209,7 +207,7 @@ def type_in(line: str, more: Sequence[str] = ()) -> None:
 
 
 @pytest.mark.slow
-def test_commands_run_as_they_stand(folder: Path, capsys: Capture) -> None:
+def test_commands_run_as_they_stand(folder, capsys):
     """Against the quick start, with fewer documents and shorter answers."""
     shutil.copytree(ROOT / "configs", "configs")
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
@@ -257,7 +255,7 @@ def help_examples() -> list[str]:
 
 
 @pytest.mark.slow
-def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_in_the_help_run_as_typed(folder, monkeypatch):
     """In a shell's words; a server with canned answers takes the model's place."""
     shutil.copytree(ROOT / "configs", "configs")
     with Path("configs/quickstart.yaml").open("a") as job:
@@ -268,7 +266,7 @@ def test_examples_in_the_help_run_as_typed(folder: Path, monkeypatch: pytest.Mon
             type_in(line)
 
 
-def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> None:
+def test_overrides_in_the_help_can_be_typed(folder, command):
     shutil.copytree(ROOT / "configs", "configs")
     given = shlex.split(
         "\n".join(line for line in OVERRIDES_HELP.splitlines() if line.startswith("  "))
@@ -281,7 +279,7 @@ def test_overrides_in_the_help_can_be_typed(folder: Path, command: Command) -> N
     command("run", "--dry-run", *given[: -len(overrides)])
 
 
-def test_the_mistake_in_the_docs_is_answered_as_they_say(folder: Path, command: Command) -> None:
+def test_the_mistake_in_the_docs_is_answered_as_they_say(folder, command):
     shutil.copytree(ROOT / "configs", "configs")
     printed = command("run", "configs/endpoint.yaml", "--pipeline.0.limt=3", code=2).err
     assert f"    {printed}" in section("docs/cli.md", "## The long form")
@@ -301,7 +299,7 @@ JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", ou
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     """A run that was completed once, and a copy of it: run.json holds the output's full path."""
     kept = tmp_path_factory.mktemp("kept")
     (kept / "job").mkdir()
@@ -316,7 +314,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def finished(kept: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def finished(kept, folder, monkeypatch):
     """In the current folder, a run that is complete: job.yaml, logs, out, checkpoints."""
     shutil.rmtree(kept / "job")
     shutil.copytree(kept / "copy", kept / "job")
@@ -382,7 +380,7 @@ SCENARIOS: dict[tuple[str, str], Scenario] = {
 }
 
 
-def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
+def test_every_exit_code_in_the_docs_has_a_scenario():
     documented = [
         (name, code)
         for name in dict.fromkeys(name for name, _ in SCENARIOS)
@@ -401,9 +399,7 @@ def test_every_exit_code_in_the_docs_has_a_scenario() -> None:
         for case, scenario in SCENARIOS.items()
     ],
 )
-def test_commands_end_with_the_exit_codes_of_the_docs(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, case: tuple[str, str], scenario: Scenario
-) -> None:
+def test_commands_end_with_the_exit_codes_of_the_docs(monkeypatch, capsys, case, scenario):
     prepare, line = scenario
     if prepare is _interrupted:
         monkeypatch.setattr(LocalPipelineExecutor, "run_ranks", lambda executor: _interrupted())

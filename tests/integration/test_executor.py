@@ -77,9 +77,7 @@ def completed(folder: Path) -> set[int]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("workers", [1, 2])
-def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(
-    tmp_path: Path, workers: int
-) -> None:
+def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path, workers):
     executor = LocalPipelineExecutor(
         [Step(tmp_path)], 5, workers, str(tmp_path / "logs"), start_method="fork"
     )
@@ -97,7 +95,7 @@ def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(
     assert attempts(tmp_path) == tried
 
 
-def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
+def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path):
     executor = LocalPipelineExecutor(
         [Step(tmp_path)],
         8,
@@ -112,7 +110,7 @@ def test_it_runs_the_local_tasks_that_are_not_complete(tmp_path: Path) -> None:
     assert sorted(attempts(tmp_path)) == [3, 5, 6]
 
 
-def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path: Path) -> None:
+def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
     for rank in (2, 0, 1):
         LocalPipelineExecutor(
             [Step(tmp_path)], 3, 1, str(tmp_path / "logs"), local_tasks=1, local_rank_offset=rank
@@ -132,9 +130,7 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path: Pat
         ("kill", 2, WorkerDied),
     ],
 )
-def test_a_rank_that_fails_is_an_error_and_not_complete(
-    tmp_path: Path, fails: str, workers: int, error: type[BaseException]
-) -> None:
+def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, workers, error):
     executor = LocalPipelineExecutor(
         [Step(tmp_path, fails)],
         3,
@@ -164,16 +160,14 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(
         ({"depends": "first"}, "depends: must be a LocalPipelineExecutor; it is a str"),
     ],
 )
-def test_arguments_that_cannot_work_are_refused(
-    tmp_path: Path, arguments: dict[str, Any], said: str
-) -> None:
+def test_arguments_that_cannot_work_are_refused(tmp_path, arguments, said):
     with pytest.raises(ConfigError, match=said):
         LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
-def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExecutor]) -> None:
+def test_what_it_depends_on_runs_first(tmp_path, first):
     (tmp_path / "first").mkdir()
     before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first" / "logs"))
     LocalPipelineExecutor(
@@ -183,7 +177,7 @@ def test_what_it_depends_on_runs_first(tmp_path: Path, first: type[DatatroveExec
     assert sorted(attempts(tmp_path)) == [0]
 
 
-def test_it_has_datatroves_arguments_pickle_and_json(tmp_path: Path) -> None:
+def test_it_has_datatroves_arguments_pickle_and_json(tmp_path):
     arguments = ([Step(tmp_path)], 4, 2, str(tmp_path / "logs"), None, False, "spawn", 2, 1, 3)
     ours, theirs = LocalPipelineExecutor(*arguments), DatatroveExecutor(*arguments)
     copy = dill.loads(dill.dumps(ours))
@@ -206,14 +200,12 @@ def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> Loca
     )
 
 
-def test_a_resume_reads_the_commits_of_a_rank_three_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path, monkeypatch):
     write_tasks(tmp_path, 3, 5)
     reads: list[str] = []
     scan, refused = commits.scan_lines, [True]
 
-    def counted(path: Path) -> Any:
+    def counted(path):
         reads.append(f"{path.parent.name}/{path.name}")
         return scan(path)
 
@@ -231,9 +223,7 @@ def test_a_resume_reads_the_commits_of_a_rank_three_times(
     assert reads.count("00000/commits.jsonl") == 3
 
 
-def test_a_rank_that_ends_without_its_marker_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(
         LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False
     )
@@ -244,7 +234,7 @@ def test_a_rank_that_ends_without_its_marker_is_an_error(
         LocalPipelineExecutor([Step(tmp_path)], 3, 1, str(tmp_path / "logs")).run()
 
 
-def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
     (tmp_path / "first").mkdir()
     first = LocalPipelineExecutor(
         [Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first" / "logs")
@@ -257,7 +247,7 @@ def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path: Path) -> None
         ).run()
 
 
-def test_what_cannot_be_pickled_is_one_message(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_one_message(tmp_path):
     step = Step(tmp_path)
     step.stream = (number for number in range(3))  # type: ignore[attr-defined]
     with pytest.raises(
@@ -311,8 +301,8 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # three programs with workers
 def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
@@ -327,8 +317,8 @@ def test_a_function_of_the_script_is_the_same_in_its_workers_whatever_decorates_
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,7 @@ def others_wait(payload: dict[str, Any], times: int) -> float:
 
 
 @pytest.mark.parametrize("status", [None, 400, 401])
-def test_what_is_in_flight_when_a_rank_fails_is_paid_once(
-    tmp_path: Path, status: int | None
-) -> None:
+def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
     """Of an error in a rollout, a rejected request, and a server that refuses every request."""
     refuses = rejects(["text 4"], status) if status is not None else lambda payload, times: None
     with FakeServer(delay=others_wait, status=refuses) as server:
@@ -83,10 +80,8 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["asks again", "drops it"])
-def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(
-    tmp_path: Path, drops: bool
-) -> None:
-    async def hides(document: Document, generate: Any) -> Any:
+def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(tmp_path, drops):
+    async def hides(document, generate):
         try:
             return (await generate(payload(document.text))).text
         except Exception:
@@ -104,8 +99,8 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(
         assert sum(line.count(b"\n") for line in outputs(tmp_path / "output").values()) == 30
 
 
-def test_a_second_error_is_ignored_beside_the_first(tmp_path: Path) -> None:
-    async def all_fail(document: Document, generate: Any) -> Any:
+def test_a_second_error_is_ignored_beside_the_first(tmp_path):
+    async def all_fail(document, generate):
         await generate(payload(document.text))
         raise NameError(f"in {document.id}")
 
@@ -117,8 +112,8 @@ def test_a_second_error_is_ignored_beside_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("second_model", ["judge refuses", "judge is away"])
-def test_the_requests_of_the_other_model_are_waited_for(tmp_path: Path, second_model: str) -> None:
-    async def judged(document: Document, generate: Any) -> Any:
+def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
+    async def judged(document, generate):
         if int(document.id.split()[1]) % 2:
             return (await generate.judge(payload(f"judge {document.text}"))).text
         return (await generate(payload(document.text))).text
@@ -147,10 +142,10 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path: Path, second_m
         assert set(writes.asked.values()) == {1}
 
 
-def test_a_server_that_is_away_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_server_that_is_away_is_not_waited_for(tmp_path):
     answered: list[str] = []
 
-    def status(payload: dict[str, Any], times: int) -> int:
+    def status(payload, times):
         answered.append(payload["messages"][-1]["content"])
         return 503
 
@@ -166,16 +161,14 @@ def test_a_server_that_is_away_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def handled() -> Iterator[list[int]]:
+def handled():
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     yield got
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_ends_the_drain(
-    tmp_path: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_drain(tmp_path, handled, monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.process.preemption.SAME_EVENT", -1.0)
     with FakeServer(hold_after=5) as server:
         step = step_of(tmp_path, server, with_a_typo, drain_seconds=600.0)
@@ -187,7 +180,7 @@ def test_a_signal_ends_the_drain(
         assert handled == [signal.SIGTERM]
 
 
-def test_after_drain_seconds_the_rank_ends(tmp_path: Path, log: list[str]) -> None:
+def test_after_drain_seconds_the_rank_ends(tmp_path, log):
     with FakeServer(hold_after=5) as server, pytest.raises(DocumentFailed, match="fisrt"):
         step_of(tmp_path, server, with_a_typo, drain_seconds=0.2).run(documents(DOCUMENTS))
     (line,) = [line for line in log if DRAINS in line]
@@ -195,10 +188,8 @@ def test_after_drain_seconds_the_rank_ends(tmp_path: Path, log: list[str]) -> No
     assert "have 0.2 s to be answered; a signal ends the wait at once." in line
 
 
-def test_where_nothing_can_be_saved_nothing_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any) -> None:
+def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path, monkeypatch):
+    def full(*arguments):
         raise StorageFailed("No space left on device.")
 
     monkeypatch.setattr("datatrove_ckpt.checkpoint.open_checkpoint.OpenCheckpoint.put_answer", full)
@@ -207,9 +198,9 @@ def test_where_nothing_can_be_saved_nothing_is_waited_for(
 
 
 def test_a_rollout_that_swallows_what_stops_its_rank_does_not_block_the_event_loop(
-    tmp_path: Path,
-) -> None:
-    async def swallows(document: Document, generate: Any) -> Any:
+    tmp_path,
+):
+    async def swallows(document, generate):
         while document.id == "id 4":
             with suppress(Exception):
                 await generate("no payload")

@@ -47,7 +47,7 @@ except CkptError as error:
 
 
 @pytest.fixture
-def server() -> Any:
+def server():
     texts = lambda payload, times: f"answer {times} to {payload['messages'][-1]['content']}"  # noqa: E731
     with FakeServer(texts, delay=lambda payload, times: 0.02, hold_after=12) as running:
         yield running
@@ -70,9 +70,7 @@ def assert_whole(folder: Path) -> None:
     assert found == [f"id {number}" for number in range(60)]
 
 
-def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_path, server):
     first = start(tmp_path, server, "real")
     until(lambda: server.asked.total() >= 12 + 4)
     second = start(tmp_path, server, "real")
@@ -114,9 +112,7 @@ else:
 @pytest.mark.parametrize(
     "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
 )
-def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(
-    tmp_path: Path, server: FakeServer, module: str
-) -> None:
+def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, module):
     log = tmp_path / "logs/logs/task_00000.log"
     argv = [sys.executable, "-c", LAUNCH.replace("MODULE", module), server.url]
     settings: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
@@ -141,8 +137,8 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(
 @pytest.mark.parametrize("locks", ["local", "none"])
 @pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
-    tmp_path: Path, server: FakeServer, locks: str, asleep: bool
-) -> None:
+    tmp_path, server, locks, asleep
+):
     first = start(tmp_path, server, locks)
     until(lambda: server.asked.total() >= 12 + 4)
     if asleep:

@@ -49,9 +49,7 @@ def about(number: int, **metadata: Any) -> Document:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(
-    tmp_path: Path, server: FakeServer, checkpoints: bool
-) -> None:
+def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(tmp_path, server, checkpoints):
     output = writer(tmp_path, "${rank}_${chunk_index}_${id}.jsonl")
     make = runner if checkpoints else without_checkpoints
     for rank in range(2):
@@ -83,8 +81,8 @@ OUTSIDE = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("lang", OUTSIDE, ids=ascii)
 def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
-    tmp_path: Path, server: FakeServer, lang: str
-) -> None:
+    tmp_path, server, lang
+):
     folder = tmp_path / "a" / "b"
     with pytest.raises(InvalidFileName) as failed:
         runner(folder, server, output_writer=writer(folder, BY_LANGUAGE)).run([about(0, lang=lang)])
@@ -101,9 +99,7 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
 
 
-def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp_path, server):
     step = runner(
         tmp_path,
         server,
@@ -123,16 +119,14 @@ def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(
     assert {letter["kind"] for letter in errors.values()} == {"InvalidFileName"}
 
 
-def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path, server):
     output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
     with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
         runner(tmp_path, server, output_writer=output).run([about(0, lang="checkpoints/00000")])
 
 
-def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):
+    async def rollout(document, generate):
         document.metadata["lang"] = "\ud800"
         return True
 
@@ -142,7 +136,7 @@ def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path: Path, server: Fa
         )
 
 
-def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeServer) -> None:
+def test_unusual_names_that_stay_inside_are_kept(tmp_path, server):
     names = [
         "a b",
         "zh/简体",
@@ -164,8 +158,8 @@ def test_unusual_names_that_stay_inside_are_kept(tmp_path: Path, server: FakeSer
 
 
 def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     output = writer(tmp_path, BY_LANGUAGE)
     staged = StagedFiles(tmp_path / "staging", output.output_mg)
     staged.get_file("en/0.jsonl").write(b"x")
@@ -177,12 +171,10 @@ def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwri
     staged.abandon()
 
 
-def test_two_chunks_that_would_write_one_file_are_refused(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_two_chunks_that_would_write_one_file_are_refused(tmp_path, server):
     output = writer(tmp_path, "${lang}${chunk_index}${tail}")
 
-    def found(number: int) -> list[Document]:  # chunk 0 and chunk 1 are both named "0000000001"
+    def found(number):  # chunk 0 and chunk 1 are both named "0000000001"
         return [about(0, lang="", tail="00001"), about(1, lang="00000", tail="")][:number]
 
     step = runner(tmp_path, server, output_writer=output, records_per_chunk=1)
@@ -196,15 +188,13 @@ def test_two_chunks_that_would_write_one_file_are_refused(
 
 
 @pytest.mark.parametrize("start", ["x/../", "../", "/tmp/"])
-def test_a_template_that_leaves_the_folder_is_refused(tmp_path: Path, start: str) -> None:
+def test_a_template_that_leaves_the_folder_is_refused(tmp_path, start):
     writer = JsonlWriter(str(tmp_path), f"{start}${{rank}}_${{chunk_index}}.jsonl")
     with pytest.raises(ConfigError, match="leaves the output folder"):
         check_writer(writer, checkpoints=True)
 
 
-def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path, server):
     with pytest.raises(ConfigError, match=r"has a \$ that starts no \$\{field\}; write \$\$"):
         runner(tmp_path, server, output_writer=writer(tmp_path, "$ ${rank}_${chunk_index}.jsonl"))
     output = writer(tmp_path, "$$_${rank}_${chunk_index}.jsonl")

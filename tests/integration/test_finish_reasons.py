@@ -44,7 +44,7 @@ def texts(folder: Path) -> list[str]:
     return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 
-def test_a_resume_at_a_server_that_stops_believes_no_half_answer(tmp_path: Path) -> None:
+def test_a_resume_at_a_server_that_stops_believes_no_half_answer(tmp_path):
     with Server({}, refuses="text 2") as server:
         with pytest.raises(ServerRefused, match="401"):
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
@@ -54,7 +54,7 @@ def test_a_resume_at_a_server_that_stops_believes_no_half_answer(tmp_path: Path)
     assert texts(tmp_path) == ["whole"] * 4
 
 
-def test_with_the_setting_each_document_is_asked_once(tmp_path: Path) -> None:
+def test_with_the_setting_each_document_is_asked_once(tmp_path):
     with Server({f"text {index}": [None] for index in range(4)}) as server:
         runner(tmp_path, server, config=ACCEPTS).run(documents(4))
         assert set(server.asked.values()) == {1}
@@ -62,8 +62,8 @@ def test_with_the_setting_each_document_is_asked_once(tmp_path: Path) -> None:
 
 
 def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and_each_further_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     nulls: list[str | None] = [None] * 9
     with Server({"text 0": nulls[:], "text 1": nulls[:], "text 3": nulls[:]}) as server:
         for taken in (2, 0):
@@ -78,8 +78,8 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
 
 
 def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     with Server({}, refuses="text 2") as server:
         with pytest.raises(ServerRefused, match="401"):
             runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
@@ -89,7 +89,7 @@ def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
 
 
 @pytest.mark.slow
-def test_an_attempt_that_got_no_answer_may_add_the_setting(tmp_path: Path) -> None:
+def test_an_attempt_that_got_no_answer_may_add_the_setting(tmp_path):
     with Server({f"text {index}": [None] * 99 for index in range(2)}) as server:
         short = {**ONE_BY_ONE, "server_patience_seconds": 0.1}
         with pytest.raises(

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ OLD = "[output, checkpoints]"
 
 
 @pytest.fixture(scope="module")
-def datatrove() -> Iterator[Datatrove]:
+def datatrove():
     with Datatrove() as process:
         yield process
 
@@ -159,9 +158,7 @@ def take_over(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", [1, 2, 0])
-def test_a_killed_run_of_datatroves_is_taken_over(
-    here: Path, command: Command, datatrove: Datatrove, seed: int
-) -> None:
+def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed):
     killer = Killer(seed)
     number = killer.chance.randint(9, 40)
     write_input(here, number)
@@ -179,9 +176,7 @@ def test_a_killed_run_of_datatroves_is_taken_over(
     take_over(here, command, number, done)
 
 
-def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(
-    here: Path, command: Command, datatrove: Datatrove
-) -> None:
+def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(here, command, datatrove):
     write_input(here, 200)
     killer = Killer(3)
     with killer.server:
@@ -192,8 +187,8 @@ def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(
 
 
 def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(
-    here: Path, command: Command, datatrove: Datatrove
-) -> None:
+    here, command, datatrove
+):
     """The shape of the field's production job."""
     write_input(here, 60)
     killer = Killer(4, rejected="text 17")
@@ -207,9 +202,7 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
-def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(
-    here: Path, command: Command, changes: dict[str, str]
-) -> None:
+def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, command, changes):
     write_input(here, 13, 9, 8)
     with FakeServer(status=lambda asked, times: 403 if "text 9" in str(asked) else None) as server:
         write_yaml(here, server.url, "null", "old", TASKS="2", **changes)
@@ -220,7 +213,7 @@ def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(
     take_over(here, command, 30, done, "old", TASKS="3", **changes)
 
 
-def test_fewer_results_than_asked_for_are_said(here: Path, command: Command) -> None:
+def test_fewer_results_than_asked_for_are_said(here, command):
     write_input(here, 3)
     with FakeServer() as server:
         write_yaml(here, server.url, "null", "old")
@@ -236,9 +229,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
-def test_a_killed_run_of_an_older_release_is_taken_over(
-    here: Path, command: Command, release: str
-) -> None:
+def test_a_killed_run_of_an_older_release_is_taken_over(here, command, release):
     shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
     with FakeServer() as server:
         write_yaml(here, server.url)
@@ -261,7 +252,7 @@ DONE = {f"id {n}" for n in range(10) if n != 5}
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory, datatrove: Datatrove) -> Path:
+def left(tmp_path_factory, datatrove):
     folder = tmp_path_factory.mktemp("left")
     make(folder, datatrove)
     return folder
@@ -285,15 +276,13 @@ def is_left(folder: Path) -> bool:
 
 
 @pytest.fixture
-def job(here: Path, left: Path) -> Path:
+def job(here, left):
     """A copy of it."""
     shutil.copytree(left, here, dirs_exist_ok=True)
     return here
 
 
-def test_what_has_no_result_is_named_once_before_the_first_request(
-    job: Path, command: Command
-) -> None:
+def test_what_has_no_result_is_named_once_before_the_first_request(job, command):
     (job / CHUNK_FILE).write_bytes(
         (job / CHUNK_FILE).read_bytes() + b'{"text": "a", "id": "b", "metadata": {}}\n' * 3
     )
@@ -311,7 +300,7 @@ def test_what_has_no_result_is_named_once_before_the_first_request(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cut", ["glued", "last_chunk", "line", "file"])
-def test_a_run_that_died_at_any_time_is_taken_over(job: Path, command: Command, cut: str) -> None:
+def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
     (job / "output" / "00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
     done = set(DONE)
@@ -340,9 +329,7 @@ def finished_or_torn(job: Path) -> set[str]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", [-6, None])
-def test_compressed_output_is_taken_over_up_to_its_damage(
-    here: Path, command: Command, datatrove: Datatrove, end: int | None
-) -> None:
+def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatrove, end):
     make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
     path = here / "output" / "00000_chunk_0.jsonl.gz"
     assert gzip.decompress(path.read_bytes()).count(b"\n") == 4
@@ -350,16 +337,14 @@ def test_compressed_output_is_taken_over_up_to_its_damage(
     take_over(here, command, NUMBER, DONE)
 
 
-def test_a_damaged_parquet_file_costs_its_documents(
-    here: Path, command: Command, datatrove: Datatrove
-) -> None:
+def test_a_damaged_parquet_file_costs_its_documents(here, command, datatrove):
     make(here, datatrove, template=PARQUET["TEMPLATE"])
     path = here / "output" / "000_00000_0.parquet"
     path.write_bytes(path.read_bytes()[:-10])
     take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(4)}, **PARQUET)
 
 
-def test_a_document_with_another_text_or_id_is_asked_again(job: Path, command: Command) -> None:
+def test_a_document_with_another_text_or_id_is_asked_again(job, command):
     path = job / "input" / "0.jsonl"
     text = path.read_text()
     path.write_text(
@@ -373,9 +358,7 @@ def test_a_document_with_another_text_or_id_is_asked_again(job: Path, command: C
         assert asked_first(server) == Counter(["id 2", "id 5", "id 508", "id 10"])
 
 
-def test_nothing_to_take_over_is_refused_before_the_first_request(
-    job: Path, command: Command
-) -> None:
+def test_nothing_to_take_over_is_refused_before_the_first_request(job, command):
     with FakeServer() as server:
         for places, says in {
             "nowhere": "finished_from: nowhere does not exist",
@@ -392,9 +375,7 @@ def test_nothing_to_take_over_is_refused_before_the_first_request(
         assert not server.asked
 
 
-def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(
-    job: Path, command: Command
-) -> None:
+def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job, command):
     """It is no part of the run's identity."""
     rejected = {"text 10 twice"}
     refuse = lambda asked, times: 403 if any(text in str(asked) for text in rejected) else None  # noqa: E731
@@ -417,7 +398,7 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(
 
 
 @pytest.mark.real_process
-def test_a_run_that_takes_over_is_killed_and_started_again(job: Path, command: Command) -> None:
+def test_a_run_that_takes_over_is_killed_and_started_again(job, command):
     """Documents of its own, which the next start finds in its journal, are not asked again
     either.
     """
@@ -439,9 +420,7 @@ def finished_lines(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.rglob("chunk_*.jsonl"))
 
 
-def test_an_old_output_at_a_url_is_taken_over(
-    job: Path, server: FakeServer, empty_memory_file_system: None
-) -> None:
+def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_system):
     fsspec.filesystem("memory").put(str(job / "output"), "/old", recursive=True)
     config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
     for number, places in enumerate(("memory://old", ["memory://old/${rank}_*"], job / "output")):
@@ -456,7 +435,7 @@ def test_an_old_output_at_a_url_is_taken_over(
         assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
 
 
-def test_vectors_keep_their_type(here: Path, server: FakeServer) -> None:
+def test_vectors_keep_their_type(here, server):
     vector = base64.b64encode(np.arange(4, dtype="<f4") / 3).decode()
     server.paths["/v1/embeddings"] = lambda asked: {
         "data": [{"index": 0, "embedding": vector}],
@@ -506,9 +485,7 @@ def speak(payload: dict[str, Any], times: int) -> str:
 
 
 @pytest.mark.parametrize("old", ["output", "checkpoints"])
-def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(
-    tmp_path: Path, old: str
-) -> None:
+def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_path, old):
     chunk = 5 if old == "checkpoints" else 2
     with FakeServer(
         speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None
@@ -527,9 +504,7 @@ def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(
     assert outputs(tmp_path / "new/output") == outputs(tmp_path / "reference/output")
 
 
-def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tmp_path, log):
     with FakeServer(speak) as server:
         runner(tmp_path / "old", server, translate).run(translations("French"))
         server.asked.clear()
@@ -543,7 +518,7 @@ def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(
     assert "its old metadata has another 'lang'" in warning
 
 
-def test_an_old_run_at_work_is_not_taken_over(tmp_path: Path, server: FakeServer) -> None:
+def test_an_old_run_at_work_is_not_taken_over(tmp_path, server):
     runner(tmp_path / "old", server).run(documents(3))
     lock = files.Lock(tmp_path / "old/checkpoints/00000/lock")
     try:

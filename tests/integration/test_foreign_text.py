@@ -7,9 +7,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +45,7 @@ class Refuses(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -75,13 +73,13 @@ async def sends_nothing(document: Document, generate: Any) -> Any:
 @pytest.mark.parametrize("rollout", [lets_out, quotes, sends_nothing])
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
 def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
-    tmp_path: Path,
-    url: str,
-    rollout: Any,
-    on_document_error: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    url,
+    rollout,
+    on_document_error,
+    monkeypatch,
+    capfd,
+):
     monkeypatch.setenv("SOME_PASSPHRASE", IN_ENVIRONMENT)
     step = InferenceRunner(
         rollout,

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,7 @@ async def cancels_its_own_request(document: Document, generate: Any) -> Any:
     return await request
 
 
-def test_a_cancellation_that_leaks_from_a_rollout_is_a_failure_of_its_document(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_cancellation_that_leaks_from_a_rollout_is_a_failure_of_its_document(tmp_path, server):
     with pytest.raises(DocumentFailed, match=r"'id 1'.*CancelledError"):
         runner(tmp_path, server, cancels_its_own_request).run(documents(4))
     plain = JsonlWriter(str(tmp_path / "plain"), "${rank}.jsonl", compression=None)
@@ -58,10 +55,10 @@ def test_a_cancellation_that_leaks_from_a_rollout_is_a_failure_of_its_document(
         InferenceRunner(cancels_its_own_request, config(server), plain).run(documents(4))
 
 
-def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_path):
     stops = [True]
 
-    async def converts(document: Document, generate: Any) -> Any:
+    async def converts(document, generate):
         if document.id == "id 5" and stops:
             await until_async(lambda: sum(server.asked.values()) >= 5)
             os.kill(os.getpid(), signal.SIGINT)
@@ -86,12 +83,12 @@ _model: Any = None
 
 @pytest.mark.slow
 def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, server, monkeypatch
+):
     asked: list[int] = []
     write_chunk = ChunkOutput.write_chunk
 
-    def slow(self: ChunkOutput, *args: Any) -> Any:
+    def slow(self, *args):
         time.sleep(0.1)
         asked.append(server.asked.total())
         return write_chunk(self, *args)
@@ -107,13 +104,11 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
 
 
 @pytest.mark.slow
-def test_a_slow_disk_slows_the_run_and_fills_no_memory(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_slows_the_run_and_fills_no_memory(tmp_path, server, monkeypatch):
     backlogs: list[int] = []
     write = StorageThread._write
 
-    def slow(self: StorageThread, *args: Any) -> None:
+    def slow(self, *args):
         backlogs.append(self.backlog_bytes)
         time.sleep(0.005)
         write(self, *args)
@@ -148,7 +143,7 @@ class CountsItself:
 
 
 @pytest.mark.slow
-def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path: Path, server: FakeServer) -> None:
+def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path, server):
     global _model
     runner(tmp_path / "a", server, loads_lazily).run(documents(3))
     assert _model == "loaded"
@@ -163,15 +158,13 @@ def test_a_cache_that_a_rollout_fills_is_no_other_run(tmp_path: Path, server: Fa
         runner(tmp_path / "b", server, CountsItself("sing")).run(documents(5))
 
 
-def test_a_document_without_media_is_written(tmp_path: Path, server: FakeServer) -> None:
+def test_a_document_without_media_is_written(tmp_path, server):
     runner(tmp_path, server).run([Document("text", "id 0", media=None)])  # type: ignore[arg-type]
     assert ids(tmp_path) == ["id 0"]
 
 
-def test_max_dead_letters_counts_those_of_earlier_attempts(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    async def fails(document: Document, generate: Any) -> Any:
+def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path, server):
+    async def fails(document, generate):
         raise RuntimeError("always")
 
     settings: dict[str, Any] = {
@@ -187,8 +180,8 @@ def test_max_dead_letters_counts_those_of_earlier_attempts(
 
 
 def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     code = f"""
 import multiprocessing, os, signal
 from pathlib import Path
@@ -213,9 +206,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
-    tmp_path: Path, server: FakeServer, grouped: bool
-) -> None:
-    async def poison(document: Document, generate: Any) -> Any:
+    tmp_path, server, grouped
+):
+    async def poison(document, generate):
         if document.id == "id 1":
             error = InferenceError(None, RequestPoisoned("kills servers"))
             error.__cause__ = RequestPoisoned("kills servers")
@@ -229,8 +222,8 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
     assert ids(tmp_path) == ["id 0", "id 2"]
 
 
-def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_two_runs_may_stage_in_one_output_folder(tmp_path, server):
+    async def rollout(document, generate):
         if document.id == "id 0":
             other = JsonlWriter(
                 str(tmp_path / "output"), "b_${rank}_${chunk_index}.jsonl", compression=None
@@ -250,7 +243,7 @@ def test_two_runs_may_stage_in_one_output_folder(tmp_path: Path, server: FakeSer
 
 
 @pytest.mark.slow
-def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path: Path, server: FakeServer) -> None:
+def test_a_blocked_reader_keeps_no_failed_process_alive(tmp_path, server):
     code = f"""
 import sys, threading
 from datatrove.data import Document
@@ -272,10 +265,10 @@ except Exception as error:
     assert "ended: Document 'id 0'" in done.stderr
 
 
-def test_documents_are_asked_while_the_reader_stalls(tmp_path: Path, server: FakeServer) -> None:
+def test_documents_are_asked_while_the_reader_stalls(tmp_path, server):
     all_asked = threading.Event()
 
-    def read() -> Iterator[Document]:
+    def read():
         yield from documents(5)
         until(lambda: len(server.asked) == 5)  # else documents wait for the reader's next one
         all_asked.set()
@@ -284,8 +277,8 @@ def test_documents_are_asked_while_the_reader_stalls(tmp_path: Path, server: Fak
     assert all_asked.is_set()
 
 
-def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_payloads_may_have_integers_as_keys(tmp_path, server):
+    async def rollout(document, generate):
         return await generate({"prompt": document.text, "logit_bias": {50256: -100}})
 
     settings = {"use_chat": False, "default_generation_params": {"logit_bias": {1: 2}}}
@@ -298,10 +291,10 @@ def test_payloads_may_have_integers_as_keys(tmp_path: Path, server: FakeServer) 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["", "00000", "00000/run.json"])
-def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
     removed = tmp_path / "checkpoints" / name
 
-    def answer(payload: dict[str, Any], times: int) -> str:
+    def answer(payload, times):
         if payload["messages"][-1]["content"] == "text 2":
             removed.unlink() if removed.is_file() else shutil.rmtree(removed, ignore_errors=True)
         return "yes"
@@ -315,7 +308,7 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path: Path, name: str) 
     assert "everything saved so far is kept" not in str(own)
 
 
-def test_sqlite_names_another_cause(tmp_path: Path) -> None:
+def test_sqlite_names_another_cause(tmp_path):
     with (
         pytest.raises(StorageFailed, match="It was removed"),
         explained("write to", tmp_path / "gone" / "database"),

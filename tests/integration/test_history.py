@@ -10,7 +10,6 @@ from typing import Any
 
 import orjson
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -21,7 +20,6 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import History, read_history
 from tests.jobs import ask, documents, fails_at, runner
-from tests.patience import ChangePolicy
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -37,9 +35,9 @@ def numbers(progress: Progress) -> tuple[int, int, int]:
 
 
 def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(
-    tmp_path: Path,
-) -> None:
-    async def stop_at_seven(document: Document, generate: Any) -> Any:
+    tmp_path,
+):
+    async def stop_at_seven(document, generate):
         if document.id == "id 7":
             signal.raise_signal(signal.SIGTERM)
         return await ask(document, generate)
@@ -83,13 +81,11 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert failed.first_at <= min(ends) <= max(ends) <= done.last_at
 
 
-def test_progress_is_noted_each_minute_with_what_is_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_noted_each_minute_with_what_is_in_flight(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_progress, "MINUTE_SECONDS", 0.01)
     monkeypatch.setattr(rank_progress, "_SPREAD_EVERY", 1)
 
-    async def until_noted(document: Document, generate: Any) -> Any:
+    async def until_noted(document, generate):
         """The last document is finished once a line says that four are, and that it is in work."""
         result = await ask(document, generate)
         if document.id == "id 4":
@@ -97,7 +93,7 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(
                 await asyncio.sleep(0.01)
         return result
 
-    def lines() -> list[Progress]:
+    def lines():
         return [record for record in history_of(tmp_path).records if isinstance(record, Progress)]
 
     with FakeServer() as server:
@@ -114,15 +110,13 @@ def test_progress_is_noted_each_minute_with_what_is_in_flight(
     assert [line.at for line in attempt.progress] == sorted(line.at for line in attempt.progress)
 
 
-def test_answers_from_the_cache_retries_and_errors_are_counted(
-    tmp_path: Path, policy: ChangePolicy
-) -> None:
+def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path, policy):
     policy("SERVER", first=0.01)
 
-    def busy_twice(payload: dict[str, Any], times: int) -> int | None:
+    def busy_twice(payload, times):
         return 503 if payload["messages"][-1]["content"] == "text 0" and times < 2 else None
 
-    async def twice(document: Document, generate: Any) -> Any:
+    async def twice(document, generate):
         await ask(document, generate)
         result = await generate(
             {"messages": [{"role": "user", "content": f"{document.text} again"}]}
@@ -145,9 +139,7 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(
     assert second.last.total.errors == {"HTTP 503": 2}
 
 
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path, server):
     path = tmp_path / "input" / "documents.jsonl.gz"
     path.parent.mkdir()
     content = b"".join(

@@ -16,7 +16,6 @@ import yaml
 
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.hub import FakeHub
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -32,7 +31,7 @@ configs:
 
 
 @pytest.fixture
-def datasets_on_hub(hub: FakeHub) -> FakeHub:
+def datasets_on_hub(hub):
     """The repositories that the configs name.
 
     The last text of each file is longer than the model's context.
@@ -94,14 +93,14 @@ def rows_on_hub(hub: FakeHub, repository: str) -> dict[str, list[dict[str, Any]]
     ],
 )
 def test_the_config_writes_each_row_of_the_hub_to_the_hub(
-    datasets_on_hub: FakeHub,
-    server: FakeServer,
-    command: Command,
-    name: str,
-    repository: str,
-    logs: str,
-    longest: int,
-) -> None:
+    datasets_on_hub,
+    server,
+    command,
+    name,
+    repository,
+    logs,
+    longest,
+):
     job = on_this_machine(name, server)
     command("run", job)
     written = rows_on_hub(datasets_on_hub, repository)
@@ -127,9 +126,7 @@ def test_the_config_writes_each_row_of_the_hub_to_the_hub(
 
 
 @pytest.mark.usefixtures("here", "datasets_on_hub")
-def test_run_warns_as_doctor_does_of_commits_that_take_days(
-    monkeypatch: pytest.MonkeyPatch, command: Command, log: list[str]
-) -> None:
+def test_run_warns_as_doctor_does_of_commits_that_take_days(monkeypatch, command, log):
     monkeypatch.setenv("PATH", "")
     said = command("run", CONFIGS / "finephrase.yaml", "--executor.tasks=10000", code=2)
     assert "sbatch, which is not on this machine's PATH" in said

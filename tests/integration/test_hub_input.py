@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,6 @@ from datatrove_ckpt.readers import (
     position_state,
 )
 from datatrove_ckpt.readers.revisions import Revisions
-from tests.hub import FakeHub
-from tests.patience import ChangePolicy
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -53,7 +50,7 @@ def parquet(first: int, count: int, size: int = 10) -> bytes:
 
 
 @pytest.fixture
-def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+def ranges(monkeypatch):
     """What is downloaded of files that are read in parts: path in the repository, first byte,
     end.
     """
@@ -62,7 +59,7 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     found: list[tuple[str, int, int]] = []
     fetch = HfFileSystemFile._fetch_range
 
-    def noted(file: Any, start: int, end: int) -> bytes:
+    def noted(file, start, end):
         found.append((file.resolved_path.path_in_repo, start, end))
         return fetch(file, start, end)
 
@@ -93,7 +90,7 @@ def resumed(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
-def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None:
+def test_documents_are_those_of_datatrove(hub, streaming):
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
     given = options(streaming)
     for tasks in (1, 2):
@@ -104,9 +101,7 @@ def test_documents_are_those_of_datatrove(hub: FakeHub, streaming: bool) -> None
                 assert list(resumed(given, documents[3], rank, tasks)) == documents[4:]
 
 
-def test_nothing_before_the_position_is_downloaded_again(
-    hub: FakeHub, ranges: list[tuple[str, int, int]]
-) -> None:
+def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
     documents = read(HuggingFaceDatasetReader, options())
@@ -124,7 +119,7 @@ def test_nothing_before_the_position_is_downloaded_again(
     assert len([kind for kind in kinds if kind != "resolve"]) <= 15
 
 
-def test_a_run_continues_on_the_commit_that_it_began_with(hub: FakeHub) -> None:
+def test_a_run_continues_on_the_commit_that_it_began_with(hub):
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
     documents = read(HuggingFaceDatasetReader, options())
     hub.put(
@@ -134,7 +129,7 @@ def test_a_run_continues_on_the_commit_that_it_began_with(hub: FakeHub) -> None:
     assert read(HuggingFaceDatasetReader, options()) != documents
 
 
-def test_all_ranks_of_a_job_read_the_same_commit(hub: FakeHub, tmp_path: Path) -> None:
+def test_all_ranks_of_a_job_read_the_same_commit(hub, tmp_path):
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
     expected = [read(HuggingFaceDatasetReader, options(), rank, 2) for rank in range(2)]
     for rank in range(2):
@@ -143,7 +138,7 @@ def test_all_ranks_of_a_job_read_the_same_commit(hub: FakeHub, tmp_path: Path) -
         hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
 
 
-def test_another_revision_is_refused(hub: FakeHub) -> None:
+def test_another_revision_is_refused(hub):
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     documents = read(HuggingFaceDatasetReader, options())
     commit = hub.commits(REPOSITORY)[-1]
@@ -156,7 +151,7 @@ def test_another_revision_is_refused(hub: FakeHub) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming: bool) -> None:
+def test_a_dataset_that_is_not_there_is_one_clear_error(hub, streaming):
     with pytest.raises(InputError, match=r"'org/data' cannot be opened.*HF_TOKEN"):
         read(HuggingFaceDatasetReader, options(streaming))
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
@@ -186,9 +181,7 @@ def test_a_dataset_that_is_not_there_is_one_clear_error(hub: FakeHub, streaming:
         ),
     ],
 )
-def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
-    hub: FakeHub, status: int, code: str | None, message: str
-) -> None:
+def test_what_the_hub_refuses_about_the_files_is_one_clear_error(hub, status, code, message):
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     inputs = HuggingFaceDatasetReader(**options()).list_dataset()
     HfFileSystem.clear_instance_cache()
@@ -202,7 +195,7 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(
 # ParquetReader -----------------------------------------------------------------------------------
 
 
-def test_parquet_reader_lists_without_a_request_per_file(hub: FakeHub) -> None:
+def test_parquet_reader_lists_without_a_request_per_file(hub):
     hub.put(REPOSITORY, {f"data/{n:02}.parquet": parquet(100 * n, 2) for n in range(20)})
     expected = list(OriginalParquet(f"hf://datasets/{REPOSITORY}/data").run())
     asked = len(hub.requests)
@@ -213,7 +206,7 @@ def test_parquet_reader_lists_without_a_request_per_file(hub: FakeHub) -> None:
     assert list(reader.run()) == expected
 
 
-def test_parquet_reader_seeks_by_ranges(hub: FakeHub, ranges: list[tuple[str, int, int]]) -> None:
+def test_parquet_reader_seeks_by_ranges(hub, ranges):
     contents = {f"data/{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(2)}
     hub.put(REPOSITORY, contents)
     folder = f"hf://datasets/{REPOSITORY}/data"
@@ -228,9 +221,7 @@ def test_parquet_reader_seeks_by_ranges(hub: FakeHub, ranges: list[tuple[str, in
     assert min(first for _, first, _ in ranges) >= start
 
 
-def test_parquet_reader_waits_for_an_outage(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> None:
+def test_parquet_reader_waits_for_an_outage(hub, monkeypatch, policy):
     waits: list[float] = []
     policy("READING", sleep=waits.append)
     monkeypatch.setattr("huggingface_hub.hf_file_system.http_backoff", _without_backoff)
@@ -263,7 +254,7 @@ def refused(reader: Any) -> str:
 
 
 @pytest.fixture(params=[ParquetReader, JsonlReader])
-def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
+def kind(request, hub):
     """A reader for whose format there is a file of two documents in the repository."""
     hub.put(
         "org/input",
@@ -287,14 +278,14 @@ def kind(request: pytest.FixtureRequest, hub: FakeHub) -> Any:
         ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
     ],
 )
-def test_a_folder_that_is_not_there(kind: Any, place: str, advice: str) -> None:
+def test_a_folder_that_is_not_there(kind, place, advice):
     said = refused(kind(f"hf://datasets/{place}"))
     assert f"'hf://datasets/{place}'" in said
     assert advice in said
 
 
 @pytest.mark.matrix
-def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_has_expired(kind, hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub.expired_token)
     assert "log in (hf auth login, or export HF_TOKEN)" in refused(
         kind("hf://datasets/org/input/part")
@@ -303,7 +294,7 @@ def test_a_token_that_has_expired(kind: Any, hub: FakeHub, monkeypatch: pytest.M
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("request_kind", ["tree", "resolve"])
-def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -> None:
+def test_a_token_that_may_not_read(kind, hub, request_kind):
     hub.fail(request_kind, 403, times=None)
     said = refused(kind("hf://datasets/org/input/part"))
     assert "this token may not do that with the dataset org/input (HTTP 403 " in said
@@ -312,7 +303,7 @@ def test_a_token_that_may_not_read(kind: Any, hub: FakeHub, request_kind: str) -
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["file", "repository"])
-def test_what_vanishes_after_the_folder_was_listed(kind: Any, hub: FakeHub, what: str) -> None:
+def test_what_vanishes_after_the_folder_was_listed(kind, hub, what):
     reader = kind("hf://datasets/org/input/part")
     assert len(list(reader.run())) == 2
     if what == "file":

@@ -11,9 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
-from tests.hub import FakeHub
+from tests.commands import Printed
 from tests.jobs import rows
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -31,17 +29,15 @@ def parquet(first: int, count: int) -> bytes:
 
 
 @pytest.fixture
-def job(
-    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer
-) -> Said:
+def job(hub, here, monkeypatch, command, server):
     """``datatrove-ckpt COMMAND job.yaml`` in this process, with two tasks."""
     hub.put("org/data", {f"data/train-{n}.parquet": parquet(100 * n, 8) for n in range(3)})
 
     def run(
-        name: str,
-        options: str = "streaming: true, dataset_options: {split: train}",
-        code: int | None = 0,
-    ) -> Printed:
+        name,
+        options="streaming: true, dataset_options: {split: train}",
+        code=0,
+    ):
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         text = text.replace("class_path: JsonlReader", "class_path: HuggingFaceDatasetReader")
         Path("job.yaml").write_text(
@@ -54,9 +50,7 @@ def job(
     return run
 
 
-def test_output_is_that_of_the_commit_that_the_job_began_with(
-    job: Said, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_is_that_of_the_commit_that_the_job_began_with(job, hub, server, monkeypatch):
     """It stops in its first task, so the second one starts after the dataset has moved on."""
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -81,9 +75,7 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(
         "streaming: false, dataset_options: {split: train}",
     ],
 )
-def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
-    job: Said, hub: FakeHub, options: str
-) -> None:
+def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job, hub, options):
     assert "24 of 24 documents" in job("run", options)
     hub.put(
         "org/data", {"data/train-0.parquet": parquet(900, 40), "data/a.parquet": parquet(700, 3)}
@@ -101,9 +93,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(
         ("dataset_options: {split: train}", "each of 2 tasks gets an equal part of the rows"),
     ],
 )
-def test_the_doctor_reads_the_beginning_of_a_dataset(
-    job: Said, hub: FakeHub, options: str, found: str
-) -> None:
+def test_the_doctor_reads_the_beginning_of_a_dataset(job, hub, options, found):
     said = job("doctor", options)
     # On a busy machine the doctor's two seconds end before all 24 are read.
     assert re.search(r"the dataset org/data: (all|the first) \d+ documents? read", said)
@@ -123,9 +113,7 @@ def test_the_doctor_reads_the_beginning_of_a_dataset(
         ("streaming: true, shuffle_files: true", "streaming=False"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_asked(
-    job: Said, server: FakeServer, options: str, message: str
-) -> None:
+def test_a_mistake_is_found_before_anything_is_asked(job, server, options, message):
     for command in ("doctor", "run"):
         said = job(command, options, code=None)
         assert said.code != 0

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,21 +30,20 @@ from datatrove_ckpt.generation import generate, scheduler
 from datatrove_ckpt.output import hub_commits, hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_commits import HubCommits
-from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace
+from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
 from tests.jobs import config as job_config
-from tests.patience import ChangePolicy, until_async
+from tests.patience import until_async
 
 NAME = "${rank}_${chunk_index}.parquet"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_copies(tmp_path, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
     folder = tmp_path / "temporary"
     folder.mkdir()
@@ -54,13 +53,13 @@ def _no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.fixture(autouse=True)
-def _short_waits(monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _short_waits(monkeypatch, policy):
     policy("HUB", "HUB_LOOK", first=0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
 
 
 @pytest.fixture
-def hub(hub: FakeHub) -> FakeHub:
+def hub(hub):
     """With an empty repository."""
     hub.create_repo("org/data")
     return hub
@@ -79,9 +78,7 @@ def committed(folder: Path) -> list[int]:
     return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
 
 
-def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(
-    hub: FakeHub, tmp_path: Path
-) -> None:
+def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):
     taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
     (tmp_path / "staged").write_text("content")
     uploads = HubUploads(HubFolder.parse("hf://datasets/org/data/config"), StoppableCalls(), taken)
@@ -96,9 +93,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(
     assert not done.called
 
 
-def test_a_commit_carries_at_most_so_many_files(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_carries_at_most_so_many_files(hub, server, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_commits, "MOST_FILES", 2)
     writer = ParquetWriter("hf://datasets/org/data/config", "${id}/" + NAME)  # two files per chunk
     hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
@@ -109,9 +104,7 @@ def test_a_commit_carries_at_most_so_many_files(
     )
 
 
-def test_small_text_files_travel_inside_the_commit(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_text_files_travel_inside_the_commit(hub, server, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_commits, "MOST_BYTES", 400)
     writer = JsonlWriter("hf://datasets/org/data", "${rank}_${chunk_index}.jsonl", compression=None)
     hub_runner(tmp_path, server, output_writer=writer).run(documents(6))
@@ -121,17 +114,17 @@ def test_small_text_files_travel_inside_the_commit(
 
 
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(
-    hub: FakeHub,
-    server: FakeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    log: list[str],
-) -> None:
+    hub,
+    server,
+    tmp_path,
+    monkeypatch,
+    log,
+):
     for n in range(59):  # with the first commit more than a page of the history
         hub.put("org/data", {f"{n}.txt": b"by somebody else"})
     asked_to_wait = CommitPace.seconds_until_turn
 
-    def wait(pace: CommitPace, history: CommitHistory, ends: bool = False) -> float:
+    def wait(pace, history, ends=False):
         found = asked_to_wait(pace, history, ends)
         # Some seconds have passed since the first commits, or minutes.
         assert found == 0 or 3000 < found < 3610
@@ -153,12 +146,10 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
-def test_files_that_vanish_during_the_run_are_missed_at_its_end(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, event: str
-) -> None:
+def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp_path, event):
     events: list[str] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == "id 4":
             await until_async(lambda: committed(tmp_path))
             if event == "deleted":
@@ -205,9 +196,7 @@ FAULTS = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "fault"), FAULTS)
-def test_what_passes_is_tried_again_and_nothing_is_there_twice(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any]
-) -> None:
+def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, server, tmp_path, kind, fault):
     rule = hub.fail(kind, times=2, **fault)
     hub_runner(tmp_path, server).run(documents(5))
     assert rule.hits >= 1
@@ -220,9 +209,7 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lag", [1, 3])
-def test_a_hub_that_shows_an_earlier_state_is_no_loss(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, lag: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag, monkeypatch):
     monkeypatch.setattr(
         OutputOwnership, "claim", lambda self, is_unused: None
     )  # another commit, which this hub would never show
@@ -259,8 +246,8 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(
     ],
 )
 def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it_was(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, kind: str, fault: dict[str, Any], message: str
-) -> None:
+    hub, server, tmp_path, kind, fault, message
+):
     rule = hub.fail(kind, times=None, **fault)
     with pytest.raises(OutputFailed, match=message):
         hub_runner(tmp_path, server).run(documents(5))
@@ -275,13 +262,11 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunk", [0, 2])
-def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
-    hub: FakeHub, tmp_path: Path, chunk: int
-) -> None:
+def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub, tmp_path, chunk):
     other = {names(3)[chunk]: b"PAR1 of another job"}
     arrived: list[str] = []
 
-    def answer(path: str, text: str) -> str:
+    def answer(path, text):
         if not arrived:
             arrived.append(text)
             hub.put("org/data", other)
@@ -301,12 +286,12 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(
 
 @pytest.mark.slow
 def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, server, tmp_path, monkeypatch
+):
     other = {names(3)[1]: b"PAR1 of another job"}
     look_up = HubFolder.look_up
 
-    def and_then(folder: HubFolder, files: list[str], revision: str | None = None) -> Any:
+    def and_then(folder, files, revision=None):
         found = look_up(folder, files, revision)
         if revision and not found:  # the last look before the commit
             hub.put("org/data", other)
@@ -325,9 +310,7 @@ def shout(writer: Any, document: Any) -> dict[str, Any]:
     return {"text": document.text.upper(), "by": type(writer).__name__}
 
 
-def test_a_dataset_writer_is_uploaded_by_us(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_dataset_writer_is_uploaded_by_us(hub, server, tmp_path):
     hub.create_repo("org/data", branches=("try/1",))
     folder = tmp_path / "working"
     writer = HuggingFaceDatasetWriter(
@@ -347,9 +330,7 @@ def test_a_dataset_writer_is_uploaded_by_us(
     assert not list(folder.rglob("*.parquet"))
 
 
-def test_files_of_a_bucket_appear_chunk_by_chunk(
-    hub: FakeHub, server: FakeServer, tmp_path: Path
-) -> None:
+def test_files_of_a_bucket_appear_chunk_by_chunk(hub, server, tmp_path):
     hub.create_repo("org/bucket", kind="bucket")
     rule = hub.fail("batch", 520, times=2)
     writer = HuggingFaceBucketWriter("org/bucket", prefix="config", output_filename=NAME)
@@ -361,7 +342,7 @@ def test_files_of_a_bucket_appear_chunk_by_chunk(
     assert committed(tmp_path) == [0, 1, 2]
 
 
-def test_writers_that_cannot_be_taken_over_are_refused(server: FakeServer, tmp_path: Path) -> None:
+def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
     class Mine(HuggingFaceDatasetWriter):
         pass
 
@@ -385,9 +366,7 @@ def test_writers_that_cannot_be_taken_over_are_refused(server: FakeServer, tmp_p
 # secrets -----------------------------------------------------------------------------------------
 
 
-def test_the_token_is_in_no_file_no_pickle_and_no_log(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, log: list[str]
-) -> None:
+def test_the_token_is_in_no_file_no_pickle_and_no_log(hub, server, tmp_path, log):
     hub.fail("commit", 500)
     hub.fail("lfs-upload", 403)
     step = hub_runner(tmp_path, server)
@@ -421,9 +400,7 @@ def stops(last: int, ready: Callable[[], bool]) -> Any:
     return rollout
 
 
-def test_a_drain_commits_what_is_uploaded(
-    hub: FakeHub, server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 60.0)
     monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
@@ -439,12 +416,12 @@ def test_a_drain_commits_what_is_uploaded(
 
 @pytest.mark.slow
 def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
-    hub: FakeHub,
-    server: FakeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    log: list[str],
-) -> None:
+    hub,
+    server,
+    tmp_path,
+    monkeypatch,
+    log,
+):
     monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
     step = hub_runner(tmp_path, server, rollout=stops(0, lambda: True))
@@ -457,7 +434,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
     number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
 
-    def all_uploaded_and_refused() -> bool:
+    def all_uploaded_and_refused():
         return len(hub.repo("org/data").uploads) == number // 2 and any(
             "Next attempt in" in line for line in log
         )
@@ -481,9 +458,7 @@ def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
     assert set(server.asked.values()) == {1}
 
 
-def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(
-    hub: FakeHub, server: FakeServer
-) -> None:
+def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub, server):
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)

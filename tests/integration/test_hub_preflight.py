@@ -24,17 +24,16 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.hub import FakeHub
 from tests.jobs import documents, runner
-from tests.patience import ChangePolicy
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
 
 @pytest.fixture(autouse=True)
-def _quick(policy: ChangePolicy) -> None:
+def _quick(policy):
     policy("HUB_LOOK", first=0.01, longest=0.01)
 
 
@@ -51,7 +50,7 @@ def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
 # may the folder be written to --------------------------------------------------------------------
 
 
-def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_may_only_read(hub, monkeypatch):
     hub.create_repo("org/data")
     monkeypatch.setenv("HF_TOKEN", hub.read_token)
     said = refused()
@@ -61,7 +60,7 @@ def test_a_token_that_may_only_read(hub: FakeHub, monkeypatch: pytest.MonkeyPatc
     assert "Take one of role write, or a fine-grained one with write access to org/data" in said
 
 
-def test_no_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     said = refused()
     assert (
@@ -71,12 +70,12 @@ def test_no_token(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hub.requests
 
 
-def test_offline_mode(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it." in refused()
 
 
-def test_an_answer_that_quotes_the_token_does_not_show_it(hub: FakeHub) -> None:
+def test_an_answer_that_quotes_the_token_does_not_show_it(hub):
     hub.create_repo("org/data")
     hub.fail("auth-check", 403, message=f"no rights for {hub.token}")
     assert "no rights for ***" in refused()
@@ -85,7 +84,7 @@ def test_an_answer_that_quotes_the_token_does_not_show_it(hub: FakeHub) -> None:
 # a repository that is missing --------------------------------------------------------------------
 
 
-def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[str]) -> None:
+def test_a_writer_that_says_how_has_its_repository_made(hub, log):
     check_access(FOLDER, private=True)
     assert hub.repo("org/data").private
     assert any(
@@ -95,7 +94,7 @@ def test_a_writer_that_says_how_has_its_repository_made(hub: FakeHub, log: list[
     assert [request.kind for request in hub.requests] == ["auth-check", "create", "auth-check"]
 
 
-def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
+def test_a_bucket_that_is_missing(hub, log):
     bucket = HubFolder.parse("hf://buckets/org/raw/part")
     assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")
     check_access(bucket, private=True)
@@ -106,9 +105,7 @@ def test_a_bucket_that_is_missing(hub: FakeHub, log: list[str]) -> None:
 # the branch --------------------------------------------------------------------------------------
 
 
-def test_a_missing_branch_stops_a_rank_before_the_first_request(
-    tmp_path: Path, hub: FakeHub, server: FakeServer
-) -> None:
+def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, server):
     hub.create_repo("org/data")
     writer = JsonlWriter(
         "hf://datasets/org/data@v2/part", "${rank}_${chunk_index}.jsonl", compression=None
@@ -121,7 +118,7 @@ def test_a_missing_branch_stops_a_rank_before_the_first_request(
 # a hub that is away ------------------------------------------------------------------------------
 
 
-def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str]) -> None:
+def test_a_hub_that_fails_for_a_while_is_asked_again(hub, log):
     hub.create_repo("org/data")
     hub.fail("auth-check", 503, times=2)
     hub.drop_answer("auth-check")
@@ -129,9 +126,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub: FakeHub, log: list[str
     assert len([line for line in log if "Next attempt in" in line]) == 3
 
 
-def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> None:
+def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(hub, monkeypatch, policy):
     policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
     slept: list[float] = []
     monkeypatch.setattr(StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
@@ -142,7 +137,7 @@ def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(
     assert [120 <= slept[0] <= 132, 240 <= slept[1] <= 264] == [True, True]
 
 
-def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, policy: ChangePolicy) -> None:
+def test_a_hub_that_stays_away_is_one_error(hub, policy):
     policy("HUB_LOOK", patience=0.1)
     hub.fail("auth-check", 503, times=None)
     said = refused()
@@ -151,9 +146,7 @@ def test_a_hub_that_stays_away_is_one_error(hub: FakeHub, policy: ChangePolicy) 
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_no_hang(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> None:
+def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
     policy("HUB_LOOK", patience=0.1)
     monkeypatch.setattr("datatrove_ckpt.output.hub_access._ANSWER_SECONDS", 0.2)
     held = hub.hold("auth-check", times=None)
@@ -179,12 +172,12 @@ def run_rank(
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
-    tmp_path: Path,
-    hub: FakeHub,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-) -> None:
+    tmp_path,
+    hub,
+    server,
+    monkeypatch,
+    policy,
+):
     policy("HUB_LOOK", first=600.0, longest=600.0)
     hub.create_repo("org/data")
     hub.fail("auth-check", 503, times=None)
@@ -206,9 +199,7 @@ Run = Callable[..., Printed]
 
 
 @pytest.fixture
-def job(
-    here: Path, hub: FakeHub, server: FakeServer, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> Run:
+def job(here, hub, server, monkeypatch, command):
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     text = job_yaml(
@@ -218,9 +209,7 @@ def job(
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 
 
-def test_a_job_whose_repository_is_missing_ends_before_its_tasks(
-    job: Run, hub: FakeHub, server: FakeServer
-) -> None:
+def test_a_job_whose_repository_is_missing_ends_before_its_tasks(job, hub, server):
     said = job("run", code=1)
     assert "hf repos create org/data" in said.err
     assert "Traceback" not in said
@@ -231,8 +220,8 @@ def test_a_job_whose_repository_is_missing_ends_before_its_tasks(
 
 
 def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_the_token(
-    job: Run, hub: FakeHub, tmp_path: Path, log: list[str]
-) -> None:
+    job, hub, tmp_path, log
+):
     text = Path("job.yaml").read_text()
     start = text.index("class_path: JsonlWriter")
     end = text.index("checkpoints_local_dir")
@@ -257,7 +246,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
 # the doctor --------------------------------------------------------------------------------------
 
 
-def test_the_doctor_names_commits_and_files(job: Run, hub: FakeHub) -> None:
+def test_the_doctor_names_commits_and_files(job, hub):
     hub.create_repo("org/data")
     said = doctor_lines(job("doctor", "--all").out)
     assert (
@@ -283,9 +272,7 @@ def counted(hub: FakeHub) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_starts_with_few_requests_however_many_files_there_are(
-    tmp_path: Path, hub: FakeHub, server: FakeServer
-) -> None:
+def test_a_rank_starts_with_few_requests_however_many_files_there_are(tmp_path, hub, server):
     """100 ranks that start together may make 1000 requests: 10 each."""
     hub.put(
         "org/data",
@@ -303,9 +290,7 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(
 
 
 @pytest.mark.slow
-def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(
-    job: Run, hub: FakeHub
-) -> None:
+def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job, hub):
     hub.create_repo("org/data")
     job("run")
     assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
@@ -333,9 +318,7 @@ def from_hub(hub: FakeHub, files: int) -> None:
 
 
 @pytest.mark.slow
-def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(
-    job: Run, hub: FakeHub
-) -> None:
+def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job, hub):
     from_hub(hub, files=30)
     job("run")
     api = counted(hub)
@@ -347,7 +330,7 @@ def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(
     assert not hub.asked("resolve")
 
 
-def test_input_on_the_hub_that_changed_is_refused(job: Run, hub: FakeHub) -> None:
+def test_input_on_the_hub_that_changed_is_refused(job, hub):
     from_hub(hub, files=3)
     job("run")
     first = hub.files("org/source")["in/00000.parquet"]

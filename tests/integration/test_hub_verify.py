@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.owner import OWNER
-from datatrove_ckpt.testing import FakeServer
 from tests.hub import FakeHub
-from tests.hub.job import Cli, hub_job
-from tests.patience import ChangePolicy
+from tests.hub.job import hub_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
 CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
@@ -22,12 +19,12 @@ CARD = {"README.md": b"# About these data", "part/notes.txt": b"by hand"}
 
 @pytest.fixture
 def cli(
-    tmp_path: Path,
-    hub: FakeHub,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> Iterator[Cli]:
+    tmp_path,
+    hub,
+    server,
+    monkeypatch,
+    capfd,
+):
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
@@ -40,9 +37,7 @@ def remove(hub: FakeHub, *names: str) -> None:
     repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
 
 
-def test_a_file_removed_by_hand_is_found_named_and_made_again(
-    cli: Cli, hub: FakeHub, server: FakeServer
-) -> None:
+def test_a_file_removed_by_hand_is_found_named_and_made_again(cli, hub, server):
     cli("run", "job.yaml")
     before = hub.files("org/data")
     remove(hub, FILES[1])
@@ -60,7 +55,7 @@ def test_a_file_removed_by_hand_is_found_named_and_made_again(
 
 
 @pytest.mark.slow
-def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None:
+def test_files_to_redo_are_removed_in_one_commit(cli, hub):
     cli("run", "job.yaml")
     before = hub.files("org/data")
     hub.put("org/data", {name: before[name] + b"more" for name in (FILES[0], FILES[2])})
@@ -76,9 +71,7 @@ def test_files_to_redo_are_removed_in_one_commit(cli: Cli, hub: FakeHub) -> None
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
-def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(
-    cli: Cli, hub: FakeHub, ending: str
-) -> None:
+def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, ending):
     job = Path("job.yaml")
     text = job.read_text().replace("${chunk_index}.jsonl", f"${{chunk_index}}.{ending}")
     job.write_text(text.replace("compression: null", "compression: infer"))
@@ -102,7 +95,7 @@ def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(
 
 
 @pytest.mark.slow
-def test_commits_of_an_earlier_release_name_no_hash(cli: Cli, hub: FakeHub) -> None:
+def test_commits_of_an_earlier_release_name_no_hash(cli, hub):
     cli("run", "job.yaml")
     for path in Path("checkpoints").glob("*/commits.jsonl"):
         commits = read_commits(path).values()
@@ -126,7 +119,7 @@ def beside(job: str) -> str:
     )
 
 
-def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
+def test_two_jobs_with_equal_names_are_refused(cli, hub):
     cli("run", "job.yaml")
     text = Path("job.yaml").read_text()
     Path("b.yaml").write_text(beside(text))
@@ -136,9 +129,7 @@ def test_two_jobs_with_equal_names_are_refused(cli: Cli, hub: FakeHub) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["repository", "token"])
-def test_a_repository_that_cannot_be_listed_is_one_line(
-    cli: Cli, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_repository_that_cannot_be_listed_is_one_line(cli, hub, monkeypatch, what):
     cli("run", "job.yaml")
     if what == "repository":
         hub.repos.clear()
@@ -150,9 +141,7 @@ def test_a_repository_that_cannot_be_listed_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_first_listing_that_fails_for_a_moment_is_made_again(
-    cli: Cli, hub: FakeHub, policy: ChangePolicy
-) -> None:
+def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli, hub, policy):
     cli("run", "job.yaml")
     policy("HUB_LOOK", first=0.01)
     for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
@@ -179,9 +168,7 @@ GONE = "there is no dataset repository org/data, or this token may not see it, b
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("complete", [True, False])
-def test_run_names_the_files_that_were_there_and_the_ways_out(
-    cli: Cli, hub: FakeHub, server: FakeServer, complete: bool
-) -> None:
+def test_run_names_the_files_that_were_there_and_the_ways_out(cli, hub, server, complete):
     cli("run", "job.yaml")
     hub.repos.clear()
     if not complete:
@@ -200,9 +187,7 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
-    cli: Cli, hub: FakeHub, complete: bool
-) -> None:
+def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(cli, hub, complete):
     text = Path("job.yaml").read_text()
     start, end = (
         text.index("          class_path: JsonlWriter"),
@@ -220,7 +205,7 @@ def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(
 
 
 @pytest.mark.slow
-def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: FakeHub) -> None:
+def test_a_repository_under_a_new_name_goes_on_with_that_name(cli, hub):
     cli("run", "job.yaml")
     hub.repos["dataset", "org/new"] = hub.repos.pop(("dataset", "org/data"))
     make_incomplete()
@@ -228,7 +213,7 @@ def test_a_repository_under_a_new_name_goes_on_with_that_name(cli: Cli, hub: Fak
     cli("run", "job.yaml", ACCEPTED)
 
 
-def test_output_on_the_hub_is_shown_and_not_started_over(cli: Cli) -> None:
+def test_output_on_the_hub_is_shown_and_not_started_over(cli):
     cli("run", "job.yaml")
     said = cli("show", "checkpoints", "--n", "9").out
     assert [line for line in said.splitlines() if line.startswith("  text: ")] == [

@@ -23,14 +23,12 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import storage
-from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.publishing import Publisher
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, rows, runner
@@ -57,7 +55,7 @@ def lines(*numbers: int) -> str:
 
 
 @pytest.fixture
-def job(here: Path, command: Command, server: FakeServer) -> Run:
+def job(here, command, server):
     """``datatrove-ckpt run`` in this process.
 
     ``documents`` holds four files of two documents; there are two tasks.
@@ -67,12 +65,12 @@ def job(here: Path, command: Command, server: FakeServer) -> Run:
         (here / f"documents/{number}.jsonl").write_text(lines(2 * number, 2 * number + 1))
 
     def run(
-        reader: str = "JsonlReader",
-        tasks: int = 2,
-        steps: tuple[Any, ...] = (),
-        code: int = 0,
-        **options: Any,
-    ) -> Printed:
+        reader="JsonlReader",
+        tasks=2,
+        steps=(),
+        code=0,
+        **options,
+    ):
         data = json.dumps({"data_folder": f"{here}/documents", **options})
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
         text = text.replace(
@@ -112,13 +110,13 @@ def kept(folder: Path, rank: int = 0) -> Any:
     ids=["wrong text_key", "array", "plain text"],
 )
 def test_a_rank_without_documents_is_not_complete(
-    job: Run,
-    tmp_path: Path,
-    reader: str,
-    content: str,
-    options: dict[str, Any],
-    message: str,
-) -> None:
+    job,
+    tmp_path,
+    reader,
+    content,
+    options,
+    message,
+):
     for path in tmp_path.glob("documents/*"):
         path.write_text(content)
     assert message in job(reader, **options, code=1).err
@@ -132,9 +130,7 @@ def test_a_rank_without_documents_is_not_complete(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_ranks_without_files_and_files_without_rows_are_complete(
-    job: Run, tmp_path: Path, reader: str
-) -> None:
+def test_ranks_without_files_and_files_without_rows_are_complete(job, tmp_path, reader):
     for number in range(1, 4):
         (tmp_path / f"documents/{number}.jsonl").write_text("\n" * number if number > 1 else "")
     job(reader, tasks=6)
@@ -144,9 +140,7 @@ def test_ranks_without_files_and_files_without_rows_are_complete(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(
-    job: Run, tmp_path: Path, reader: str
-) -> None:
+def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job, tmp_path, reader):
     drop = {"class_path": f"{__name__}.Drop"}
     job(reader, steps=(drop,))
     shutil.rmtree(tmp_path / "logs")
@@ -159,7 +153,7 @@ def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(
 
 
 @pytest.mark.slow
-def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) -> None:
+def test_a_whole_input_of_empty_texts_is_no_success(job, tmp_path):
     for path in tmp_path.glob("documents/*"):
         path.write_text(json.dumps({"text": ""}))
     for _ in range(2):
@@ -173,7 +167,7 @@ def test_a_whole_input_of_empty_texts_is_no_success(job: Run, tmp_path: Path) ->
     assert "1 of 1" in job().out
 
 
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_path: Path) -> None:
+def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):
     (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
     assert "The input file '0.jsonl' in " in (
         said := job("datatrove.pipeline.readers.CSVReader", code=1).err
@@ -184,16 +178,14 @@ def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job: Run, tmp_pa
     )
 
 
-def test_a_csv_field_of_a_document_of_150_kb_is_read(job: Run, tmp_path: Path) -> None:
+def test_a_csv_field_of_a_document_of_150_kb_is_read(job, tmp_path):
     for path in tmp_path.glob("documents/*"):
         path.write_text(f"text,id\n{'word ' * 30_000},{path.stem}\n")
     job("datatrove.pipeline.readers.CSVReader")
     assert [len(text) for text in outputs(tmp_path)] == [150_000] * 4
 
 
-def test_a_csv_field_without_end_is_an_error_that_names_the_file(
-    job: Run, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_csv_field_without_end_is_an_error_that_names_the_file(job, tmp_path, request):
     (tmp_path / "documents/0.jsonl").write_text('text,id\na,1\n"' + "b,2\n" * 100)
     request.addfinalizer(partial(csv.field_size_limit, csv.field_size_limit(300)))
     said = job("datatrove.pipeline.readers.CSVReader", code=1).err
@@ -206,8 +198,8 @@ def test_a_csv_field_without_end_is_an_error_that_names_the_file(
 )
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
 def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
-    job: Run, server: FakeServer, tmp_path: Path, reader: str, kind: int
-) -> None:
+    job, server, tmp_path, reader, kind
+):
     special = tmp_path / "documents/9.jsonl"
     if kind == stat.S_IFLNK:
         special.symlink_to("/dev/zero")
@@ -226,9 +218,7 @@ def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
 # What was skipped is said ------------------------------------------------------------------------
 
 
-def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
-    job: Run, tmp_path: Path
-) -> None:
+def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(job, tmp_path):
     first = tmp_path / "documents/0.jsonl"
     first.write_text(
         lines(0)
@@ -288,8 +278,8 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")],
 )
 def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_runs(
-    job: Run, tmp_path: Path, reader: str, change: str
-) -> None:
+    job, tmp_path, reader, change
+):
     job(reader)
     before = outputs(tmp_path)
     make, message = CHANGES[change]
@@ -305,14 +295,14 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
 
 
 @pytest.mark.slow
-def test_times_of_change_alone_are_a_warning(job: Run, tmp_path: Path) -> None:
+def test_times_of_change_alone_are_a_warning(job, tmp_path):
     job()
     assert "time of the last change" not in job().err
     os.utime(tmp_path / "documents/1.jsonl", (1, 1))
     assert "1 input file of finished ranks" in job().err
 
 
-def test_another_text_key_or_limit_is_refused_for_finished_ranks(job: Run, tmp_path: Path) -> None:
+def test_another_text_key_or_limit_is_refused_for_finished_ranks(job, tmp_path):
     job(limit=1)
     assert "text_key: 'text' -> 'id'" in job(limit=1, text_key="id", code=1).err
     assert "limit: 1 -> -1" in job(code=1).err
@@ -320,7 +310,7 @@ def test_another_text_key_or_limit_is_refused_for_finished_ranks(job: Run, tmp_p
     job(limit=1)  # files behind the limit are not read
 
 
-def test_other_default_metadata_is_refused_for_finished_ranks(job: Run, tmp_path: Path) -> None:
+def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
     job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"})
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
     job(default_metadata={"b": [1], "a": 1, "api_key": "other"})
@@ -328,7 +318,7 @@ def test_other_default_metadata_is_refused_for_finished_ranks(job: Run, tmp_path
     assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in said
 
 
-def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: Path) -> None:
+def test_a_file_list_is_compared_by_the_files_that_it_names(job, tmp_path):
     paths = tmp_path / "paths.txt"
     paths.write_text("0.jsonl\n1.jsonl\n")
     job(paths_file=str(paths))
@@ -341,7 +331,7 @@ def test_a_file_list_is_compared_by_the_files_that_it_names(job: Run, tmp_path: 
     assert "has changed" in job(paths_file=str(paths), code=1).err
 
 
-def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: Path) -> None:
+def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     """Rank 0 is finished. Rank 1 stops in its second file, which is then corrected."""
     second = tmp_path / "documents/3.jsonl"
     second.write_bytes(b"")
@@ -362,8 +352,8 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job: Run, tmp_path: 
 
 @pytest.mark.slow
 def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job: Run, tmp_path: Path
-) -> None:
+    job, tmp_path
+):
     job()
     shutil.rmtree(tmp_path / "logs")
     (tmp_path / "documents/4.jsonl").write_text(lines(8))
@@ -378,8 +368,8 @@ def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_co
 @pytest.mark.matrix
 @pytest.mark.parametrize("limit", [-1, 4])
 def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
-    job: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+    job, tmp_path, monkeypatch, limit
+):
     """Files of rank 0: 0.jsonl, with documents 0 and 1, and 2.jsonl, with 4 and 5.
 
     Document 8 is appended to one.
@@ -387,7 +377,7 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     grown = tmp_path / ("documents/0.jsonl" if limit == -1 else "documents/2.jsonl")
     parse = JsonlReader._parse
 
-    def grow(self: JsonlReader, line: bytes, name: str, id_in_file: int | str) -> Any:
+    def grow(self, line, name, id_in_file):
         if name == grown.name and id_in_file == 0:
             with grown.open("a") as file:
                 file.write(lines(8))
@@ -410,7 +400,7 @@ def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     assert f"'{grown.name}' (had {record[limit != -1][1]} bytes" in job(limit=limit, code=1).err
 
 
-def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: FakeServer) -> None:
+def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path, server):
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
     step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
@@ -423,9 +413,7 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path: Path, server: 
 
 
 @pytest.mark.usefixtures("code_described_once")
-def test_the_record_is_right_after_a_crash_at_every_effect(
-    ram: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch):
     """Of two chunks, the first is committed before the record is written, the second after that.
 
     The effects of threads then come in one order, and crashes hit the record between the two
@@ -437,12 +425,12 @@ def test_the_record_is_right_after_a_crash_at_every_effect(
     rank = folder / "checkpoints/00000"
     publish = Publisher._publish
 
-    async def last_once_committed(document: Document, generate: Any) -> Any:
+    async def last_once_committed(document, generate):
         while document.id == "id 1" and not read_commits(rank / "commits.jsonl"):
             await asyncio.sleep(0.001)
         return await ask(document, generate)
 
-    def last_once_recorded(self: Publisher, chunk: Chunk, journal: ChunkJournal) -> Any:
+    def last_once_recorded(self, chunk, journal):
         while chunk.index == 1 and not (rank / "shard.json").exists():
             time.sleep(0.001)
         return publish(self, chunk, journal)
@@ -452,7 +440,7 @@ def test_the_record_is_right_after_a_crash_at_every_effect(
     with FakeServer() as server:
         step = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             step.run(JsonlReader((folder / "documents").as_posix()).run())
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]

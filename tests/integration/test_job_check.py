@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,9 @@ JOB = job_yaml(ENDPOINT, tasks=3) + "          records_per_chunk: 2\n"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server():
 
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    def status(payload, times):
         content = payload["messages"][-1]["content"]
         return (
             400
@@ -63,7 +62,7 @@ class Run:
 
 
 @pytest.fixture
-def run(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command, server: FakeServer) -> Run:
+def run(here, monkeypatch, command, server):
     """A job of three tasks with four documents each, in the working folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     write_job(
@@ -79,7 +78,7 @@ def written() -> list[str]:
 
 
 @pytest.mark.slow
-def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run: Run, command: Command) -> None:
+def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run, command):
     run()
     shutil.rmtree("checkpoints/00001")
     said = command("verify", "job.yaml", code=1)
@@ -94,7 +93,7 @@ def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run: Run, command
     command("verify", "job.yaml", "--full")
 
 
-def test_the_markers_of_another_job_are_refused(run: Run) -> None:
+def test_the_markers_of_another_job_are_refused(run):
     run()
     error = run(
         "--pipeline.1.checkpoints_local_dir=other",
@@ -107,7 +106,7 @@ def test_the_markers_of_another_job_are_refused(run: Run) -> None:
     assert "choose another logging_dir" in error
 
 
-def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run: Run) -> None:
+def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run):
     run("--executor.tasks=1", "--pipeline.0.limit=4")
     before = written()
     shutil.copytree("checkpoints", "saved")
@@ -135,7 +134,7 @@ CHANGES = {
 }
 
 
-def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run: Run) -> None:
+def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run):
     run()
     before = written()
     for change, field in CHANGES.items():
@@ -160,9 +159,7 @@ def finish_one_task(run: Run) -> None:
     assert sorted(path.name for path in Path("logs/completions").iterdir()) == ["00000"]
 
 
-def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(
-    run: Run, command: Command
-) -> None:
+def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(run, command):
     finish_one_task(run)
     error = run(OTHER_MODEL, code=1)
     assert 'model: "fake" -> "other"' in error
@@ -179,7 +176,7 @@ def test_accepted_changes_apply_to_the_tasks_that_are_not_finished(
     assert 'model: "other" -> "fake"' in run(code=1)
 
 
-def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Run) -> None:
+def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run):
     run("--pipeline.1.rollout_fn.prompt=Deny {text}", code=1)
     assert Path("checkpoints/00000/run.json").exists()
     line = run("--executor.tasks=2", "--pipeline.1.records_per_chunk=3")
@@ -187,7 +184,7 @@ def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run: Run) -> Non
 
 
 @pytest.mark.slow
-def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run: Run) -> None:
+def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run):
     settings = ("--pipeline.1.skip_bad_requests=true",)
     Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
     assert "8 of 9 documents" in run(*settings)
@@ -197,14 +194,14 @@ def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(ru
     assert "9 of 9 documents" in run(*settings)
 
 
-def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run: Run) -> None:
+def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run):
     none = "--pipeline.1.checkpoints_local_dir=null"
     run(none)
     assert "tasks: 3 -> 2" in run(none, "--executor.tasks=2", code=1)
     run(none)
 
 
-def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Run) -> None:
+def test_a_job_without_tasks_is_a_mistake_in_the_file(run):
     error = run("--executor.tasks=0", code=2)
     assert "error: executor LocalPipelineExecutor: tasks: must be at least 1; it is 0." in error
     assert "workers: must be at least 1, or -1 for one per task; it is 0." in run(
@@ -220,7 +217,7 @@ def test_a_job_without_tasks_is_a_mistake_in_the_file(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run: Run) -> None:
+def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run):
     text = Path("job.yaml").read_text()
     reader = "      - class_path: JsonlReader\n        init_args: {data_folder: input}\n"
     start = text.index("      - class_path: InferenceRunner")
@@ -249,7 +246,7 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     assert run().count("12 of 12 documents") == 2
 
 
-def test_the_last_line_says_what_can_be_done_next(run: Run) -> None:
+def test_the_last_line_says_what_can_be_done_next(run):
     assert run("--executor.tasks=1").endswith(
         "To check the files: datatrove-ckpt verify checkpoints --full\n"
     )
@@ -294,7 +291,7 @@ def executor_of(folder: Path, server: FakeServer, *steps: Any) -> OurExecutor:
 
 
 @pytest.fixture
-def two_files(tmp_path: Path) -> Path:
+def two_files(tmp_path):
     write_input(tmp_path, ["text 0", "text 1"], ["text 2", "text 3"])
     return tmp_path
 
@@ -309,9 +306,7 @@ def two_files(tmp_path: Path) -> Path:
     ],
     ids=["gone", "a class", "lambda"],
 )
-def test_other_plain_functions_are_refused_for_finished_ranks(
-    two_files: Path, server: FakeServer, then: list[Any], now: list[Any], shown: str
-) -> None:
+def test_other_plain_functions_are_refused_for_finished_ranks(two_files, server, then, now, shown):
     executor_of(two_files, server, *then).run()
     with pytest.raises(
         CheckpointMismatch,
@@ -326,7 +321,7 @@ def test_other_plain_functions_are_refused_for_finished_ranks(
 
 
 @pytest.mark.slow
-def test_the_same_steps_are_never_refused(two_files: Path, server: FakeServer) -> None:
+def test_the_same_steps_are_never_refused(two_files, server):
     """A step that returns the documents as they are is seen by no rank."""
     for steps in ([passes_on], [Hidden(), passes_on, drop_odd, KEEPS_ALL]):
         executor_of(two_files, server, *steps).run()
@@ -365,15 +360,15 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, server: FakeServer) -> Nodes:
+def nodes(tmp_path, server):
     return Nodes(tmp_path, server)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kept", [True, False], ids=["job.json", "of an earlier release"])
 def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_another_node(
-    nodes: Nodes, kept: bool
-) -> None:
+    nodes, kept
+):
     nodes.run(0, 1)
     if not kept:
         (nodes.mirror / "job.json").unlink()
@@ -390,7 +385,7 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
     )
 
 
-def test_another_model_is_refused_unless_it_is_accepted(nodes: Nodes) -> None:
+def test_another_model_is_refused_unless_it_is_accepted(nodes):
     nodes.run(0, 2)
     other: dict[str, Any] = {"config": {"model_name_or_path": "other"}}
     with pytest.raises(
@@ -407,13 +402,11 @@ def test_another_model_is_refused_unless_it_is_accepted(nodes: Nodes) -> None:
     ]
 
 
-def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(nodes, monkeypatch):
     read: list[str] = []
     original = ObjectStore.read
 
-    def noted(store: ObjectStore, name: str, most: int) -> bytes | None:
+    def noted(store, name, most):
         read.append(f"{store.url}/{name}".removeprefix(f"{nodes.mirror}/"))
         return original(store, name, most)
 
@@ -424,7 +417,7 @@ def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(
     assert [name for name in read if not name.startswith("00002/")] == ["job.json"]
 
 
-def test_ranks_that_hold_nothing_refuse_nobody(nodes: Nodes) -> None:
+def test_ranks_that_hold_nothing_refuse_nobody(nodes):
     shutil.rmtree(nodes.folder / "checkpoints", ignore_errors=True)
     step = runner(
         nodes.folder, nodes.server, checkpoints_remote_dir=str(nodes.mirror), mirror_seconds=1000

@@ -5,7 +5,6 @@ this machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -15,7 +14,6 @@ import yaml
 
 from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
-from tests.hub import FakeHub
 from tests.hub.jobs import Jobs
 
 BUCKET = "someone/work"
@@ -24,7 +22,7 @@ ROWS = 12
 
 
 @pytest.fixture(autouse=True)
-def here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def here(hub, tmp_path, monkeypatch):
     jobs = Jobs(hub, tmp_path / "jobs")
     rows = (json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(ROWS))
     hub.put(BUCKET, {"input/a.jsonl": "".join(rows).encode()}, kind="bucket")
@@ -69,7 +67,7 @@ def begin(command: Command, name: str, **changed: Any) -> None:
     command("run", "../long.yaml")
 
 
-def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here: Path, command: Command) -> None:
+def test_doctor_looks_at_the_mirror_and_says_what_jobs_lack(here, command):
     with FakeServer() as server:
         begin(command, "w", endpoint=server.url)
         long = yaml.safe_load(Path("../long.yaml").read_text())

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +29,6 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor, _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.hub import FakeHub
 from tests.hub.jobs import Job, Jobs
 from tests.patience import until
@@ -65,14 +63,14 @@ KEY = "a-key-of-the-endpoint-6f1d0c"
 
 
 @pytest.fixture
-def jobs(hub: FakeHub, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(hub, tmp_path):
     jobs = Jobs(hub, tmp_path / "jobs")
     yield jobs
     jobs.close()
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("jobs_")]:
         monkeypatch.delitem(sys.modules, name)
@@ -183,17 +181,17 @@ class Ends:
     [(4, 12, 2, {"kill": 1, "evict": 1}, 12), (40, 10, 10, {"kill": 8, "evict": 2}, 30)],
 )
 def test_jobs_that_die_are_started_again_with_what_is_left(
-    hub: FakeHub,
-    jobs: Jobs,
-    here: Path,
-    command: Command,
-    log: list[str],
-    ranks: int,
-    documents: int,
-    per_job: int,
-    ended: dict[str, int],
-    apart: int,
-) -> None:
+    hub,
+    jobs,
+    here,
+    command,
+    log,
+    ranks,
+    documents,
+    per_job,
+    ended,
+    apart,
+):
     ways = list(Counter(ended).elements())
     random.Random(31).shuffle(ways)
     ends = Ends(jobs, ways, apart)
@@ -240,16 +238,16 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
 @pytest.mark.slow
 @pytest.mark.parametrize("cancels", [False, True])
 def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_them(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, log: list[str], cancels: bool
-) -> None:
+    hub, jobs, here, command, log, cancels
+):
     began, go_on = threading.Event(), threading.Event()
 
-    def held(payload: dict[str, Any], times: int) -> str:
+    def held(payload, times):
         began.set()
         go_on.wait(60)
         return answer(payload, times)
 
-    def interrupt() -> None:
+    def interrupt():
         began.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -272,7 +270,7 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
         assert server.asked.total() == 6
 
 
-def test_a_signal_to_a_scripts_coordinator_is_an_interruption() -> None:
+def test_a_signal_to_a_scripts_coordinator_is_an_interruption():
     program = """
 import os, signal
 from datatrove_ckpt.process.signals import Interruption
@@ -289,13 +287,13 @@ except KeyboardInterrupt:
 
 
 def test_cancel_with_and_without_jobs(
-    hub: FakeHub,
-    jobs: Jobs,
-    here: Path,
-    command: Command,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    hub,
+    jobs,
+    here,
+    command,
+    log,
+    monkeypatch,
+):
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     base = f"hf://buckets/{BUCKET}"
     assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
@@ -328,16 +326,16 @@ def test_cancel_with_and_without_jobs(
     ],
 )
 def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_named(
-    hub: FakeHub,
-    jobs: Jobs,
-    here: Path,
-    command: Command,
-    refused: str,
-    code: int,
-    started: int,
-    why: str,
-) -> None:
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    hub,
+    jobs,
+    here,
+    command,
+    refused,
+    code,
+    started,
+    why,
+):
+    def status(payload, times):
         return code if payload["messages"][-1]["content"].startswith(refused) else None
 
     with FakeServer(answer, status=status) as server:
@@ -350,9 +348,9 @@ def test_ranks_that_would_fail_again_are_not_started_again_and_the_cause_is_name
 
 @pytest.mark.slow
 def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_loses(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
-) -> None:
-    def expires(payload: dict[str, Any], times: int) -> str:
+    hub, jobs, here, command
+):
+    def expires(payload, times):
         if server.asked.total() == 12:
             hub.tokens[hub.token].expired = True
         return answer(payload, times)
@@ -374,9 +372,7 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
 
 
 @pytest.mark.slow
-def test_a_module_that_a_job_lacks_is_named_at_once(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_a_job_lacks_is_named_at_once(hub, jobs, here, command, monkeypatch):
     elsewhere = here.parent / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "only_here.py").write_text("")
@@ -397,9 +393,7 @@ def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExe
     return build(yaml.safe_load(Path("job.yaml").read_text()))
 
 
-def test_jobs_with_other_settings_are_refused(
-    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_with_other_settings_are_refused(hub, here, monkeypatch):
     executor = an_executor(hub, here)
     monkeypatch.setattr(executor, "_alive", lambda: [_Job("theirs", "url", settings="other")])
     with pytest.raises(
@@ -408,9 +402,7 @@ def test_jobs_with_other_settings_are_refused(
         executor._running()
 
 
-def test_a_cancellation_between_two_jobs_starts_no_other(
-    hub: FakeHub, jobs: Jobs, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancellation_between_two_jobs_starts_no_other(hub, jobs, here, monkeypatch):
     executor = an_executor(hub, here)
     executor._began = time.time()
     monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
@@ -423,12 +415,10 @@ def test_a_cancellation_between_two_jobs_starts_no_other(
     assert alive.keys() == {"1"}
 
 
-def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
-    hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, monkeypatch):
     executor, canceled = an_executor(hub, here), []
 
-    def cancel_job(job_id: str, **whose: object) -> None:
+    def cancel_job(job_id, **whose):
         if job_id == "1":
             raise PermissionError("not yours")
         canceled.append(job_id)
@@ -456,9 +446,7 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(
         },
     ],
 )
-def test_a_secret_in_a_setting_that_files_keep_is_refused(
-    hub: FakeHub, here: Path, setting: dict[str, Any]
-) -> None:
+def test_a_secret_in_a_setting_that_files_keep_is_refused(hub, here, setting):
     (name,) = setting
     with pytest.raises(
         ConfigError, match=rf"{name}: .*its value may be a secret, and {name} is kept in files"
@@ -466,9 +454,7 @@ def test_a_secret_in_a_setting_that_files_keep_is_refused(
         an_executor(hub, here, **setting)
 
 
-def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command
-) -> None:
+def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(hub, jobs, here, command):
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     folder = f"--pipeline.0.data_folder=hf://buckets/{BUCKET}/other"
     assert f"hf://buckets/{BUCKET}/other" in command("run", "job.yaml", folder, code=2)
@@ -477,9 +463,7 @@ def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 5.0])
-def test_a_job_drains_before_its_timeout(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, grace: float
-) -> None:
+def test_a_job_drains_before_its_timeout(hub, jobs, here, command, grace):
     jobs.grace = grace
     stuck = {"document 0 7"}
     ends = Ends(jobs, [], 1, 0.0, stuck)
@@ -494,8 +478,8 @@ def test_a_job_drains_before_its_timeout(
 
 
 def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
-    hub: FakeHub, jobs: Jobs, here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hub, jobs, here, command, monkeypatch
+):
     write_job(hub, "http://127.0.0.1:1", 1, 1)
     said = command(
         "run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2
@@ -522,17 +506,17 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
 
 
 def test_the_short_form_and_datatroves_own_executor(
-    hub: FakeHub,
-    jobs: Jobs,
-    here: Path,
-    command: Command,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    hub,
+    jobs,
+    here,
+    command,
+    log,
+    monkeypatch,
+):
     """What each would start. Jobs of datatrove's script unpack no package."""
     started: list[dict[str, Any]] = []
 
-    def run_uv_job(script: str, **arguments: Any) -> None:
+    def run_uv_job(script, **arguments):
         started.append({"script": Path(script).name, **arguments})
         raise ConfigError("enough")
 
@@ -592,7 +576,5 @@ def test_the_short_form_and_datatroves_own_executor(
         (3, 3, 0, 0),
     ],
 )
-def test_so_many_jobs_are_started_as_ranks_are_free(
-    alive: int, at_work: int, free: int, wanted: int
-) -> None:
+def test_so_many_jobs_are_started_as_ranks_are_free(alive, at_work, free, wanted):
     assert _wanted(3, alive, at_work, free) == wanted

@@ -214,14 +214,14 @@ class Watch:
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str, int], tuple[dict[str, bytes], float]]:
+    tmp_path_factory,
+):
     """The output of a job that nothing interrupts, and the seconds from its start to its first
     question.
     """
     known: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
 
-    def run(kind: str, tasks: int) -> tuple[dict[str, bytes], float]:
+    def run(kind, tasks):
         if (kind, tasks) not in known:
             with Watch("undisturbed", tasks) as watch:
                 job = Job(tmp_path_factory.mktemp("undisturbed") / "job", "", kind, tasks)
@@ -249,13 +249,13 @@ def undisturbed(
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
-    ram: Path,
-    undisturbed: Callable[[str, int], tuple[dict[str, bytes], float]],
-    kind: str,
-    number: signal.Signals,
-    tasks: int,
-    seed: int,
-) -> None:
+    ram,
+    undisturbed,
+    kind,
+    number,
+    tasks,
+    seed,
+):
     expected, first_question = undisturbed(kind, tasks)
     # Of its own: how many delays the server draws depends on timing.
     chance = random.Random(f"{kind} {number} {tasks} {seed}")

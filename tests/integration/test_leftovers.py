@@ -11,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -96,14 +95,14 @@ class Run:
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path):
     started = Run(tmp_path / "run")
     yield started
     started.clean_up()
@@ -121,9 +120,7 @@ def lease() -> None:
     asyncio.run(play())
 
 
-def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(
-    run: Run, log: list[str]
-) -> None:
+def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run, log):
     run.kill()
     assert run.alive() == {*OURS, "stranger"}
     lease()
@@ -138,7 +135,7 @@ def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(
 
 
 @pytest.mark.slow
-def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str]) -> None:
+def test_a_server_whose_runner_is_alive_is_not_touched(run, log):
     lease()
     assert run.alive() == {*OURS, "stranger", "guardian"}
     assert len(records()) == 1
@@ -146,9 +143,7 @@ def test_a_server_whose_runner_is_alive_is_not_touched(run: Run, log: list[str])
 
 
 @pytest.mark.slow
-def test_a_record_from_another_host_is_left_alone(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_from_another_host_is_left_alone(run, monkeypatch):
     run.kill()
     (path,) = records()
     with monkeypatch.context() as elsewhere:
@@ -158,7 +153,7 @@ def test_a_record_from_another_host_is_left_alone(
     assert records() == [path]
 
 
-def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
+def test_numbers_that_were_reused_hit_nobody(tmp_path):
     """As if other processes had taken the numbers of runner, guardian and session."""
     with (tmp_path / "log").open("wb") as output:
         another = subprocess.Popen(
@@ -183,9 +178,7 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path: Path) -> None:
         another.wait()
 
 
-def test_where_there_is_no_proc_nothing_is_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_there_is_no_proc_nothing_is_recorded(monkeypatch, tmp_path):
     monkeypatch.setattr(guardian, "_PROC", tmp_path / "proc")
     assert ServerRecord.create("test", os.getpid(), 1) is None
     end_leftovers()
@@ -195,14 +188,14 @@ def test_where_there_is_no_proc_nothing_is_recorded(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"null", b'{"nonce": 1}', b'{"runner": [1, 2]}']
 )
-def test_a_file_that_is_no_record_is_left_alone(content: bytes) -> None:
+def test_a_file_that_is_no_record_is_left_alone(content):
     path = node._folder() / "x.json"
     path.write_bytes(content)
     end_leftovers()
     assert path.exists()
 
 
-async def test_a_server_that_stops_leaves_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_stops_leaves_no_record(monkeypatch):
 
     async with started_server(InferenceConfig("dummy", "m"), 0) as server:
         (path,) = records()
@@ -211,7 +204,7 @@ async def test_a_server_that_stops_leaves_no_record(monkeypatch: pytest.MonkeyPa
     assert not records()
 
 
-def test_a_server_starts_where_no_record_can_be_written(log: list[str]) -> None:
+def test_a_server_starts_where_no_record_can_be_written(log):
     folder = node._folder()
     folder.rmdir()
     folder.touch()

@@ -26,7 +26,6 @@ from datatrove_ckpt.rollouts import PromptRollout, for_config
 from tests.clients import client_of
 from tests.jobs import make_server, started_server
 from tests.real.faults import (
-    Fault,
     Job,
     JobProcess,
     check_fault,
@@ -61,7 +60,7 @@ def config(**settings: object) -> InferenceConfig:
 
 
 @pytest.mark.slow
-async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path: Path) -> None:
+async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path):
     settings = config(
         server_log_folder=str(tmp_path),
         max_concurrent_generations=2,
@@ -95,7 +94,7 @@ async def _check_models_and_key(url: str, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
+def test_answers_have_the_form_that_is_asked_for(tmp_path):
     limits = {
         "why": {"type": "string", "maxLength": 8},
         "answer": {"type": "integer", "minimum": 0, "maximum": 5},
@@ -106,7 +105,7 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
     forms: list[Any] = [{"json_schema": schema}, {"choice": ["news", 'a "story"']}]
     rollouts = [for_config(PromptRollout(**asks, **form), settings) for form in forms]
 
-    async def both(document: Document, generate: Any) -> Any:
+    async def both(document, generate):
         return [(await rollout(document, generate)).text for rollout in rollouts]  # type: ignore[attr-defined]
 
     writer = JsonlWriter(str(tmp_path), "${rank}.jsonl", compression=None)
@@ -118,7 +117,7 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path: Path) -> None:
     assert chosen in ("news", 'a "story"')
 
 
-def test_a_file_that_is_no_model_fails_with_its_log(tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_fails_with_its_log(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"not a model")
     settings = InferenceConfig("llamacpp", str(path), server_start_max_retries=0)
@@ -157,7 +156,7 @@ def stop_server(process: JobProcess) -> None:
 
 
 @pytest.mark.slow
-def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
+def test_prompts_that_are_too_long_become_dead_letters(tmp_path):
     letters = job(tmp_path, documents=4, too_long=1, max_concurrent_generations="auto")
     letters.run()
     letters.check("plain run", restarts=0)
@@ -168,10 +167,10 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__
 )
-def test_everything_is_answered_at_full_length_after(fault: Fault, tmp_path: Path) -> None:
+def test_everything_is_answered_at_full_length_after(fault, tmp_path):
     check_fault(job(tmp_path), fault.__name__, fault, after=9)
 
 
 @pytest.mark.slow
-def test_a_killed_runner_resumes(tmp_path: Path) -> None:
+def test_a_killed_runner_resumes(tmp_path):
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.files import Disk
-from datatrove_ckpt.testing import FakeServer
 from tests.bench.measure import Result, mock_server, run_once
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
@@ -78,8 +76,8 @@ def watched_documents(number: int) -> Iterator[Document]:
 
 
 def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
-) -> None:
+    tmp_path, monkeypatch, server
+):
     disk = WatchedDisk()
     monkeypatch.setattr(files, "disk", disk)
     writer = WatchedWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.jsonl.gz")
@@ -93,16 +91,14 @@ def test_no_disk_no_writer_and_no_reader_runs_in_the_event_loops_thread(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Result]]:
+def run(tmp_path_factory):
     """Runs documents in a process of their own, against a server in another one, and gives what the
     watch saw.
     """
     folder = tmp_path_factory.mktemp("loop")
     with mock_server() as server:
 
-        def run(
-            count: int, size: int = 2000, latency: float = 0.0, kind: str = "jsonl", **settings: Any
-        ) -> Result:
+        def run(count, size=2000, latency=0.0, kind="jsonl", **settings):
             source = make_input(folder, kind, count, size)
             settings = {
                 "folder": str(folder / "work"),
@@ -147,5 +143,5 @@ def keeps_the_loop_free(run: Callable[[], Result]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_keeps_the_event_loop_from_its_work(name: str, run: Callable[..., Result]) -> None:
+def test_nothing_keeps_the_event_loop_from_its_work(name, run):
     keeps_the_loop_free(partial(run, **CASES[name]))

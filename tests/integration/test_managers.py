@@ -11,11 +11,9 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import multiprocess
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -133,9 +131,7 @@ class Script:
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_script_in_a_pipe_ends_with_its_manager(
-    tmp_path: Path, number: signal.Signals, code: int, signalled: str
-) -> None:
+def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path, number, code, signalled):
     with FakeServer(hold_after=0) as server:
         options = {"asleep": ("asleep",), "with a thread that Python would wait for": ("a thread",)}
         script = Script(tmp_path, server, options=options.get(signalled, ()))
@@ -149,7 +145,7 @@ def test_a_script_in_a_pipe_ends_with_its_manager(
 
 
 @pytest.mark.slow
-def test_nohup_keeps_its_effect(tmp_path: Path) -> None:
+def test_nohup_keeps_its_effect(tmp_path):
     with FakeServer(hold_after=0) as server:
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
@@ -180,7 +176,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path: Path) -> None:
+def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path):
     """Both use one fork server.
 
     With the signals blocked that ours blocks, a pool's workers would not be terminated.
@@ -217,8 +213,8 @@ def workers(process: subprocess.Popen[str]) -> list[int]:
     ids=["SIGKILL", "SIGTERM", "Ctrl-C"],
 )
 def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_finds_their_ranks_free(
-    tmp_path: Path, number: signal.Signals, whole_group: bool
-) -> None:
+    tmp_path, number, whole_group
+):
     with FakeServer(hold_after=30) as server:
         job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
         process = job.start()
@@ -245,15 +241,13 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
     assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
 
 
-def test_a_handler_that_exits_makes_no_document_of_a_pools_worker_a_dead_letter(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_handler_that_exits_makes_no_document_of_a_pools_worker_a_dead_letter(tmp_path, server):
     """Ray sets such a handler in its actors, whose pools are forked."""
 
-    async def signals(document: Document, generate: Any) -> None:
+    async def signals(document, generate):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def work() -> None:
+    def work():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
         runner(tmp_path, server, signals, on_document_error="dead_letter").run(documents(1))
 

@@ -39,7 +39,6 @@ from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.rollouts import InvalidMedia, JudgeRollout, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.integration.test_preemption import DRAINS, signal_once, when_logged
 from tests.jobs import Budget, letters, rows, runner
 from tests.pages import ROOT
@@ -89,9 +88,7 @@ def url_of(data: bytes, kind: str = "image/png") -> str:
 # what is sent ------------------------------------------------------------------------------------
 
 
-def test_media_follow_the_text_and_their_bytes_are_not_written(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_media_follow_the_text_and_their_bytes_are_not_written(server, tmp_path):
     document = Document(
         "Read.",
         "0",
@@ -116,7 +113,7 @@ def test_media_follow_the_text_and_their_bytes_are_not_written(
     assert [one["path"] for one in row["media"]] == ["a.png", None, "x/c.pdf"]
 
 
-def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path) -> None:
+def test_a_writer_that_saves_media_gets_them(server, tmp_path):
     template = "${rank}_chunk_${chunk_index}.jsonl"
     saves = JsonlWriter(str(tmp_path / "output"), template, compression=None, save_media_bytes=True)
     runner(tmp_path, server, PromptRollout(images="media"), output_writer=saves).run(pages(1))
@@ -148,9 +145,7 @@ def test_a_writer_that_saves_media_gets_them(server: FakeServer, tmp_path: Path)
         "Pillow",
     ],
 )
-def test_a_column_may_hold_each_form_of_a_picture(
-    server: FakeServer, tmp_path: Path, value: Any
-) -> None:
+def test_a_column_may_hold_each_form_of_a_picture(server, tmp_path, value):
     (tmp_path / "a.png").write_bytes(picture())
     rollout = PromptRollout("What is it?", images="page", media_folder=str(tmp_path))
     runner(tmp_path, server, rollout).run(
@@ -169,8 +164,8 @@ def test_a_column_may_hold_each_form_of_a_picture(
 
 
 def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where_the_media_says(
-    server: FakeServer, tmp_path: Path
-) -> None:
+    server, tmp_path
+):
     (tmp_path / "all.bin").write_bytes(b"12345" + picture() + b"67")
     at = media(None, path="all.bin", offset=5, length=len(picture()))
     document = Document("Read.", "0", [media(None, url="https://example.com/a.png"), at])
@@ -183,7 +178,7 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
     assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
 
 
-def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> None:
+def test_a_judge_sees_the_picture_too(server, tmp_path):
     rollout = JudgeRollout(
         "{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]"
     )
@@ -191,9 +186,7 @@ def test_a_judge_sees_the_picture_too(server: FakeServer, tmp_path: Path) -> Non
     assert [sent(server, number) for number in range(2)] == [[picture()]] * 2
 
 
-def test_media_join_the_last_user_message_of_a_conversation(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_media_join_the_last_user_message_of_a_conversation(server, tmp_path):
     said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "At what?"}]
     document = Document("x", "0", [media(picture())], {"said": said})
     runner(tmp_path, server, PromptRollout(images="media", prompt_column="said")).run([document])
@@ -203,8 +196,8 @@ def test_media_join_the_last_user_message_of_a_conversation(
     assert rows(tmp_path)[0]["metadata"]["said"] == said
 
 
-def test_a_function_of_the_users_sends_a_part(server: FakeServer, tmp_path: Path) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_function_of_the_users_sends_a_part(server, tmp_path):
+    async def rollout(document, generate):
         content = [
             {"type": "text", "text": document.text},
             media_part(document.media[0].media_bytes),
@@ -271,7 +264,7 @@ BAD = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A media folder, reached through a link, with entries that are no files of it."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside/secret").write_text("root:x:0:0")
@@ -289,9 +282,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_medium_is_one_clear_dead_letter(
-    server: FakeServer, tmp_path: Path, folder: Path, name: str
-) -> None:
+def test_a_bad_medium_is_one_clear_dead_letter(server, tmp_path, folder, name):
     bad, said = BAD[name]
     rollout = PromptRollout(
         images="media", media_folder=str(folder), media_urls=["example.com"], max_image_side=20
@@ -308,9 +299,7 @@ def test_a_bad_medium_is_one_clear_dead_letter(
     assert len(server.payloads) == 1
 
 
-def test_links_within_the_folder_are_followed(
-    server: FakeServer, tmp_path: Path, folder: Path
-) -> None:
+def test_links_within_the_folder_are_followed(server, tmp_path, folder):
     (folder / "a.png").write_bytes(picture())
     (folder / "b.png").symlink_to("../media/a.png")
     rollout = PromptRollout(images="page", media_folder=str(folder))
@@ -325,8 +314,8 @@ def test_links_within_the_folder_are_followed(
 )
 @pytest.mark.parametrize("column", ["images", "prompt_column"])
 def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(
-    server: FakeServer, tmp_path: Path, url: str, column: str
-) -> None:
+    server, tmp_path, url, column
+):
     part = {
         "type": "image_url",
         "image_url": {"url": url},
@@ -361,7 +350,7 @@ def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(
     assert url in json.dumps(server.payloads[1])
 
 
-def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path: Path) -> None:
+def test_a_bad_medium_stops_the_rank_with_its_line(server, tmp_path):
     with pytest.raises(CkptError, match=r"'bad'.*InvalidMedia: images: medium 1 is empty"):
         runner(tmp_path, server, PromptRollout(images="media")).run(
             [Document("bad", "bad", [media(b"")])]
@@ -370,13 +359,11 @@ def test_a_bad_medium_stops_the_rank_with_its_line(server: FakeServer, tmp_path:
         runner(tmp_path / "2", server, PromptRollout(images="media")).run([Document("bad", "bad")])
 
 
-def test_an_outage_of_the_storage_is_waited_for(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_of_the_storage_is_waited_for(server, tmp_path, monkeypatch):
     failures = [ConnectionResetError("reset"), TimeoutError("late")]
     real = LocalFileSystem.open
 
-    def flaky(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+    def flaky(self, path, *arguments, **options):
         if str(path).endswith("a.png") and failures:
             raise failures.pop()
         return real(self, path, *arguments, **options)
@@ -390,9 +377,7 @@ def test_an_outage_of_the_storage_is_waited_for(
     assert failures == []
 
 
-def test_a_file_is_read_only_below_a_folder_that_was_named(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_file_is_read_only_below_a_folder_that_was_named(server, tmp_path):
     document = Document("x", "0", metadata={"page": str(tmp_path / "a.png")})
     with pytest.raises(ConfigError, match=r"names a file.*Set media_folder"):
         runner(tmp_path, server, PromptRollout(images="page")).run([document])
@@ -406,9 +391,7 @@ def test_a_file_is_read_only_below_a_folder_that_was_named(
     assert sent(server) == [picture()]
 
 
-def test_a_missing_column_and_settings_without_images_are_refused(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_missing_column_and_settings_without_images_are_refused(server, tmp_path):
     with pytest.raises(
         ConfigError, match=r"images: document '0' has no metadata 'pgae'.*Did you mean 'page'"
     ):
@@ -424,8 +407,8 @@ def test_a_missing_column_and_settings_without_images_are_refused(
 
 
 def test_without_pillow_resizing_is_refused_before_the_first_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     ready = PromptRollout(images="media", max_image_side=100)
     found = "datatrove_ckpt.common.formatting.find_spec"
     monkeypatch.setattr(found, lambda name: None)
@@ -439,9 +422,7 @@ def test_without_pillow_resizing_is_refused_before_the_first_request(
 
 
 @pytest.mark.parametrize("mode", ["dead_letter", "stop"])
-def test_a_dead_letter_keeps_the_picture_for_a_retry(
-    server: FakeServer, tmp_path: Path, mode: str
-) -> None:
+def test_a_dead_letter_keeps_the_picture_for_a_retry(server, tmp_path, mode):
     server._status = lambda payload, times: 400 if len(payload["messages"]) < 2 else None
     changes = (
         {"on_document_error": "dead_letter"}
@@ -465,10 +446,8 @@ def test_a_dead_letter_keeps_the_picture_for_a_retry(
     assert sent(server) == [large]
 
 
-def test_a_dead_letter_has_a_large_document_as_it_was_read(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_dead_letter_has_a_large_document_as_it_was_read(server, tmp_path):
+    async def rollout(document, generate):
         document.media[0].media_bytes = None
         document.media[0].metadata["page"].append(2)
         document.metadata["a"]["b"] = document.text = "changed"
@@ -484,9 +463,7 @@ def test_a_dead_letter_has_a_large_document_as_it_was_read(
 # once --------------------------------------------------------------------------------------------
 
 
-def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(server, tmp_path):
     rollout = PromptRollout(images="media", max_image_side=30)
     runner(tmp_path / "other", server, rollout).run(pages(5))
     server._status = budget = Budget()
@@ -498,10 +475,10 @@ def test_after_kills_the_output_is_the_same_and_no_picture_is_sent_twice(
     assert len(server.payloads) == 5 + 5 + 2  # two were refused
 
 
-def test_pictures_in_flight_are_in_memory_once(server: FakeServer, tmp_path: Path) -> None:
+def test_pictures_in_flight_are_in_memory_once(server, tmp_path):
     size, number, held = 10**6, 20, []
 
-    async def rollout(document: Document, generate: Any) -> str:
+    async def rollout(document, generate):
         held.append(tracemalloc.get_traced_memory()[0] - before)
         while len(held) < number:
             await asyncio.sleep(0)
@@ -527,15 +504,15 @@ def test_pictures_in_flight_are_in_memory_once(server: FakeServer, tmp_path: Pat
 
 @pytest.mark.parametrize("way", ["bytes", "paths"])
 def test_a_rank_that_is_stopped_while_documents_wait_for_memory_ends_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+    tmp_path, monkeypatch, way
+):
     for module in ("rollouts.media", "inference.servers.host"):
         monkeypatch.setattr(f"datatrove_ckpt.{module}.media_bytes", lambda: 1)
     size = (400, 300)
     for index in range(4):
         (tmp_path / f"{index}.png").write_bytes(picture(index, size))
 
-    def read() -> list[Document]:
+    def read():
         data = [picture(index, size) if way == "bytes" else None for index in range(4)]
         return [
             Document(f"page {n}", str(n), [media(one, path=f"{n}.png")])
@@ -563,10 +540,10 @@ def test_a_rank_that_is_stopped_while_documents_wait_for_memory_ends_and_goes_on
     assert [row["id"] for row in rows(tmp_path)] == ["0", "1", "2", "3"]
 
 
-def test_other_pictures_and_sizes_are_other_requests(server: FakeServer, tmp_path: Path) -> None:
+def test_other_pictures_and_sizes_are_other_requests(server, tmp_path):
     hashes = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         for number, side in ((0, None), (1, None), (0, 10), (0, 20), (0, 1000)):
             document.media[0].media_bytes = picture(number)
             await PromptRollout(images="media", max_image_side=side)(document, generate)
@@ -576,12 +553,10 @@ def test_other_pictures_and_sizes_are_other_requests(server: FakeServer, tmp_pat
     assert len(set(hashes)) == 5
 
 
-def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server, tmp_path):
     hashes = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         part = {"type": "image_url", "image_url": {"url": url_of(b"\x89PNG...")}}
         result = await generate({"messages": [{"role": "user", "content": [part]}]})
         hashes.append(generate.last_hash)
@@ -594,7 +569,7 @@ def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(
 # pictures ----------------------------------------------------------------------------------------
 
 
-def test_the_first_bytes_tell_the_type() -> None:
+def test_the_first_bytes_tell_the_type():
     for form in ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PDF"):
         assert kind_of(picture(form=form)) == (
             "application/pdf" if form == "PDF" else f"image/{form.lower()}"
@@ -627,7 +602,7 @@ def image(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data))
 
 
-def test_a_large_picture_is_made_smaller_in_the_same_way_each_time() -> None:
+def test_a_large_picture_is_made_smaller_in_the_same_way_each_time():
     for form in ("PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP"):
         data = picture(size=(60, 40), form=form)
         small = resized(data, 30)
@@ -637,7 +612,7 @@ def test_a_large_picture_is_made_smaller_in_the_same_way_each_time() -> None:
         assert resized(data, 60) is data
 
 
-def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits() -> None:
+def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits():
     exif = Image.Exif()
     exif[0x112] = 6  # to be turned by 90 degrees
     assert image(resized(picture(size=(60, 40), form="JPEG", exif=exif), 30)).size == (20, 30)
@@ -667,9 +642,7 @@ def write_pages(number: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dummy", "endpoint"])
-def test_the_config_for_ocr_runs(
-    here: Path, command: Command, server: FakeServer, kind: str
-) -> None:
+def test_the_config_for_ocr_runs(here, command, server, kind):
     shutil.copytree(ROOT / "configs", "configs")
     write_pages(4)
     Path("pages/report/2.png").write_bytes(picture(2)[:-700])
@@ -689,9 +662,7 @@ def test_the_config_for_ocr_runs(
         )
 
 
-def test_a_sample_of_a_column_of_bytes_is_written(
-    here: Path, command: Command, server: FakeServer
-) -> None:
+def test_a_sample_of_a_column_of_bytes_is_written(here, command, server):
     rows_of = [
         {"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}}
         for index in range(3)
@@ -736,8 +707,8 @@ def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["zstd", "warc"])
 def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
-    here: Path, command: Command, server: FakeServer, kind: str
-) -> None:
+    here, command, server, kind
+):
     lines = [
         json.dumps(
             {
@@ -774,9 +745,7 @@ def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
     assert output["media"][0]["id"] == "m0"
 
 
-def test_doctor_reads_the_first_documents_pictures(
-    server: FakeServer, command: Command, here: Path
-) -> None:
+def test_doctor_reads_the_first_documents_pictures(server, command, here):
     rollout = "{class_path: PromptRollout, init_args: {images: image, media_folder: pages}}"
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout))
     Path("input/0.jsonl").write_text(json.dumps({"id": "id 0", "text": "page", "image": "0.png"}))

@@ -9,18 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 
 import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.testing import FakeServer
 from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
-def job(here: Path, server: FakeServer) -> Path:
+def job(here, server):
     """A job that works, in the working directory."""
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
     return here
@@ -34,7 +32,7 @@ def refused(job: Path, command: Command, *arguments: str, code: int = 1) -> str:
     return said.error
 
 
-def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> None:
+def test_a_full_disk_below_the_logs_is_named(job, command):
     (job / "logs").mkdir()
     (job / "logs" / "executor.json").symlink_to("/dev/full")
     message = refused(job, command)
@@ -42,7 +40,7 @@ def test_a_full_disk_below_the_logs_is_named(job: Path, command: Command) -> Non
     assert "Free some space and run the same command again" in message
 
 
-def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> None:
+def test_logs_that_cannot_be_written_are_named(job, command):
     (job / "logs").mkdir()
     # Not even root may write it.
     (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")
@@ -67,14 +65,14 @@ def test_logs_that_cannot_be_written_are_named(job: Path, command: Command) -> N
     ],
 )
 def test_a_folder_that_cannot_be_made_is_that_of_its_setting(
-    job: Path,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    folder: str,
-    error: OSError,
-    says: str,
-) -> None:
-    def closed(executor: LocalPipelineExecutor, indent: int = 4) -> None:
+    job,
+    command,
+    monkeypatch,
+    folder,
+    error,
+    says,
+):
+    def closed(executor, indent=4):
         error.filename = str(job / folder)
         raise error
 
@@ -85,7 +83,7 @@ def test_a_folder_that_cannot_be_made_is_that_of_its_setting(
     assert "TMPDIR" not in message
 
 
-def test_a_place_that_takes_no_folders_was_not_removed(job: Path, command: Command) -> None:
+def test_a_place_that_takes_no_folders_was_not_removed(job, command):
     message = refused(job, command, "--pipeline.1.checkpoints_local_dir=/proc/ck")
     assert (
         "Could not make the folder /proc/ck: No such file or directory. /proc takes no folders. Choose"
@@ -93,7 +91,7 @@ def test_a_place_that_takes_no_folders_was_not_removed(job: Path, command: Comma
     )
 
 
-def test_a_limit_on_file_sizes_is_named(job: Path) -> None:
+def test_a_limit_on_file_sizes_is_named(job):
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))"
     script = (
         f"{limit}; from datatrove_ckpt.cli.main import main; sys.exit(main(['run', 'job.yaml']))"
@@ -108,8 +106,8 @@ def test_a_limit_on_file_sizes_is_named(job: Path) -> None:
 
 
 def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_everything(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+    here, server, command
+):
     write_job(
         here,
         job_yaml(ENDPOINT.replace("URL", server.url), tasks=3, rollout="my_rollout.f"),
@@ -145,23 +143,19 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
     command("run", "job.yaml", "--retry-dead-letters", "--fail-on-dead-letters", accepted)
 
 
-def test_the_statistics_of_a_single_task_are_on_the_terminal_once(
-    job: Path, command: Command
-) -> None:
+def test_the_statistics_of_a_single_task_are_on_the_terminal_once(job, command):
     assert command("run", "job.yaml").err.count("\U0001f4c9 Stats: ") == 1
     assert "Stats: Task 0" in (job / "logs" / "logs" / "task_00000.log").read_text()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", ["pathlib.Path.exists", "builtins.open"])
-def test_a_checkpoint_of_another_user_is_named(
-    call: str, job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_user_is_named(call, job, command, monkeypatch):
     command("run", "job.yaml")
     path = job / "checkpoints" / "00000" / "run.json"
     works = resolve_name(call)
 
-    def closed(file: Any, *arguments: Any, **named: Any) -> Any:
+    def closed(file, *arguments, **named):
         if str(file) == str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return works(file, *arguments, **named)

@@ -56,18 +56,18 @@ from tests.mirrors import (
     refuse_the_second,
     up_to,
 )
-from tests.patience import ChangePolicy, until
+from tests.patience import until
 from tests.rank_folders import place_at
 
 
 @pytest.fixture
-def job(ram: Path) -> Job:
+def job(ram):
     (ram / "job").mkdir()
     return Job(ram / "job")
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, bytes]:
+def expected():
     """The output of a run that nothing interrupted."""
     with tempfile.TemporaryDirectory() as folder, FakeServer() as server:
         Job(Path(folder)).run(server, checkpoints_remote_dir=None)
@@ -114,8 +114,8 @@ def state(rank: Path) -> dict[str, Any]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("where", ["folder", "memory://"])
 def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
-    job: Job, expected: dict[str, bytes], log: list[str], where: str, server: FakeServer
-) -> None:
+    job, expected, log, where, server
+):
     if where != "folder":
         job.remote = f"{where}{job.folder}/remote"
     job.run_until("text 4 again")
@@ -131,8 +131,8 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
 @pytest.mark.matrix
 @pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
 def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
-    job: Job, expected: dict[str, bytes], file: str, server: FakeServer
-) -> None:
+    job, expected, file, server
+):
     job.run_until("text 5 again")
     path = job.rank / file
     data = path.read_bytes()
@@ -150,7 +150,7 @@ def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_com
     assert outputs(job.folder / "output") == expected
 
 
-def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
+def test_dead_letters_and_their_retries_outlive_the_node_too(job):
     bad = ["text 1", "text 4"]
     with FakeServer(status=rejects(bad)) as server:
         job.run(server, skip_bad_requests=True)
@@ -167,11 +167,11 @@ def test_dead_letters_and_their_retries_outlive_the_node_too(job: Job) -> None:
 
 
 def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str], server: FakeServer
-) -> None:
+    job, monkeypatch, log, server
+):
     job.run_until("text 4 again")
 
-    def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
+    def down(self, folder=""):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(object_store.ObjectStore, "names", down)
@@ -205,7 +205,7 @@ def mirrored(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: Path) -> None:
+def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path):
     with FakeServer() as server:
         job = executor(tmp_path, server, **mirrored(tmp_path))
         job._run_for_rank(1)
@@ -218,7 +218,7 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path: Path) -> None:
+def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path):
     """Also if the first upload of a task was killed after its empty first version."""
     rejected = ["text 13"]
     with FakeServer(status=rejects(rejected, 403)) as server:
@@ -272,9 +272,7 @@ def restored(job: Job) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "places", [2, 40, pytest.param(None, marks=pytest.mark.full, id="every byte")]
 )
-def test_no_damage_to_any_one_object_costs_more_than_a_version(
-    job: Job, log: list[str], monkeypatch: pytest.MonkeyPatch, places: int | None
-) -> None:
+def test_no_damage_to_any_one_object_costs_more_than_a_version(job, log, monkeypatch, places):
     states = three_versions(job, monkeypatch)
     assert restored(job) == states[2]
     newest = manifests(job)[-1]
@@ -316,12 +314,12 @@ def spoil(job: Job, manifest: Path, older: Path | None) -> None:
 
 
 def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
-    job: Job,
-    expected: dict[str, bytes],
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    server: FakeServer,
-) -> None:
+    job,
+    expected,
+    log,
+    monkeypatch,
+    server,
+):
     states = three_versions(job, monkeypatch)
     oldest, middle, newest = manifests(job)
     spoil(job, newest, middle)
@@ -340,8 +338,8 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_says_so(
 
 
 def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
-    job: Job, monkeypatch: pytest.MonkeyPatch, server: FakeServer
-) -> None:
+    job, monkeypatch, server
+):
     three_versions(job, monkeypatch)
     for manifest in manifests(job):
         manifest.write_bytes(manifest.read_bytes()[:-2])
@@ -370,8 +368,8 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
 
 
 def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
-    job: Job, expected: dict[str, bytes], log: list[str], server: FakeServer
-) -> None:
+    job, expected, log, server
+):
     job.run_until("text 2")
     old = state(job.rank)
     other = job.on_another_node()
@@ -389,7 +387,7 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
 
 
 @pytest.mark.slow
-def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
+def test_a_node_whose_folder_is_the_newest_keeps_it(job):
     job.run_until("text 2")
     for question in ("text 3", "text 4 again"):
         before = set(job.checkpoints.iterdir())
@@ -400,16 +398,14 @@ def test_a_node_whose_folder_is_the_newest_keeps_it(job: Job) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 1000])
-def test_of_two_nodes_at_once_the_one_that_started_first_stops(
-    job: Job, expected: dict[str, bytes], seconds: int
-) -> None:
+def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, seconds):
     """Before it publishes anything over what the other one has committed, however seldom it
     uploads.
     """
     failed: list[BaseException] = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
 
-        def first_node() -> None:
+        def first_node():
             try:
                 job.run(server, mirror_seconds=seconds)
             except Fenced as error:
@@ -429,9 +425,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(
     assert {path.name: path.read_bytes() for path in committed} == expected
 
 
-def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(
-    job: Job, server: FakeServer
-) -> None:
+def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job, server):
     job.run_until("text 2", checkpoints_remote_dir=None)
     other = job.on_another_node()
     with pytest.raises(OutputMismatch, match="belongs to another run"):
@@ -445,9 +439,7 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(
         job.run(server)
 
 
-def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
-    job: Job, expected: dict[str, bytes], server: FakeServer
-) -> None:
+def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
     """However often it is tried, and on whichever node: it leaves no version that would make the
     output its own.
     """
@@ -463,8 +455,8 @@ def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(
 
 
 def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     refuse_the_second(tmp_path, (str(tmp_path / "one"), str(tmp_path / "two")))
 
 
@@ -499,8 +491,8 @@ class Hanging(object_store.Effects):
 
 
 def test_a_first_version_that_failed_once_is_written_before_any_object(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+    job, expected, monkeypatch, log
+):
     """Objects without any version would be taken for damage."""
     with monkeypatch.context() as failing:
         failing.setattr(object_store, "effects", FailingOnce())
@@ -516,12 +508,12 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
 
 
 def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+    job, expected, monkeypatch, log
+):
     monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
 
-    def down(self: object_store.ObjectStore, folder: str = "") -> list[str]:
+    def down(self, folder=""):
         raise ConnectionError("no route to host")
 
     with FakeServer(hold_after=7) as server:
@@ -551,8 +543,8 @@ class Missing(object_store.Effects):
 
 
 def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    job, monkeypatch
+):
     monkeypatch.setattr(object_store, "effects", Missing())
     with FakeServer(hold_after=3) as server:  # it ends although the run could go on for ever
         with pytest.raises(
@@ -563,9 +555,7 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
         assert server.asked.total() < 12
 
 
-def test_a_bucket_that_vanishes_later_costs_warnings_only(
-    job: Job, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_bucket_that_vanishes_later_costs_warnings_only(job, expected, monkeypatch, log):
     with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
         running.start()
@@ -586,16 +576,16 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(
 
 
 def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_part_of_one(
-    job: Job,
-    expected: dict[str, bytes],
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-) -> None:
+    job,
+    expected,
+    server,
+    monkeypatch,
+    policy,
+):
     """Without one, the next node would take the output for another job's."""
 
     class Full(object_store.Effects):
-        def put(self, fs: Any, path: str, data: bytes) -> None:
+        def put(self, fs, path, data):
             super().put(fs, path, data[: len(data) // 2])
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
@@ -615,11 +605,9 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
     assert outputs(job.folder / "output") == expected
 
 
-def test_an_object_that_may_not_be_replaced_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):
     class Refusing(object_store.Effects):
-        def put(self, fs: Any, path: str, data: bytes) -> None:
+        def put(self, fs, path, data):
             raise PermissionError(errno.EACCES, "Permission denied", path)
 
     store = object_store.ObjectStore(str(tmp_path))
@@ -630,15 +618,13 @@ def test_an_object_that_may_not_be_replaced_stays(
     assert store.read("job.json", 9) == b"whole"
 
 
-def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(
-    job: Job, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy
-) -> None:
+def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch, policy):
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
     asked, release, put = threading.Event(), threading.Event(), []
     take = OpenCheckpoint.snapshot
 
-    def late(checkpoint: OpenCheckpoint, since: int) -> Any:
+    def late(checkpoint, since):
         asked.set()
         release.wait(1200)
         return take(checkpoint, since)
@@ -666,8 +652,8 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(
 
 
 def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+    job, monkeypatch, log
+):
     job.rank.mkdir(parents=True)
     hanging = Hanging()
     monkeypatch.setattr(mirror, "DRAIN_SECONDS", 0.1)
@@ -683,7 +669,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
             lambda self, source: shutdowns.append(self.shutdown) or start(self, source),
         )
 
-        def run() -> None:
+        def run():
             with suppress(Preempted):
                 job.run(server)
 
@@ -709,9 +695,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
-    ram: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_work_is_refused_at_once(ram, changes, message):
     with FakeServer() as server, pytest.raises(ConfigError, match=message):
         runner(ram, server, **changes)
 
@@ -725,7 +709,7 @@ KEY = "0123456789abcdef-secret"
 
 
 @pytest.fixture
-def key(monkeypatch: pytest.MonkeyPatch) -> str:
+def key(monkeypatch):
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     return KEY
 
@@ -768,7 +752,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def test_a_mirror_writes_only_files_of_a_checkpoint(job: Job, ram: Path) -> None:
+def test_a_mirror_writes_only_files_of_a_checkpoint(job, ram):
     job.run_until("text 4 again")
     (ram / "secret").write_text("secret")
     *older, newest = manifests(job)
@@ -795,7 +779,7 @@ def test_a_mirror_writes_only_files_of_a_checkpoint(job: Job, ram: Path) -> None
     assert answered(restored_folder(job)) == up_to("text 4 again")
 
 
-def test_an_object_is_read_no_further_than_its_manifest_says(job: Job) -> None:
+def test_an_object_is_read_no_further_than_its_manifest_says(job):
     store = Versions(f"{job.remote}/00000")
     part = store.put_object("0" * 16 + "-000000", b"123")
     for folder in ("objects", "copies"):
@@ -807,9 +791,7 @@ def test_an_object_is_read_no_further_than_its_manifest_says(job: Job) -> None:
 # seals -------------------------------------------------------------------------------------------
 
 
-def test_a_sealed_mirror_restores_with_its_key_only(
-    job: Job, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sealed_mirror_restores_with_its_key_only(job, key, monkeypatch):
     job.run_until("text 4 again")
     assert all(b'"hmac":"' in path.read_bytes() for path in manifests(job))
     assert answered(restored_folder(job)) == up_to("text 4 again")
@@ -827,9 +809,7 @@ def test_a_sealed_mirror_restores_with_its_key_only(
     assert not job.rank.exists()
 
 
-def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
-    job: Job, key: str, monkeypatch: pytest.MonkeyPatch, server: FakeServer
-) -> None:
+def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(job, key, monkeypatch, server):
     """Its own folder is complete, but nobody with the key could restore what it would upload."""
     job.run_until("text 4 again")
     monkeypatch.delenv(MIRROR_KEY_VARIABLE)
@@ -838,7 +818,7 @@ def test_a_node_without_the_key_does_not_continue_a_sealed_mirror(
     assert not server.asked
 
 
-def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: str) -> None:
+def test_a_seal_holds_for_one_content_one_version_and_one_rank(job, key):
     job.run_until("text 4 again")
     newest = manifests(job)[-1]
     content = newest.read_bytes()
@@ -865,7 +845,7 @@ def test_a_seal_holds_for_one_content_one_version_and_one_rank(job: Job, key: st
     assert answered(job.rank) == up_to("text 4 again")
 
 
-def test_a_retry_has_a_place_of_its_own(key: str) -> None:
+def test_a_retry_has_a_place_of_its_own(key):
     body = b'{"a":1}'
     sealed = Seal("s3://bucket/run/retry-00001/00000").add("name", body)
     Seal("/mnt/elsewhere/retry-00001/00000").check("name", sealed)
@@ -874,9 +854,7 @@ def test_a_retry_has_a_place_of_its_own(key: str) -> None:
             Seal(url).check("name", sealed)
 
 
-def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(
-    job: Job, key: str
-) -> None:
+def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job, key):
     job.run_until("text 4 again")
     manifest = Versions(f"{job.remote}/00000").read_manifest(
         Versions(f"{job.remote}/00000").all_versions()[-1]
@@ -891,9 +869,7 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(
         store.read_object(forged)
 
 
-def test_a_mirror_from_before_the_key_is_restored_without_it(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     job.run_until("text 2")
     unsealed = manifests(job)[-1]
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
@@ -918,9 +894,7 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(
 
 
 @pytest.mark.slow
-def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(
-    job: Job, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypatch, log):
     job.run_until("text 2")
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
     job.run_until("text 4 again")
@@ -931,7 +905,7 @@ def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(
 
 
 @pytest.mark.parametrize("short", ["", "0123456789"])
-def test_a_short_key_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch, short: str) -> None:
+def test_a_short_key_is_refused(job, monkeypatch, short):
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, short)
     with (
         FakeServer() as server,
@@ -941,9 +915,7 @@ def test_a_short_key_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch, short
     assert not short or short not in str(refused.value)
 
 
-def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(
-    job: Job, key: str, log: list[str], ram: Path
-) -> None:
+def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram):
     job.run_until("text 4 again")
     assert not [
         path for path in ram.rglob("*") if path.is_file() and key.encode() in path.read_bytes()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import config, documents, letters, rows, writer
 
 from .test_models import generate_and_judge, payload, says
@@ -36,13 +34,13 @@ from .test_models import runner as runner_of_both
 
 
 @pytest.fixture
-def a() -> Iterator[FakeServer]:
+def a():
     with says("a") as server:
         yield server
 
 
 @pytest.fixture
-def b() -> Iterator[FakeServer]:
+def b():
     with says("b") as server:
         yield server
 
@@ -68,9 +66,7 @@ def attempt(
     ("names", "kept"),
     [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)],
 )
-def test_an_answer_stays_with_the_name_of_its_model(
-    here: Path, a: FakeServer, b: FakeServer, names: str, kept: bool, seed: int | None
-) -> None:
+def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, seed):
     """All have the same model name and payload.
 
     An endpoint may move, so the name is what a model is known by.
@@ -92,10 +88,10 @@ def test_an_answer_stays_with_the_name_of_its_model(
     assert len(a.payloads) + len(b.payloads) == (3 if kept else 4)
 
 
-def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here: Path, a: FakeServer) -> None:
+def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
     a._status = lambda payload, times: 403 if "second" in str(payload) else None
 
-    async def two(document: Document, generate: Any) -> Any:
+    async def two(document, generate):
         return [(await generate(payload(text))).text for text in (document.text, "second")]
 
     place = {"checkpoints_local_dir": str(here / "checkpoints")}
@@ -121,7 +117,7 @@ async def passes_the_text_on(document: Document, generate: Any) -> Any:
         raise RuntimeError(f"not judged: {error}") from None
 
 
-def test_a_rejection_names_its_model(here: Path, a: FakeServer) -> None:
+def test_a_rejection_names_its_model(here, a):
     with FakeServer(status=lambda payload, times: 400) as rejects:
         with pytest.raises(DocumentFailed, match="failed: judge: BadRequestError: HTTP 400: "):
             runner_of_both(here, a, rejects).run(documents(1))
@@ -140,12 +136,10 @@ def test_a_rejection_names_its_model(here: Path, a: FakeServer) -> None:
     assert "judge: BadRequestError: HTTP 400" in letter["error"]
 
 
-def test_a_request_that_kills_servers_names_its_model(
-    here: Path, a: FakeServer, b: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_kills_servers_names_its_model(here, a, b, monkeypatch):
     complete = CompletionClient.complete
 
-    async def dies(self: CompletionClient, body: Any, way: Any, request: Any) -> Any:
+    async def dies(self, body, way, request):
         if b"Judge" in body:
             raise RequestPoisoned("three servers died of it")
         return await complete(self, body, way, request)
@@ -156,7 +150,7 @@ def test_a_request_that_kills_servers_names_its_model(
     assert letter["error"] == "judge: three servers died of it"
 
 
-def test_a_rejection_keeps_its_name_in_another_process() -> None:
+def test_a_rejection_keeps_its_name_in_another_process():
     copied = pickle.loads(pickle.dumps(named(RequestRejected(400, "no", remembered=True), "judge")))
     assert str(copied).startswith("judge: BadRequestError: HTTP 400 (an earlier attempt ")
     assert (copied.status, copied.body, copied.remembered) == (400, "no", True)
@@ -165,7 +159,7 @@ def test_a_rejection_keeps_its_name_in_another_process() -> None:
 # identities --------------------------------------------------------------------------------------
 
 
-def test_secrets_among_the_parameters_of_a_named_model_are_not_kept() -> None:
+def test_secrets_among_the_parameters_of_a_named_model_are_not_kept():
     for name in (
         "default_generation_params",
         "judge.default_generation_params",
@@ -176,9 +170,7 @@ def test_secrets_among_the_parameters_of_a_named_model_are_not_kept() -> None:
         ), name
 
 
-def test_the_numbers_of_a_run_whose_models_were_renamed(
-    here: Path, a: FakeServer, b: FakeServer, command: Command
-) -> None:
+def test_the_numbers_of_a_run_whose_models_were_renamed(here, a, b, command):
     b._status = lambda payload, times: 403
     Path("order").write_text("writer judge")
     with pytest.raises(ServerRefused):
@@ -192,9 +184,7 @@ def test_the_numbers_of_a_run_whose_models_were_renamed(
         command(words[0], "checkpoints", *words[1:])
 
 
-def test_a_page_names_all_models(
-    here: Path, a: FakeServer, b: FakeServer, command: Command
-) -> None:
+def test_a_page_names_all_models(here, a, b, command):
     runner_of_both(here, a, b, judge={"model_name_or_path": "other"}).run(documents(1))
     command("report", "checkpoints", "--output", "page.html")
     assert "<title>fake, other: finished" in Path("page.html").read_text()
@@ -206,7 +196,7 @@ REVISION = {"model_kwargs": {"revision": "v2"}}
 
 
 @pytest.fixture
-def old(here: Path) -> str:
+def old(here):
     return str(here / "checkpoints")
 
 
@@ -217,9 +207,7 @@ def old(here: Path) -> str:
         ({"use_chat": False}, "judge.use_chat: true -> "),
     ],
 )
-def test_old_answers_bind_the_settings_of_each_model(
-    here: Path, old: str, a: FakeServer, b: FakeServer, changes: Any, line: str
-) -> None:
+def test_old_answers_bind_the_settings_of_each_model(here, old, a, b, changes, line):
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
     sent = [len(server.payloads) for server in (a, b)]
     with pytest.raises(CheckpointMismatch, match=re.escape(line)):
@@ -232,9 +220,7 @@ def test_old_answers_bind_the_settings_of_each_model(
     )
 
 
-def test_no_answer_of_a_model_that_was_changed_midway_is_used(
-    here: Path, old: str, a: FakeServer, b: FakeServer
-) -> None:
+def test_no_answer_of_a_model_that_was_changed_midway_is_used(here, old, a, b):
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
     runner_of_both(here, a, b, keep_answers=True, accept_changes=True, judge=REVISION).run(
         documents(4)
@@ -244,9 +230,7 @@ def test_no_answer_of_a_model_that_was_changed_midway_is_used(
     assert [len(server.payloads) for server in (a, b)] == [number + 4 for number in sent]
 
 
-def test_answers_of_other_models_are_refused(
-    here: Path, old: str, a: FakeServer, b: FakeServer
-) -> None:
+def test_answers_of_other_models_are_refused(here, old, a, b):
     runner_of_both(here, a, b, keep_answers=True).run(documents(2))
     step = runner_of_both(here / "new", a, b, answers_from=old)
     step.named_models = dict(reversed(step.named_models.items()))

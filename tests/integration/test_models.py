@@ -12,7 +12,6 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,16 +42,14 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
 from datatrove_ckpt.inference.servers import endpoints
-from datatrove_ckpt.process.screen import RankProgress
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.histories import read_history
 from tests.integration.test_preemption import when_logged
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import Budget, ask, config, documents, letters, rows, writer
-from tests.patience import ChangePolicy, until, until_async
+from tests.patience import until, until_async
 from tests.yaml_jobs import job_yaml, write_job
 
 
@@ -78,26 +75,26 @@ def says(name: str) -> FakeServer:
 
 
 @pytest.fixture
-def writes() -> Iterator[FakeServer]:
+def writes():
     with says("writer") as server:
         yield server
 
 
 @pytest.fixture
-def judges() -> Iterator[FakeServer]:
+def judges():
     with says("judge") as server:
         yield server
 
 
 @pytest.fixture
-def ignores_usr1() -> Iterator[None]:
+def ignores_usr1():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture
-def slow(here: Path) -> None:
+def slow(here):
     """A server that takes its time."""
     (here / "slow.py").write_text("import time\ntime.sleep(60)\n")
 
@@ -124,7 +121,7 @@ def runner(
     )
 
 
-def test_each_request_goes_to_its_model(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+def test_each_request_goes_to_its_model(here, writes, judges):
     runner(here, writes, judges, judge={"default_generation_params": {"temperature": 0}}).run(
         documents(3)
     )
@@ -138,10 +135,8 @@ def test_each_request_goes_to_its_model(here: Path, writes: FakeServer, judges: 
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-def test_the_first_model_has_its_name_too(
-    here: Path, writes: FakeServer, judges: FakeServer
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_the_first_model_has_its_name_too(here, writes, judges):
+    async def rollout(document, generate):
         return (await generate.writer(payload(document.text))).text
 
     runner(here, writes, judges, rollout).run(documents(1))
@@ -152,12 +147,10 @@ def test_the_first_model_has_its_name_too(
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_the_same_payload_has_an_answer_of_each_model(
-    ram: Path, writes: FakeServer, judges: FakeServer, seed: int | None
-) -> None:
+def test_the_same_payload_has_an_answer_of_each_model(ram, writes, judges, seed):
     """The models have the same name, so their payloads are equal to the last byte."""
 
-    def attempt(folder: Path) -> None:
+    def attempt(folder):
         settings = {"config": {"seed": seed}}
         both = {"writer": settings["config"], "judge": settings["config"]}
         runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(
@@ -172,8 +165,8 @@ def test_the_same_payload_has_an_answer_of_each_model(
     assert seeds == [{None}, {None}] if seed is None else not seeds[0] & seeds[1]
 
 
-def test_killed_at_every_write_and_resumed(ram: Path) -> None:
-    def attempt(folder: Path) -> None:
+def test_killed_at_every_write_and_resumed(ram):
+    def attempt(folder):
         runner(folder, writes, judges).run(documents(2))
 
     with says("writer") as writes, says("judge") as judges:
@@ -204,11 +197,11 @@ class Answered:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("most", [3, 0, 1, 2, 4, 5])
-def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int) -> None:
+def test_stopped_after_each_request_nothing_is_asked_twice(here, most):
     answered, alone = Answered(), {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
     with answered.server("writer") as writes, answered.server("judge") as judges:
 
-        def run(folder: Path, most: int) -> None:
+        def run(folder, most):
             answered.most, answered.questions = most, Counter()
             runner(folder, writes, judges, writer=alone).run(documents(3))
 
@@ -222,14 +215,14 @@ def test_stopped_after_each_request_nothing_is_asked_twice(here: Path, most: int
     assert outputs(here / "job/output") == outputs(here / "undisturbed/output")
 
 
-def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here: Path) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here):
+    async def rollout(document, generate):
         both = await asyncio.gather(
             generate.embed(document.text), generate.judge.embed(document.text)
         )
         return [vector.tolist() for vector in both]
 
-    def vectors(number: int) -> Any:
+    def vectors(number):
         return lambda payload: {
             "data": [{"index": i, "embedding": [number]} for i in range(len(payload["input"]))]
         }
@@ -245,9 +238,7 @@ def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here
 # whose fault -------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
-    here: Path, writes: FakeServer, real_ready_window: None
-) -> None:
+def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(here, writes, real_ready_window):
     with says("judge") as gone:
         pass
     with pytest.raises(ServerStartFailed, match=r"^judge: No endpoint was ready within 0\.1 s"):
@@ -262,13 +253,13 @@ def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later(
-    here: Path,
-    writes: FakeServer,
-    judges: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-    several: bool,
-) -> None:
+    here,
+    writes,
+    judges,
+    monkeypatch,
+    policy,
+    several,
+):
     """It answers once a line of the history tells of it, and the screen too."""
     monkeypatch.setattr(history_records, "_LASTS", 0.2)
     monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.01)
@@ -277,19 +268,19 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     states, get, now = [], endpoints._get, RankReporter.now
     history = here / "checkpoints/00000/history.jsonl"
 
-    def lines() -> list[Progress]:
+    def lines():
         return [
             one
             for one in read_history(history).records
             if isinstance(one, Progress) and one.silence.lasts
         ]
 
-    async def away(target: Any, *settings: Any) -> Any:
+    async def away(target, *settings):
         if str(judges.url) in str(target) and not (lines() and states[-1].startswith("the server")):
             raise ExchangeFailed("no connection")
         return await get(target, *settings)
 
-    def shown(rank: RankReporter) -> RankProgress:
+    def shown(rank):
         states.append(now(rank).state)
         return now(rank)
 
@@ -313,9 +304,7 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
 
 
 @pytest.mark.parametrize("status", [401, 404])
-def test_a_judge_that_refuses_stops_the_rank_by_its_name(
-    here: Path, writes: FakeServer, status: int
-) -> None:
+def test_a_judge_that_refuses_stops_the_rank_by_its_name(here, writes, status):
     with (
         FakeServer(status=lambda payload, times: status) as judges,
         pytest.raises(ServerRefused) as raised,
@@ -326,9 +315,7 @@ def test_a_judge_that_refuses_stops_the_rank_by_its_name(
     assert not letters(here)
 
 
-def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(
-    here: Path, writes: FakeServer, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(here, writes, log, monkeypatch):
     """The writer answers all the time, also while the judge's patience ends."""
     monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
     with FakeServer(status=lambda payload, times: 503 if "2" in str(payload) else None) as judges:
@@ -343,9 +330,7 @@ def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(
     assert not letters(here)
 
 
-def test_a_request_that_the_judge_rejects_is_its_documents_fault(
-    here: Path, writes: FakeServer
-) -> None:
+def test_a_request_that_the_judge_rejects_is_its_documents_fault(here, writes):
     with FakeServer(
         status=lambda payload, times: 400 if "text 1" in str(payload) else None
     ) as judges:
@@ -356,7 +341,7 @@ def test_a_request_that_the_judge_rejects_is_its_documents_fault(
     assert "Judge" in str(letter)
 
 
-async def test_who_waits_for_the_judge_stops_no_other(here: Path, writes: FakeServer) -> None:
+async def test_who_waits_for_the_judge_stops_no_other(here, writes):
     """The judge takes one request at a time, and answers none; the writer takes one at a time,
     too.
     """
@@ -372,9 +357,7 @@ async def test_who_waits_for_the_judge_stops_no_other(here: Path, writes: FakeSe
     assert len(rows(here)) == 20
 
 
-async def test_a_server_that_loads_its_model_stops_no_other(
-    here: Path, writes: FakeServer, slow: None
-) -> None:
+async def test_a_server_that_loads_its_model_stops_no_other(here, writes, slow):
     """Requests to the writer are answered while the judge starts."""
     judge = InferenceConfig("custom", "m", model_kwargs={"server_script": "slow.py"})
     models = {"writer": config(writes), "judge": judge}
@@ -402,9 +385,7 @@ def launched(folder: Path, **changes: Any) -> InferenceRunner:
     )
 
 
-def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(
-    here: Path, log: list[str]
-) -> None:
+def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(here, log):
     for rank in range(3):
         launched(here).run(documents(2), rank, 3)
     assert sorted(path.name for path in Path("logs").iterdir()) == [
@@ -418,9 +399,7 @@ def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(
     assert len(rows(here)) == 6
 
 
-def test_a_rank_with_other_models_takes_over_those_that_are_the_same(
-    here: Path, log: list[str]
-) -> None:
+def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here, log):
     launched(here).run(documents(2), 0, 3)
     again = launched(here / "again")
     again.named_models["judge"].model_kwargs = {"latency-ms": 1}
@@ -448,9 +427,7 @@ def of_scripts(folder: Path, **judge: Any) -> InferenceRunner:
     return InferenceRunner(rollout, models, writer(folder), checkpoints_local_dir=str(folder / "c"))
 
 
-def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(
-    here: Path, policy: ChangePolicy, log: list[str]
-) -> None:
+def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(here, policy, log):
     policy("RESTART", first=0.01)
     of_scripts(here).run([Document(text=text, id=text) for text in ("a", "die once", "b")])
     assert [row["metadata"]["rollout_results"] for row in rows(here)] == [
@@ -466,7 +443,7 @@ def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(
     assert died == ["judge 0"]
 
 
-def test_a_judge_whose_server_dies_too_often_stops_the_rank_by_its_name(here: Path) -> None:
+def test_a_judge_whose_server_dies_too_often_stops_the_rank_by_its_name(here):
     with pytest.raises(
         ServerDied, match=r"^judge: The server of rank 0 was restarted 0 times"
     ) as raised:
@@ -475,16 +452,14 @@ def test_a_judge_whose_server_dies_too_often_stops_the_rank_by_its_name(here: Pa
     assert not letters(here)
 
 
-def test_a_judge_that_does_not_start_stops_the_rank_by_its_name(here: Path) -> None:
+def test_a_judge_that_does_not_start_stops_the_rank_by_its_name(here):
     step = of_scripts(here, server_start_max_retries=0)
     (here / "engine.py").write_text("raise SystemExit(3)")
     with pytest.raises(ServerStartFailed, match=r"^judge: The custom server exited with code 3"):
         step.run(documents(2))
 
 
-def test_several_models_on_several_nodes_are_refused(
-    here: Path, writes: FakeServer, judges: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_models_on_several_nodes_are_refused(here, writes, judges, monkeypatch):
     monkeypatch.setenv("DATATROVE_NODE_RANK", "0")
     monkeypatch.setenv("DATATROVE_NODE_IPS", "a,b")
     with pytest.raises(
@@ -496,7 +471,7 @@ def test_several_models_on_several_nodes_are_refused(
 # an early stop -----------------------------------------------------------------------------------
 
 
-async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
+async def test_a_drain_is_not_over_while_one_model_has_requests():
     clients = [SimpleNamespace(sender=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
     models: list[Any] = [
         SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False)
@@ -514,25 +489,25 @@ async def test_a_drain_is_not_over_while_one_model_has_requests() -> None:
     await over
 
 
-def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: None) -> None:
+def test_a_drain_waits_for_the_requests_of_all_models(here, ignores_usr1):
     """Five requests are in flight, at both, when the signal comes; each is answered before the rank
     ends.
     """
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         model = generate.judge if document.id in ("id 1", "id 3") else generate
         return (await model(payload(document.text))).text
 
     with FakeServer(hold_after=0) as writes, FakeServer(hold_after=0) as judges:
 
-        def stop() -> None:
+        def stop():
             until(lambda: (len(writes.payloads), len(judges.payloads)) == (3, 2))
             os.kill(os.getpid(), signal.SIGUSR1)
 
         step = runner(here, writes, judges, rollout, drain_seconds=600)
         thread = threading.Thread(target=stop)
 
-        def release() -> None:
+        def release():
             writes.release()
             judges.release()
 
@@ -566,7 +541,7 @@ def test_a_drain_waits_for_the_requests_of_all_models(here: Path, ignores_usr1: 
         "rollouts-2",
     ],
 )
-def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+def test_a_name_that_cannot_be_one_is_refused(name):
     made = InferenceConfig("dummy", "m")
     with pytest.raises(
         ConfigError, match=rf"^config: {re.escape(repr(name))} cannot be the name of a model"
@@ -574,7 +549,7 @@ def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
         models_of({"writer": made, name: made})
 
 
-def test_what_generate_has_is_no_name_for_a_model() -> None:
+def test_what_generate_has_is_no_name_for_a_model():
     own = [name for name in dir(Requests) if not name.startswith("_")]
     own += [
         name
@@ -617,15 +592,13 @@ def test_what_generate_has_is_no_name_for_a_model() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(here: Path, models: Any, said: str) -> None:
+def test_what_cannot_work_is_refused(here, models, said):
     with pytest.raises(ConfigError, match=said):
         InferenceRunner(ask, models, writer(here))
 
 
-def test_a_model_that_is_not_there_is_named(
-    here: Path, writes: FakeServer, judges: FakeServer
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_model_that_is_not_there_is_named(here, writes, judges):
+    async def rollout(document, generate):
         return await generate.jugde(payload(document.text))
 
     with pytest.raises(
@@ -635,7 +608,7 @@ def test_a_model_that_is_not_there_is_named(
         runner(here, writes, judges, rollout).run(documents(1))
 
 
-def test_another_judge_is_another_run(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+def test_another_judge_is_another_run(here, writes, judges):
     runner(here, writes, judges).run(documents(2))
     with pytest.raises(
         CheckpointMismatch, match=re.escape('judge.model: "fake" -> "other"')
@@ -651,8 +624,8 @@ def test_another_judge_is_another_run(here: Path, writes: FakeServer, judges: Fa
         step.run(documents(4))
 
 
-def test_one_named_model_is_the_run_that_it_was(here: Path, writes: FakeServer) -> None:
-    def step(models: Any) -> InferenceRunner:
+def test_one_named_model_is_the_run_that_it_was(here, writes):
+    def step(models):
         return InferenceRunner(
             ask, models, writer(here), checkpoints_local_dir=str(here / "c"), records_per_chunk=1
         )
@@ -662,7 +635,7 @@ def test_one_named_model_is_the_run_that_it_was(here: Path, writes: FakeServer) 
     assert len(writes.payloads) == 4
 
 
-def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: FakeServer) -> None:
+def test_a_pickled_step_has_its_models(here, writes, judges):
     step = runner(here, writes, judges)
     for copied in (dill.loads(dill.dumps(step)), copy.deepcopy(step)):
         assert [*copied.models] == ["writer", "judge"]
@@ -674,9 +647,7 @@ def test_a_pickled_step_has_its_models(here: Path, writes: FakeServer, judges: F
 # numbers -----------------------------------------------------------------------------------------
 
 
-def test_the_numbers_are_those_of_all_models_over_all_attempts(
-    here: Path, writes: FakeServer, command: Command
-) -> None:
+def test_the_numbers_are_those_of_all_models_over_all_attempts(here, writes, command):
     budget = Budget()
     budget.left = 2
     with FakeServer(lambda payload, times: "a b c", status=budget) as judges:
@@ -692,7 +663,7 @@ def test_the_numbers_are_those_of_all_models_over_all_attempts(
     assert {event.name for event in events} == {"writer 0", "judge 0"}
 
 
-def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     checkpoint = SimpleNamespace(
@@ -733,14 +704,14 @@ async def rollout(document, generate):
 
 
 @pytest.fixture
-def job(here: Path, writes: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(here, writes, monkeypatch):
     (here / "two_models.py").write_text(ROLLOUT)
     monkeypatch.syspath_prepend(str(here))
     write_job(here, YAML.replace("WRITER", writes.url), ["a", "b"])
     return here
 
 
-def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
+def test_a_yaml_file_names_models(job, command):
     command("run", "job.yaml")
     assert [row["metadata"]["rollout_results"][0]["text"] for row in rows(job)] == [
         "writer on a",
@@ -751,7 +722,7 @@ def test_a_yaml_file_names_models(job: Path, command: Command) -> None:
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
 
 
-def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> None:
+def test_print_config_writes_what_can_be_run(job, command):
     printed = command("run", "job.yaml", "--print-config", "--pipeline.1.config.judge.gpus=2").out
     found = yaml.safe_load(printed)["executor"]["init_args"]["pipeline"][1]["init_args"]["config"]
     assert [*found] == ["writer", "judge"]
@@ -773,8 +744,6 @@ def test_print_config_writes_what_can_be_run(job: Path, command: Command) -> Non
         ("judge.gpus=-1", "gpus must be >= 0; it is -1"),
     ],
 )
-def test_a_mistake_in_a_model_is_one_line(
-    job: Path, command: Command, override: str, said: str
-) -> None:
+def test_a_mistake_in_a_model_is_one_line(job, command, override, said):
     done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
     assert said in done

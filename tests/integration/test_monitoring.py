@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,28 @@ from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import ask, documents, fails_at, runner
 from tests.unit.test_metrics import PORT, get, samples, waited_for
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> str:
+def host(monkeypatch):
     """An address of this machine's own that no other test has."""
     monkeypatch.setattr(prometheus, "_KEEP_ENDED_SECONDS", 3600.0)
     chance = random.SystemRandom()
     return f"127.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}.{chance.randrange(1, 255)}"
 
 
-def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(
-    tmp_path: Path, host: str, server: FakeServer
-) -> None:
+def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, server):
     seen: dict[str, float] = {}
 
-    async def rollout(document: Any, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == "id 5":
             seen.update(await asyncio.to_thread(waited_for, lambda: running(host)))
         return await ask(document, generate)
 
-    def running(host: str) -> dict[str, float] | None:
+    def running(host):
         found = samples(get(host))
         return found if found.get("documents_total") == 5 else None
 
@@ -82,9 +78,7 @@ def run_in_turn(
         job.run(documents(number), *of)
 
 
-def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(
-    tmp_path: Path, host: str
-) -> None:
+def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_one(tmp_path, host):
     settings = MonitoringConfig(metrics_port=PORT, metrics_host=host)
     found = []
     with FakeServer() as server:
@@ -98,9 +92,7 @@ def test_after_a_failure_the_sums_are_of_all_attempts_and_the_counters_of_this_o
     assert (first["requests_total answered"], second["requests_total answered"]) == (5, 3)
 
 
-def test_without_checkpoints_there_are_metrics_too(
-    tmp_path: Path, host: str, server: FakeServer
-) -> None:
+def test_without_checkpoints_there_are_metrics_too(tmp_path, host, server):
     job = runner(
         tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT, metrics_host=host)
     )
@@ -126,9 +118,7 @@ def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_each_worker_of_a_command_has_a_port_of_its_own(
-    tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_worker_of_a_command_has_a_port_of_its_own(tmp_path, host, monkeypatch):
     with FakeServer(hold_after=0) as server:
         write_files(tmp_path, server.url, host, monkeypatch)
         command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
@@ -148,9 +138,7 @@ def test_each_worker_of_a_command_has_a_port_of_its_own(
                 process.kill()
 
 
-def test_a_missing_package_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer
-) -> None:
+def test_a_missing_package_is_said_before_anything_starts(tmp_path, monkeypatch, server):
     monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     job = runner(tmp_path, server, monitoring=MonitoringConfig(metrics_port=PORT))
     with pytest.raises(
@@ -197,7 +185,7 @@ def init(**settings):
 
 
 @pytest.fixture
-def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def calls(tmp_path, monkeypatch):
     """Where the stand-in writes what is asked of it."""
     folder = tmp_path / "stand_in"
     folder.mkdir()
@@ -216,12 +204,12 @@ def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
 
 
 def test_all_ranks_and_attempts_are_one_run(
-    tmp_path: Path,
-    calls: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    server: FakeServer,
-    command: Command,
-) -> None:
+    tmp_path,
+    calls,
+    monkeypatch,
+    server,
+    command,
+):
     monkeypatch.setattr(track.time, "sleep", lambda seconds: None)
     parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
     for rollout in (fails_at(["id 3"]), ask):
@@ -252,12 +240,12 @@ def test_all_ranks_and_attempts_are_one_run(
 
 
 def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
-    tmp_path: Path,
-    calls: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    server: FakeServer,
-    command: Command,
-) -> None:
+    tmp_path,
+    calls,
+    monkeypatch,
+    server,
+    command,
+):
     runner(tmp_path, server).run(documents(4))
     monkeypatch.setenv("STAND_IN_DOES", "fail")
     monkeypatch.setattr(track.time, "sleep", lambda seconds: monkeypatch.delenv("STAND_IN_DOES"))
@@ -271,9 +259,7 @@ def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
     assert sent["values"]["counts.read"] == 4
 
 
-def test_the_command_reads_the_mirror(
-    tmp_path: Path, calls: Path, server: FakeServer, command: Command
-) -> None:
+def test_the_command_reads_the_mirror(tmp_path, calls, server, command):
     runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(4))
     command("track", tmp_path / "mirror", "--wandb", "texts", "--name", "books")
     command("track", tmp_path / "checkpoints", "--wandb", "texts", "--name", "books")
@@ -283,9 +269,7 @@ def test_the_command_reads_the_mirror(
     assert first["values"]["counts.read"] == second["values"]["counts.read"] == 4
 
 
-def test_mistakes_of_track(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_mistakes_of_track(tmp_path, monkeypatch, command):
     assert "Give --mlflow URI, --wandb PROJECT, or both." in command("track", tmp_path, code=2).err
     monkeypatch.setattr("datatrove_ckpt.common.formatting.find_spec", lambda name: None)
     for name in ("mlflow", "wandb"):

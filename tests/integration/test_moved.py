@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import disk_in_place
-from tests.commands import Command
 from tests.crash_points import CopyingDisk
-from tests.hub import FakeHub
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
 from tests.rank_folders import place_at
@@ -49,9 +46,7 @@ def recorded(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
-    name: str, tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_copied_job_of_each_release_goes_on_in_its_new_place(name, tmp_path, server):
     new = copied(tmp_path, name)
     before = outputs(tmp_path / "old")
     for rank in range(3):
@@ -63,9 +58,7 @@ def test_a_copied_job_of_each_release_goes_on_in_its_new_place(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_output_alone_is_moved_and_moved_back(
-    name: str, tmp_path: Path, server: FakeServer
-) -> None:
+def test_output_alone_is_moved_and_moved_back(name, tmp_path, server):
     folder = restored(name, tmp_path / "job")
     elsewhere = tmp_path / "large"
     (folder / "output").rename(elsewhere)
@@ -81,8 +74,8 @@ def test_output_alone_is_moved_and_moved_back(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_asks(
-    rank: int, tmp_path: Path, server: FakeServer
-) -> None:
+    rank, tmp_path, server
+):
     new = copied(tmp_path)
     lost = next((new / "output").glob(f"0000{rank}*"))
     lost.rename(tmp_path / "lost")
@@ -108,9 +101,7 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
     assert server.asked == REST
 
 
-def test_a_task_that_runs_elsewhere_refuses_another_output_folder(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, server):
     new = copied(tmp_path)
     here = {"host": socket.gethostname(), "pid": os.getpid()}
     path = new / "checkpoints" / "00001" / RUN
@@ -131,8 +122,8 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(
 
 @pytest.mark.matrix
 def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = copied(tmp_path)
     disk = CopyingDisk(folder)
     with FakeServer() as server:
@@ -148,12 +139,12 @@ def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_go
 
 
 def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     root = copied(tmp_path) / "checkpoints"
     taken = files.Lock
 
-    def lock(path: Path) -> files.Lock:
+    def lock(path):
         edit(root / "job.json", model="another rank was first")
         return taken(path)
 
@@ -163,9 +154,7 @@ def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
     assert (job["output_folder"], job["model"]) == ("elsewhere", "another rank was first")
 
 
-def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(
-    tmp_path: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(tmp_path, server, command):
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints")
     mirror = str(new / "mirror")
@@ -175,9 +164,7 @@ def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(
     assert str(new / "output") in command("verify", mirror, code=None)
 
 
-def test_output_that_went_to_the_hub_is_compared_there(
-    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch, server: FakeServer
-) -> None:
+def test_output_that_went_to_the_hub_is_compared_there(tmp_path, hub, monkeypatch, server):
     folder = restored(NEWEST, tmp_path / "job")
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
     lost = next(iter(there))
@@ -197,7 +184,7 @@ def test_output_that_went_to_the_hub_is_compared_there(
 
 
 @pytest.fixture
-def job(tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, server, monkeypatch):
     """A job of two tasks, in its folder."""
     folder = tmp_path / "a"
     folder.mkdir()
@@ -220,8 +207,8 @@ def at(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("damage", [Path.unlink, alter])
 def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
-    damage: Callable[[Path], None], job: Path, tmp_path: Path, server: FakeServer, command: Command
-) -> None:
+    damage, job, tmp_path, server, command
+):
     command("run", "job.yaml")
     asked = server.asked.total()
     copy = tmp_path / "b"
@@ -238,9 +225,7 @@ def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
     assert server.asked.total() == asked
 
 
-def test_a_task_that_was_not_copied_is_missed(
-    job: Path, tmp_path: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_task_that_was_not_copied_is_missed(job, tmp_path, server, command):
     command("run", "job.yaml")
     asked = server.asked.total()
     copy = tmp_path / "b"
@@ -259,8 +244,8 @@ def test_a_task_that_was_not_copied_is_missed(
 
 @pytest.mark.parametrize("is_owned", [True, False])
 def test_the_folder_of_another_run_is_refused_in_place_of_a_moved_one(
-    is_owned: bool, job: Path, server: FakeServer, command: Command
-) -> None:
+    is_owned, job, server, command
+):
     """The files have the same names, the same sizes and other contents."""
     command("run", "job.yaml")
     text = Path("job.yaml").read_text().replace("Say {", "Ask {").replace(": output,", ": other,")
@@ -282,9 +267,7 @@ def test_the_folder_of_another_run_is_refused_in_place_of_a_moved_one(
     assert server.asked.total() == asked
 
 
-def test_finished_tasks_stay_finished_when_their_output_was_moved(
-    job: Path, command: Command
-) -> None:
+def test_finished_tasks_stay_finished_when_their_output_was_moved(job, command):
     command("run", "job.yaml")
     Path("output").rename("moved")
     before = {path: path.read_bytes() for path in Path("checkpoints").rglob("run.json")}

@@ -113,7 +113,7 @@ def metadata_server() -> Iterator[tuple[Metadata, str]]:
 
 
 @pytest.fixture
-def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Metadata, str]]:
+def metadata(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(preemption, "_said", set())
     with metadata_server() as (metadata, url):
@@ -122,9 +122,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Metadata, str]]:
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_notice_of_a_cloud_is_told_from_its_other_answers(
-    metadata: tuple[Metadata, str], cloud: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, monkeypatch):
     served, _ = metadata
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
     others, real, text = CLOUDS[cloud]
@@ -142,8 +140,8 @@ def test_a_notice_of_a_cloud_is_told_from_its_other_answers(
 
 
 def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
-    metadata: tuple[Metadata, str], log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    metadata, log, tmp_path, monkeypatch
+):
     served, url = metadata
     came: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(preemption, "METADATA", f"{url}/nothing")
@@ -162,9 +160,7 @@ def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
     assert came.get(timeout=300) == f"a preemption notice (command {tmp_path / 'later'})"
 
 
-def test_a_command_that_runs_when_a_rank_ends_is_killed(
-    tmp_path: Path, metadata: tuple[Metadata, str]
-) -> None:
+def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
     pid = tmp_path / "pid"
     write_program(
         tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n"
@@ -190,15 +186,13 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(
         ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(setting: Any, complaint: str) -> None:
+def test_settings_that_cannot_work_are_refused(setting, complaint):
     with pytest.raises(ConfigError, match=complaint) as raised:
         check_notice(setting, ["SIGTERM"])
     assert "secretword" not in str(raised.value)
 
 
-def test_a_notice_needs_sigterm_among_the_signals_that_drain(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path, server):
     with pytest.raises(ConfigError, match="not in drain_signals"):
         runner(
             tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"}
@@ -209,13 +203,13 @@ def test_a_notice_needs_sigterm_among_the_signals_that_drain(
 
 
 def test_a_rank_in_a_thread_drains_says_why_and_resumes_without_the_setting(
-    tmp_path: Path, metadata: tuple[Metadata, str], log: list[str]
-) -> None:
+    tmp_path, metadata, log
+):
     served, _ = metadata
     served.notice = "FALSE"
     ended: list[BaseException] = []
 
-    def run() -> None:
+    def run():
         try:
             step.run(documents(20))
         except BaseException as error:
@@ -283,9 +277,7 @@ if __name__ == "__main__":
         ("datatroves", 1),
     ],
 )
-def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(
-    tmp_path: Path, module: str, workers: int
-) -> None:
+def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, module, workers):
     (tmp_path / "script.py").write_text(SCRIPT)
     told = tmp_path / "told"
     with FakeServer(hold_after=2 * workers) as server:

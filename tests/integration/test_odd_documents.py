@@ -83,9 +83,7 @@ def spoils(spoil: Callable[[Document], None]) -> Any:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", UNWRITABLE)
-def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(
-    tmp_path: Path, server: FakeServer, name: str
-) -> None:
+def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_path, server, name):
     rollout = spoils(UNWRITABLE[name])
     with pytest.raises((DocumentFailed, DocumentNotSerializable)) as stopped:
         runner(tmp_path, server, rollout).run(documents(4))
@@ -116,9 +114,7 @@ def odd_input(number: int) -> list[Document]:
     return found
 
 
-def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp_path, server):
     with pytest.raises(CkptError):
         runner(tmp_path, server).run(odd_input(9))
     runner(tmp_path, server, on_document_error="dead_letter").run(odd_input(9))
@@ -126,7 +122,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(
     assert [letter["ordinal"] for letter in found] == [1, 2, 3]
     assert len(rows(tmp_path)) == 9 - 3
 
-    async def cleans(document: Document, generate: Any) -> Any:
+    async def cleans(document, generate):
         assert document.text in ("a\ud800b", "text 2", "text 3"), (
             "a surrogate survives the dead letter"
         )
@@ -186,10 +182,8 @@ _USAGE = [
     plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6),
     usage=st.sampled_from(_USAGE),
 )
-def test_whatever_a_rollout_does_each_document_ends_once(
-    plan: list[tuple[str, Any]], usage: dict[str, Any]
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_whatever_a_rollout_does_each_document_ends_once(plan, usage):
+    async def rollout(document, generate):
         place, value = plan[int(document.text.split()[1]) % len(plan)]
         result = await ask(document, generate)
         return (

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,9 +45,7 @@ def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[s
         (200, 1, 64),  # too few: raise_limit says so
     ],
 )
-def test_auto_takes_what_the_hard_limit_leaves(
-    monkeypatch: pytest.MonkeyPatch, hard: int, servers: int, requests: int
-) -> None:
+def test_auto_takes_what_the_hard_limit_leaves(monkeypatch, hard, servers, requests):
     monkeypatch.setattr(open_files, "limits", lambda: (1024, hard))
     monkeypatch.setattr(open_files, "_open_now", lambda: 10)
     assert open_files.requests_at_once("auto", servers) == requests
@@ -69,7 +67,7 @@ def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
 
 
 @pytest.mark.slow
-def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) -> None:
+def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path):
     with FakeServer(hold_after=0) as server:
         waiting = release_when_asked(server, 200)
         ended = run_job(tmp_path, server.url, "-Sn 64")
@@ -80,9 +78,7 @@ def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_path, server):
     ended = run_job(tmp_path, server.url, "-n 250")
     assert server.payloads == []
     assert ended.returncode == 1
@@ -123,9 +119,7 @@ def no_file_left() -> Iterator[None]:
         lambda folder: RequestCache(folder / "replay.sqlite3"),
     ],
 )
-def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(
-    tmp_path: Path, use: Callable[[Path], object]
-) -> None:
+def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(tmp_path, use):
     with no_file_left(), pytest.raises(TooManyOpenFiles) as raised:
         use(tmp_path)
     said = str(raised.value)
@@ -136,9 +130,9 @@ def test_a_file_that_cannot_be_opened_is_not_the_disks_fault(
 
 
 def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_servers_fault(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    async def greedy(document: object, generate: object) -> object:
+    tmp_path, server
+):
+    async def greedy(document, generate):
         with no_file_left():
             return await ask(document, generate)  # type: ignore[arg-type]
 
@@ -155,8 +149,8 @@ async def greedy_no_more(document: object, generate: object) -> object:
     return await ask(document, generate)  # type: ignore[arg-type]
 
 
-def test_a_reader_at_the_limit_says_so(tmp_path: Path, server: FakeServer) -> None:
-    def read() -> Iterator[object]:
+def test_a_reader_at_the_limit_says_so(tmp_path, server):
+    def read():
         yield from documents(1)
         with no_file_left():
             open(tmp_path / "input", "w").close()  # noqa: PTH123
@@ -166,8 +160,8 @@ def test_a_reader_at_the_limit_says_so(tmp_path: Path, server: FakeServer) -> No
 
 
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     current = [1024, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
     monkeypatch.setattr(
@@ -188,9 +182,7 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
 @pytest.mark.parametrize(
     ("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)]
 )
-def test_ranks_that_share_servers_have_their_connections_once(
-    monkeypatch: pytest.MonkeyPatch, log: list[str], hard: int, ranks: int, soft: int
-) -> None:
+def test_ranks_that_share_servers_have_their_connections_once(monkeypatch, log, hard, ranks, soft):
     current = [256, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
     monkeypatch.setattr(

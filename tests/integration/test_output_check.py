@@ -33,7 +33,7 @@ from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.commands import Command
 from tests.jobs import ask, documents, runner, writer
 from tests.kept import content_of
@@ -44,7 +44,7 @@ JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          rec
 
 
 @pytest.fixture
-def job(here: Path, server: FakeServer) -> Path:
+def job(here, server):
     """A job of two ranks that has not run yet, in the working directory."""
     texts = ["text " + "x" * n for n in range(10)]
     write_job(here, JOB.replace("URL", server.url), texts[:5], texts[5:])
@@ -95,8 +95,8 @@ LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", LOSSES)
 def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_advice_works(
-    job: Path, command: Command, kind: str, server: FakeServer
-) -> None:
+    job, command, kind, server
+):
     command("run", "job.yaml")
     before = outputs(job / "output")
     damage, message = LOSSES[kind]
@@ -118,9 +118,7 @@ def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_ad
 # during a run ------------------------------------------------------------------------------------
 
 
-def test_a_changed_output_folder_is_named_and_no_repair_is_advised(
-    job: Path, command: Command
-) -> None:
+def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job, command):
     command("run", "job.yaml")
     yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
     (job / "job.yaml").write_text(yaml)
@@ -132,10 +130,8 @@ def test_a_changed_output_folder_is_named_and_no_repair_is_advised(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(
-    tmp_path: Path, server: FakeServer, what: str
-) -> None:
-    async def remove(document: Document, generate: Any) -> Any:
+def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(tmp_path, server, what):
+    async def remove(document, generate):
         if document.id == "id 4":
             commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
             await until_async(lambda: commits.exists() and commits.read_bytes().count(b"\n") >= 2)
@@ -169,20 +165,18 @@ class Busy(MemoryFileSystem):
         raise OSError("429 Too Many Requests")
 
 
-def test_a_folder_that_cannot_be_asked_after_may_still_be_there() -> None:
+def test_a_folder_that_cannot_be_asked_after_may_still_be_there():
     """Else what was written there would be made, and paid for, again."""
     fsspec.register_implementation("busy", Busy, clobber=True)
     assert stands_elsewhere("busy://old", get_datafolder("memory://new"))
     assert not stands_elsewhere("memory://old", get_datafolder("memory://new"))
 
 
-def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
-    job: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, command, monkeypatch):
     _, executor = make_executor(str(job / "job.yaml"), [])
     look = before_run._look
 
-    def starts_meanwhile(*arguments: Any) -> Any:
+    def starts_meanwhile(*arguments):
         with monkeypatch.context() as inside:
             inside.setattr(before_run, "_look", look)
             command("run", "job.yaml")
@@ -196,8 +190,8 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(
 
 
 def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_work(
-    job: Path, command: Command, server: FakeServer
-) -> None:
+    job, command, server
+):
     command("run", "job.yaml")
     before = outputs(job / "output")
     shutil.move(job / "checkpoints", job / "kept")
@@ -231,8 +225,8 @@ def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_w
     ],
 )
 def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_start(
-    tmp_path: Path, server: FakeServer, template: str, name: str
-) -> None:
+    tmp_path, server, template, name
+):
     path = tmp_path / "output" / name
     path.parent.mkdir(parents=True)
     path.write_text("of another run\n")
@@ -251,9 +245,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-def test_other_files_other_ranks_and_staged_files_are_no_obstacle(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path, server):
     others = [
         "README.md",
         ".metadata",
@@ -293,8 +285,8 @@ def test_other_files_other_ranks_and_staged_files_are_no_obstacle(
     ],
 )  # fmt: skip
 def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_starts(
-    job: Path, command: Command, old: str, new: str, says: str | None
-) -> None:
+    job, command, old, new, says
+):
     text = (job / "job.yaml").read_text()
     assert old in text
     (job / "job.yaml").write_text(text.replace(old, new))
@@ -302,9 +294,7 @@ def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_s
     assert says is None or says in said.error
 
 
-def test_two_steps_with_one_checkpoint_folder_are_refused(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path, server):
     other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
     steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
     with pytest.raises(ConfigError, match=r"is that of pipeline\[0\], too"):
@@ -337,7 +327,7 @@ class ByPrefix(MemoryFileSystem):
 
 
 @pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
+def remote(monkeypatch):
     fsspec.register_implementation("byprefix", ByPrefix, clobber=True)
     monkeypatch.setattr(ByPrefix, "store", {})
     monkeypatch.setattr(ByPrefix, "pseudo_dirs", [""])
@@ -346,9 +336,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> type[ByPrefix]:
 
 
 @pytest.mark.matrix
-def test_remote_files_are_listed_once_by_prefix(
-    tmp_path: Path, server: FakeServer, remote: type[ByPrefix]
-) -> None:
+def test_remote_files_are_listed_once_by_prefix(tmp_path, server, remote):
     output = JsonlWriter("byprefix://out", "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
     assert remote.listed == [("/out", "00003_")] * 2, "before the first start, and at the end"
@@ -370,12 +358,12 @@ def test_remote_files_are_listed_once_by_prefix(
 
 
 def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_cut_off_or_empty(
-    job: Path,
-    command: Command,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def answer(payload: Any, times: int) -> str:
+    job,
+    command,
+    server,
+    monkeypatch,
+):
+    def answer(payload, times):
         number = payload["messages"][-1]["content"].count("x") - 1  # of "text"
         server.finish_reason = (
             "length" if number in (2, 3) else "tool_calls" if number == 5 else "stop"
@@ -414,7 +402,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     assert "2 of 10 answers are empty" in (job / "page.html").read_text()
 
 
-def test_an_input_without_documents_is_said(job: Path, command: Command) -> None:
+def test_an_input_without_documents_is_said(job, command):
     for path in (job / "input").iterdir():
         path.write_text("")
     said = command("run", "job.yaml")
@@ -425,7 +413,7 @@ def test_an_input_without_documents_is_said(job: Path, command: Command) -> None
 
 
 @pytest.mark.slow
-def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, command: Command) -> None:
+def test_a_closing_line_whose_counts_contradict_is_an_error(job, command):
     command("run", "job.yaml")
     retry = job / "checkpoints" / "retry-00001"
     shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
@@ -443,8 +431,8 @@ def test_a_closing_line_whose_counts_contradict_is_an_error(job: Path, command: 
 
 
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(
-    tmp_path: Path, server: FakeServer
-) -> None:
+    tmp_path, server
+):
     (tmp_path / "input").mkdir()
     (tmp_path / "input" / "0.jsonl").write_text('{"id": "0", "text": "a"}\n')
     step = runner(tmp_path, server, output_writer=writer(tmp_path / "input"))
@@ -461,7 +449,7 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
 
 
 @pytest.mark.parametrize(("branch", "other"), [("", "@main"), ("@refs%2Fheads%2Fmain", "")])
-def test_the_main_branch_of_a_repository_has_several_names(branch: str, other: str) -> None:
+def test_the_main_branch_of_a_repository_has_several_names(branch, other):
     reader = JsonlReader(f"hf://datasets/org/data{other}")
     output = JsonlWriter(
         f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None
@@ -501,13 +489,13 @@ def forget_documents(job: Path) -> None:
     ],
 )
 def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
-    job: Path,
-    command: Command,
-    server: FakeServer,
-    forget: Callable[[Path], None],
-    proof: str,
-    lines: int,
-) -> None:
+    job,
+    command,
+    server,
+    forget,
+    proof,
+    lines,
+):
     command("run", "job.yaml")
     before = outputs(job / "output")
     cut_log(job, lines)

@@ -9,7 +9,7 @@ import random
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
-from tests.commands import Command
 from tests.hub import FakeHub
 from tests.jobs import ask, documents, runner
 
@@ -157,9 +156,7 @@ class BucketPlace(HubPlace):
 
 
 @pytest.fixture(params=["local", "parquet", "many files", "memory", "hub", "bucket"])
-def place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {
@@ -178,7 +175,7 @@ def place(
 
 
 @pytest.fixture
-def servers() -> Iterator[tuple[FakeServer, FakeServer]]:
+def servers():
     """Their answers have one size, so the files of both jobs have one, too."""
     with (
         FakeServer(answer=lambda path, text: "a") as one,
@@ -192,7 +189,7 @@ UNOWNED = pytest.mark.usefixtures("unowned")
 
 
 @pytest.fixture
-def unowned(monkeypatch: pytest.MonkeyPatch) -> None:
+def unowned(monkeypatch):
     """As where nothing can be written beside the folder."""
     monkeypatch.setattr(OutputOwnership, "claim", lambda self, is_unused: None)
 
@@ -210,18 +207,16 @@ def killed_before_its_commit(step: Any, monkeypatch: pytest.MonkeyPatch, number:
             step.run(documents(number))
 
 
-def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(
-    tmp_path: Path, place: Place, servers: Servers
-) -> None:
+def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):
     one, other = servers
     refused: list[str] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if not refused:
             refused.append("")
             failed: list[BaseException] = []
 
-            def second() -> None:
+            def second():
                 try:
                     job(tmp_path, "b", other, place).run(documents(5))
                 except OutputMismatch as error:
@@ -248,12 +243,12 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(
 
 
 def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
-    tmp_path: Path,
-    place: Place,
-    servers: Servers,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Command,
-) -> None:
+    tmp_path,
+    place,
+    servers,
+    monkeypatch,
+    command,
+):
     one, other = servers
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
     place.move_away()
@@ -287,15 +282,15 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
 
 @UNOWNED
 def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
-    tmp_path: Path, place: Place, servers: Servers
-) -> None:
+    tmp_path, place, servers
+):
     """The first job publishes its last chunk, then the other one its first; neither has met a file
     before.
     """
     one, other = servers
     has_begun, may_end = threading.Event(), threading.Event()
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         found = await place.rollout(document, generate)
         if document.id == "id 0":
             has_begun.set()
@@ -306,7 +301,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
 
     failed: list[BaseException] = []
 
-    def first() -> None:
+    def first():
         try:
             job(tmp_path, "a", one, place, rollout=rollout).run(documents(4))
         except OutputMismatch as error:
@@ -334,8 +329,8 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
 
 
 def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
-    tmp_path: Path, place: Place, servers: Servers, command: Command
-) -> None:
+    tmp_path, place, servers, command
+):
     """A backup of the output was restored, from before some chunks were made again."""
     one, other = servers
     job(tmp_path, "b", other, place).run(documents(4))
@@ -360,12 +355,12 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
 
 
 def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
-    tmp_path: Path,
-    place: Place,
-    servers: Servers,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Command,
-) -> None:
+    tmp_path,
+    place,
+    servers,
+    monkeypatch,
+    command,
+):
     """Another version of zlib or pyarrow writes other bytes."""
     one, _ = servers
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
@@ -383,14 +378,12 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
 
 
 @UNOWNED
-def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(
-    tmp_path: Path, servers: Servers
-) -> None:
+def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, servers):
     one, _ = servers
     place = ManyFiles(tmp_path)
     stranger = place.folder / "fr" / "00000_00000.jsonl"
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         stranger.parent.mkdir(parents=True, exist_ok=True)
         stranger.write_text("another job's")
         return await place.rollout(document, generate)
@@ -404,12 +397,12 @@ def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(
 @UNOWNED
 @pytest.mark.parametrize("hard_links", [True, False])
 def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, hard_links: bool
-) -> None:
+    tmp_path, servers, monkeypatch, hard_links
+):
     place = Place(tmp_path)
     link = files.Disk.link
 
-    def later(self: files.Disk, source: Path, target: Path) -> bool:
+    def later(self, source, target):
         if target.parent == place.folder and not target.exists():
             target.write_text("another job's")
         if hard_links:
@@ -425,8 +418,8 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
 
 
 def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_nothing_is_left(
-    tmp_path: Path, servers: Servers
-) -> None:
+    tmp_path, servers
+):
     with_shm = Path("/dev/shm") / f"datatrove-ckpt-{tmp_path.name}-{tmp_path.parent.name}"
     assert with_shm.parent.stat().st_dev != tmp_path.stat().st_dev
     try:
@@ -439,9 +432,7 @@ def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_n
         shutil.rmtree(with_shm, ignore_errors=True)
 
 
-def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(
-    tmp_path: Path, servers: Servers
-) -> None:
+def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(tmp_path, servers):
     one, _ = servers
     (tmp_path / "run").mkdir()
     place = Place(tmp_path / "run")
@@ -460,9 +451,7 @@ def test_a_run_whose_folders_are_moved_or_copied_keeps_its_output(
     assert one.asked.total() == asked
 
 
-def test_files_of_another_ending_are_seen_by_a_first_start(
-    tmp_path: Path, servers: Servers
-) -> None:
+def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
     one, _ = servers
     place = Place(tmp_path)
     job(tmp_path, "a", one, place).run(documents(3))
@@ -473,8 +462,8 @@ def test_files_of_another_ending_are_seen_by_a_first_start(
 
 
 def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+    tmp_path, servers, monkeypatch, command
+):
     """It kept no intents, its commits have no stamps, and its folder has no owner."""
     one, _ = servers
     place = Place(tmp_path)
@@ -491,9 +480,7 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     command("verify", tmp_path / "a" / "checkpoints", "--full")
 
 
-def test_an_untouched_file_is_not_read_again(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untouched_file_is_not_read_again(tmp_path, servers, monkeypatch):
     one, _ = servers
     place = Place(tmp_path)
     job(tmp_path, "a", one, place).run(documents(5))
@@ -504,7 +491,7 @@ def test_an_untouched_file_is_not_read_again(
     assert json.loads(line)["files"][0]["stamp"] > 0
 
 
-def test_readers_pass_over_files_that_are_on_their_way(tmp_path: Path) -> None:
+def test_readers_pass_over_files_that_are_on_their_way(tmp_path):
     for name in ("a.jsonl", ".datatrove-ckpt-staging/00000-x/b.jsonl"):
         path = tmp_path / "output" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -513,8 +500,8 @@ def test_readers_pass_over_files_that_are_on_their_way(tmp_path: Path) -> None:
 
 
 def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, servers, monkeypatch
+):
     """Each on a node with a disk of its own: the path is the same, and the settings are not."""
     one, other = servers
     place = Place(tmp_path)
@@ -533,9 +520,7 @@ def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
         job(tmp_path, "node", one, place).run(documents(3))
 
 
-def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(
-    tmp_path: Path, servers: Servers, command: Command
-) -> None:
+def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, servers, command):
     """The same path names both, and both have the same settings."""
     one, other = servers
     place = Place(tmp_path)
@@ -553,9 +538,7 @@ def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(
     assert place.files() == written
 
 
-def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_with_disks_of_their_own_may_begin_a_run_at_one_moment(tmp_path, monkeypatch):
     """Each finds no record, and keeps what it then would write."""
     folder = Place(tmp_path).writer().output_folder
     nodes = [tmp_path / "disk 1", tmp_path / "disk 2"]
@@ -601,7 +584,7 @@ def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[..., None]:
     ).claim(lambda: is_unused)
 
 
-def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path):
     """Workers publish without the checks that a whole run makes before it starts."""
     claim_in_place_of_a_removed_run(tmp_path)
     homes = owner.Homes(tmp_path / "checkpoints", None, "another run")
@@ -609,7 +592,7 @@ def test_a_removed_run_whose_files_are_there_keeps_its_folder(tmp_path: Path) ->
         OutputOwnership(Place(tmp_path).writer().output_folder, NAME, homes).claim(lambda: False)
 
 
-def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path: Path) -> None:
+def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_path):
     """The second one does all of it before each effect of the first, or right after the first has
     read the record.
     """
@@ -625,12 +608,12 @@ def test_ranks_that_replace_the_owner_of_a_removed_run_at_one_moment_agree(tmp_p
 
 
 def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_agrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     claim = claim_in_place_of_a_removed_run(tmp_path)
     read = owner._LocalRecord.read
 
-    def interrupted(record: Any) -> Any:
+    def interrupted(record):
         found = read(record)
         monkeypatch.undo()
         claim()
@@ -641,7 +624,7 @@ def test_a_rank_that_read_the_owner_of_a_removed_run_before_another_replaced_it_
     claim(is_unused=False)
 
 
-def test_a_run_killed_while_it_replaces_the_owner_of_a_removed_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_killed_while_it_replaces_the_owner_of_a_removed_run_goes_on(tmp_path):
     for number in count():
         folder = tmp_path / str(number)
         claim = claim_in_place_of_a_removed_run(folder)
@@ -656,8 +639,8 @@ def test_a_run_killed_while_it_replaces_the_owner_of_a_removed_run_goes_on(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("owned", [True, False])
 def test_of_random_pairs_of_jobs_with_kills_none_replaces_a_file_of_the_other_one(
-    tmp_path: Path, servers: Servers, monkeypatch: pytest.MonkeyPatch, owned: bool
-) -> None:
+    tmp_path, servers, monkeypatch, owned
+):
     if not owned:
         monkeypatch.setattr(OutputOwnership, "claim", Mock())
     ended = kills = refusals = 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.bench.measure import ROOT
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_each_system_gets_its_row(tmp_path: Path) -> None:
+def test_a_killed_run_of_each_system_gets_its_row(tmp_path):
     command = [
         sys.executable,
         "-m",

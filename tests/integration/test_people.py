@@ -22,7 +22,7 @@ SLOW_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
+def commands():
     with Commands() as running:
         yield running
 
@@ -37,7 +37,7 @@ def first_failure(commands: Commands, seeds: Iterator[int]) -> tuple[Found | Non
 
 
 @pytest.mark.timeout(1200)
-def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands: Commands) -> None:
+def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands):
     found, tally = first_failure(commands, iter(range(SEQUENCES)))
     assert found is None, f"\n{found}"
     assert tally.successes > SEQUENCES  # else the sequences end in refusals, and nothing is tested
@@ -47,8 +47,8 @@ def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_exit_code_0_means_every_document_is_there_after_many_more_sequences(
-    commands: Commands,
-) -> None:
+    commands,
+):
     end = time.monotonic() + SLOW_SECONDS
     seeds = itertools.takewhile(lambda seed: time.monotonic() < end, itertools.count(1000))
     found, tally = first_failure(commands, seeds)

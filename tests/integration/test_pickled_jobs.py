@@ -120,7 +120,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
+def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
@@ -130,7 +130,7 @@ def edited(text: str) -> str:
     )
 
 
-def test_a_queued_task_goes_on_whatever_happened_to_its_script(cluster: Cluster) -> None:
+def test_a_queued_task_goes_on_whatever_happened_to_its_script(cluster):
     budget = Budget()
     with FakeServer(status=budget) as server:
         cluster.submit(server)

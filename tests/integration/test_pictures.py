@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import re
 from html import escape
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.pages import ROOT
 from tests.ptys import Terminal, on_terminal
 from tests.yaml_jobs import write_tasks
@@ -76,7 +74,7 @@ def keep(name: str, picture: str) -> None:
 
 
 @pytest.mark.alone  # how long it takes decides which numbers there are
-def test_the_pictures_show_what_a_run_prints(here: Path, command: Command) -> None:
+def test_the_pictures_show_what_a_run_prints(here, command):
     write_tasks(here, 4, 40)
     checkpoints = "runs/summaries"
     with FakeServer(delay=lambda payload, times: 0.4) as server, Terminal(COLUMNS) as terminal:

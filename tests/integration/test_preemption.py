@@ -55,7 +55,7 @@ def when_logged(text: str, action: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.fixture
-def reraised() -> Iterator[list[int]]:
+def reraised():
     """Sets old handlers for all signals that a rank handles, and gives the signals that are raised
     again for them.
     """
@@ -137,11 +137,11 @@ def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
     "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name
 )
 def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
-    tmp_path: Path, reraised: list[int], number: signal.Signals
-) -> None:
+    tmp_path, reraised, number
+):
     finished: list[str] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         result = await plain(document, generate)
         finished.append(document.id)
         return result
@@ -161,8 +161,8 @@ def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_t
 
 
 def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_keeps_its_answers(
-    tmp_path: Path, reraised: list[int]
-) -> None:
+    tmp_path, reraised
+):
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, twice, drain_seconds=600)
         preempted(step, 3, server, 3, match="SIGTERM")
@@ -176,10 +176,8 @@ def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_ke
 @pytest.mark.parametrize(
     "previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"]
 )
-def test_a_signal_that_ends_nobody_still_ends_the_rank(
-    tmp_path: Path, previous: Any, server: FakeServer
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path, previous, server):
+    async def rollout(document, generate):
         send_signal()
         return await plain(document, generate)
 
@@ -192,8 +190,8 @@ def test_a_signal_that_ends_nobody_still_ends_the_rank(
 
 
 def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_again(
-    tmp_path: Path, reraised: list[int], log: list[str]
-) -> None:
+    tmp_path, reraised, log
+):
     with FakeServer(hold_after=6) as server:
         step = runner(
             tmp_path, server, plain, drain_seconds=0.3, config={"max_concurrent_generations": 4}
@@ -206,9 +204,7 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
 
 
-def test_a_second_signal_ends_the_wait_at_once(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_second_signal_ends_the_wait_at_once(tmp_path, reraised, monkeypatch, log):
     monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
@@ -217,15 +213,13 @@ def test_a_second_signal_ends_the_wait_at_once(
     assert any("1 request in flight was given up" in line for line in log)
 
 
-def test_several_signals_of_one_event_are_one(
-    tmp_path: Path, reraised: list[int], log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_signals_of_one_event_are_one(tmp_path, reraised, log, monkeypatch):
     """srun passes SIGTERM on to tasks that have received it already."""
     monkeypatch.setattr(preemption, "SAME_EVENT", 600.0)
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain)
 
-        def again() -> None:
+        def again():
             send_signal()
             send_signal(signal.SIGUSR1)
             server.release()
@@ -236,9 +230,9 @@ def test_several_signals_of_one_event_are_one(
     assert not any("given up" in line for line in log)
 
 
-def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer) -> None:
-    def sends(number: int) -> Any:
-        async def rollout(document: Document, generate: Any) -> Any:
+def test_signals_the_user_names_and_no_others(tmp_path, server):
+    def sends(number):
+        async def rollout(document, generate):
             send_signal(number)
             return await plain(document, generate)
 
@@ -264,7 +258,7 @@ def test_signals_the_user_names_and_no_others(tmp_path: Path, server: FakeServer
     assert got == list(numbers)
 
 
-def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process() -> None:
+def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process():
     assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
     raise_again([signal.SIGCONT])
 
@@ -278,16 +272,12 @@ def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process() -
         ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    tmp_path: Path, server: FakeServer, settings: dict[str, Any], complaint: str
-) -> None:
+def test_settings_that_cannot_work_are_refused(tmp_path, server, settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         runner(tmp_path, server, plain, **settings)
 
 
-def test_on_another_event_loop(
-    tmp_path: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_another_event_loop(tmp_path, reraised, monkeypatch):
     uvloop = pytest.importorskip("uvloop")
     monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
     monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
@@ -299,9 +289,9 @@ def test_on_another_event_loop(
 
 
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
-    tmp_path: Path, reraised: list[int], log: list[str]
-) -> None:
-    async def fails(document: Document, generate: Any) -> Any:
+    tmp_path, reraised, log
+):
+    async def fails(document, generate):
         await ask(document, generate)
         send_signal()
         raise RuntimeError("a bug")
@@ -315,14 +305,14 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
-    tmp_path: Path, reraised: list[int], status: int
-) -> None:
+    tmp_path, reraised, status
+):
     ending: list[bool] = []
     with FakeServer(
         status=lambda payload, times: status if ending else None, hold_after=0
     ) as server:
 
-        def both_end() -> None:
+        def both_end():
             ending.append(True)
             server.release()
 
@@ -341,9 +331,9 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
 
 @pytest.mark.slow
 def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
-    tmp_path: Path, reraised: list[int], server: FakeServer
-) -> None:
-    async def sleeps(document: Document, generate: Any) -> Any:
+    tmp_path, reraised, server
+):
+    async def sleeps(document, generate):
         result = await plain(document, generate)
         if document.id == "id 0":
             send_signal()
@@ -355,12 +345,10 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
         runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))
 
 
-def test_a_blocked_reader_keeps_nobody_waiting(
-    tmp_path: Path, reraised: list[int], server: FakeServer
-) -> None:
+def test_a_blocked_reader_keeps_nobody_waiting(tmp_path, reraised, server):
     never = threading.Event()
 
-    def blocked() -> Iterator[Document]:
+    def blocked():
         yield from documents(2)
         send_signal()
         never.wait()
@@ -372,9 +360,7 @@ def test_a_blocked_reader_keeps_nobody_waiting(
         never.set()
 
 
-def test_a_server_that_is_starting_is_stopped_at_once(
-    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_starting_is_stopped_at_once(here, reraised, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     (here / "loads.py").write_text(
         "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)"
@@ -391,8 +377,8 @@ def test_a_server_that_is_starting_is_stopped_at_once(
 
 
 def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
-    here: Path, reraised: list[int], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+    here, reraised, monkeypatch, log
+):
     """Slurm signals all processes of a step, the server among them."""
     monkeypatch.setattr("tempfile.tempdir", str(here))
     Path("engine.py").write_text(ENGINE)
@@ -418,12 +404,10 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     assert any("2 requests in flight were given up" in line for line in log)
 
 
-def test_while_the_users_context_is_entered_a_signal_raises_at_once(
-    tmp_path: Path, reraised: list[int], server: FakeServer
-) -> None:
+def test_while_the_users_context_is_entered_a_signal_raises_at_once(tmp_path, reraised, server):
     after: list[str] = []
 
-    def slow() -> dict[str, Any]:
+    def slow():
         send_signal()
         after.append("still here")
         return {}
@@ -438,19 +422,19 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(
 @pytest.mark.matrix
 @pytest.mark.parametrize("where", ["restore", "prepare"])
 def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
-    tmp_path: Path,
-    reraised: list[int],
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    where: str,
-) -> None:
+    tmp_path,
+    reraised,
+    server,
+    monkeypatch,
+    where,
+):
     """Restoring a checkpoint may take minutes, and a missing output folder is retried for five."""
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
     runner(tmp_path, server, plain, **mirrored).run(documents(3))
     shutil.rmtree(tmp_path / "checkpoints")
     still_here: list[str] = []
 
-    def slow(*_: Any) -> Any:
+    def slow(*_):
         send_signal()
         still_here.append(where)
 
@@ -467,9 +451,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_wait_for(
-    tmp_path: Path, reraised: list[int], log: list[str]
-) -> None:
+def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path, reraised, log):
     with FakeServer(hold_after=0) as server:
         step = runner(tmp_path, server, plain, drain_seconds=600)
         step.checkpoints_local_dir = None
@@ -477,9 +459,7 @@ def test_without_a_checkpoint_there_is_nothing_to_wait_for(
     assert any("the same command starts over" in line for line in log)
 
 
-def test_a_rank_in_a_thread_does_without_signals(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_a_rank_in_a_thread_does_without_signals(tmp_path, server, log):
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=lambda: runner(tmp_path, server, plain).run(documents(3)))
     thread.start()
@@ -504,8 +484,8 @@ def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("requeues", [True, False])
 def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
-    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, requeues: bool
-) -> None:
+    tmp_path, request, monkeypatch, requeues
+):
     reraised = request.getfixturevalue("reraised") if requeues else [signal.SIGUSR1]
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
@@ -519,9 +499,7 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("script", ["print('N/A')", "import time; time.sleep(600)"])
-def test_a_slurm_that_does_not_know_is_no_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+def test_a_slurm_that_does_not_know_is_no_deadline(tmp_path, monkeypatch, script):
     write_program(tmp_path / "squeue", f"#!{sys.executable}\n{script}\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)

@@ -80,10 +80,8 @@ def check(folder: Path) -> dict[str, int]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("echo", [True, False])
-def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(
-    tmp_path: Path, echo: bool
-) -> None:
-    def status(payload: dict[str, object], times: int) -> int | None:
+def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path, echo):
+    def status(payload, times):
         return 400 if echo and "text 8" in str(payload) else None
 
     with FakeServer(hold_after=6, status=status) as server:
@@ -110,7 +108,7 @@ def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(
     assert not [name for name in ended if "staging" in name]
 
 
-def test_a_file_that_its_owner_opened_to_a_group_stays_open(tmp_path: Path) -> None:
+def test_a_file_that_its_owner_opened_to_a_group_stays_open(tmp_path):
     path = tmp_path / "run.json"
     files.disk.replace(path, b"1")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -120,7 +118,7 @@ def test_a_file_that_its_owner_opened_to_a_group_stays_open(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def _not_root() -> object:
+def _not_root():
     """Root may read everything."""
     if os.geteuid() != 0:
         yield
@@ -135,12 +133,12 @@ def _not_root() -> object:
     [("status", ""), ("verify", "00000/run.json"), ("repair", "00000/chunk_00001.jsonl")],
 )
 def test_commands_say_which_checkpoint_they_may_not_read(
-    command: str,
-    closed: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
-) -> None:
+    command,
+    closed,
+    tmp_path,
+    capsys,
+    request,
+):
     for folder in (tmp_path, *tmp_path.parents):
         if folder != Path(tempfile.gettempdir()) and folder.is_relative_to(tempfile.gettempdir()):
             folder.chmod(0o755)

@@ -15,7 +15,6 @@ from typing import Any
 import dill
 import pytest
 
-from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import ids
 from tests.make_queued import QUEUED, SITE, TASKS, TEXTS, identity, runners, settings, write_input
@@ -24,9 +23,7 @@ PICKLES = sorted(str(path.relative_to(QUEUED).with_suffix("")) for path in QUEUE
 
 
 @pytest.mark.parametrize("pickle", PICKLES)
-def test_what_is_queued_is_the_job_that_it_was(
-    pickle: str, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_queued_is_the_job_that_it_was(pickle, here, monkeypatch):
     monkeypatch.syspath_prepend(SITE)
     made = json.loads((QUEUED / pickle).with_name("made.json").read_bytes())[Path(pickle).name]
     steps = runners(dill.loads((QUEUED / pickle).with_suffix(".pik").read_bytes()))
@@ -46,7 +43,7 @@ def known(then: Any, now: Any) -> Any:
 
 @pytest.mark.real_process
 @pytest.mark.parametrize("pickle", [name for name in PICKLES if not name.endswith("/parts")])
-def test_a_queued_task_runs(pickle: str, here: Path, server: FakeServer) -> None:
+def test_a_queued_task_runs(pickle, here, server):
     write_input(here)
     (here / "logs").mkdir()
     (here / "logs" / "ranks_to_run.json").write_text(json.dumps([*range(TASKS)]))

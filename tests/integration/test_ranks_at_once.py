@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,12 @@ from tests.bench.barrier import measure
 from tests.histories import read_history
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
-from tests.patience import ChangePolicy, until, until_async
+from tests.patience import until, until_async
 from tests.processes import is_alive
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _in_tmp_path(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RESTART", first=0.01)
     monkeypatch.setattr(pool, "_PROBE_INTERVAL", 0.1)
@@ -124,7 +124,7 @@ def asked_all(*texts: str) -> Callable[[], bool]:
 RANKS = ("wait 0,a,b", "wait 1,c", "d,e")
 
 
-def test_they_share_a_server_and_write_what_ranks_in_turn_write() -> None:
+def test_they_share_a_server_and_write_what_ranks_in_turn_write():
     with gate_opens(asked_all("wait 0", "wait 1", "e")):
         stats = executor(*RANKS).run()
     assert stats is not None
@@ -138,7 +138,7 @@ def test_they_share_a_server_and_write_what_ranks_in_turn_write() -> None:
     assert outputs(Path("job/output")) == at_once
 
 
-def test_each_rank_has_its_own_log() -> None:
+def test_each_rank_has_its_own_log():
     with gate_opens(asked_all("wait 0", "wait 1", "e")):
         executor(*RANKS).run()
     for rank in range(3):
@@ -155,11 +155,11 @@ async def warns(document: Document, generate: Any) -> Any:
 
 
 def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_terminal(
-    here: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-) -> None:
+    here,
+    capfd,
+    monkeypatch,
+    policy,
+):
     """The other lines on the terminal name their task, and the sums of the run say that they are
     that.
     """
@@ -170,10 +170,10 @@ def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_termina
     policy("SERVER", first=0.01)
     logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in range(2)]
 
-    def is_said() -> bool:
+    def is_said():
         return all(path.exists() and "gives no answers" in path.read_text() for path in logs)
 
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    def status(payload, times):
         return None if is_said() else 503
 
     with FakeServer(status=status) as server:
@@ -194,7 +194,7 @@ def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_termina
     assert [line for line in said if line.endswith(" - task 1: said of c")]
 
 
-def test_at_most_so_many_run_at_once() -> None:
+def test_at_most_so_many_run_at_once():
     with gate_opens(asked_all("wait 0", "wait 1")):
         executor("wait 0", "wait 1", "wait 2", at_once=2).run()
     assert [line.split(" ", 1)[1] for line in Path("asked").read_text().splitlines()][:2] == [
@@ -214,7 +214,7 @@ async def cannot_do_bad_ones(document: Document, generate: Any) -> Any:
     return await jobs.ask(document, generate)
 
 
-def test_the_failure_of_a_rank_lets_the_others_save_what_they_have() -> None:
+def test_the_failure_of_a_rank_lets_the_others_save_what_they_have():
     ranks = ("wait 0,a", "wait 1", "bad", "b")
     log = Path("job/logs/logs/task_00001.log")
     with (
@@ -229,8 +229,8 @@ def test_the_failure_of_a_rank_lets_the_others_save_what_they_have() -> None:
     assert jobs.ids(Path("job")) == ["0-0", "0-1", "1-0", "2-0", "3-0"]
 
 
-def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_again_once() -> None:
-    def restarted() -> bool:
+def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_again_once():
+    def restarted():
         return asked()["wait 0"] == asked()["wait 1"] == asked()["die once"] == 2
 
     with gate_opens(restarted):
@@ -247,7 +247,7 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
         assert "is given up" in Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
 
 
-def test_a_request_that_kills_servers_is_the_only_dead_letter() -> None:
+def test_a_request_that_kills_servers_is_the_only_dead_letter():
     innocent = [f"wait {n}" for n in range(4)]
     with gate_opens(lambda: asked()["die"] >= 3):
         executor(",".join(innocent), "die,a", "b").run()
@@ -266,7 +266,7 @@ async def interrupts_at_bad_ones(document: Document, generate: Any) -> Any:
     return await jobs.ask(document, generate)
 
 
-def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only() -> None:
+def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only():
     log = Path("job/logs/logs/task_00000.log")
     with (
         gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
@@ -290,16 +290,16 @@ def ignore(rank: int, result: None) -> None:
     pass
 
 
-def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch):
     preemption = Preemption((), 0.0)
     stopped: list[bool] = []
 
     class SignalledHost(rank_threads.HostLoop):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             preemption.shutdown.request("SIGTERM")
             super().__init__(*arguments)
 
-    def run(rank: int) -> None:
+    def run(rank):
         with Preemption((), 0.0) as of_rank:
             stopped.append(of_rank.shutdown.is_requested)
 
@@ -311,10 +311,10 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch: pytest.MonkeyP
     assert stopped == [True]
 
 
-def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
+def test_the_process_waits_for_a_rank_that_closes_its_files():
     preemption = Preemption((), 0.0)
 
-    def run(rank: int) -> None:
+    def run(rank):
         with Preemption((), 0.0) as of_rank:
             with of_rank.watched(lambda: None):
                 assert not preemption.shutdown.open_closings
@@ -324,11 +324,11 @@ def test_the_process_waits_for_a_rank_that_closes_its_files() -> None:
     assert not preemption.shutdown.open_closings
 
 
-async def test_servers_that_cannot_start_are_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_servers_that_cannot_start_are_started_once(monkeypatch):
     starts = 0
 
     @asynccontextmanager
-    async def running(*_: Any) -> AsyncIterator[None]:
+    async def running(*_):
         nonlocal starts
         starts += 1
         raise ServerStartFailed("no GPU")
@@ -360,7 +360,7 @@ async def leaves(document: Document, generate: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exit_in_a_task_of_a_rollout_is_an_error() -> None:
+def test_an_exit_in_a_task_of_a_rollout_is_an_error():
     """The loop has ended before it has seen the end of the server's process."""
     with pytest.raises(UnexpectedExit, match=r"called sys.exit\(\)"):
         executor("a,b", "exit", "c", rollout=leaves).run()
@@ -381,7 +381,7 @@ class Moves(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         yield from data
 
 
-def test_each_rank_starts_in_the_folder_of_the_process(here: Path) -> None:
+def test_each_rank_starts_in_the_folder_of_the_process(here):
     Path("elsewhere").mkdir()
     pipeline = executor("a", "b", "c").pipeline
     with FakeServer() as server:
@@ -421,13 +421,13 @@ async def leaves_a_task_behind(document: Document, generate: Any) -> Any:
     return await jobs.ask(document, generate)
 
 
-def test_a_task_that_a_rollout_has_left_behind_asks_nothing_once_its_rank_is_complete() -> None:
+def test_a_task_that_a_rollout_has_left_behind_asks_nothing_once_its_rank_is_complete():
     with gate_opens(lambda: asked_late):
         executor("a", "wait 1,b", rollout=leaves_a_task_behind).run()
     assert asked() == {"a": 1, "wait 1": 1, "b": 1}
 
 
-def test_no_rank_starts_while_another_fails() -> None:
+def test_no_rank_starts_while_another_fails():
     log = Path("job/logs/logs/task_00000.log")
     with (
         gate_opens(lambda: log.exists() and "has failed (DocumentFailed)" in log.read_text()),
@@ -437,7 +437,7 @@ def test_no_rank_starts_while_another_fails() -> None:
     assert asked() == {"wait 0": 1}
 
 
-def test_fewer_than_one_is_refused() -> None:
+def test_fewer_than_one_is_refused():
     with pytest.raises(ConfigError, match="ranks_at_once: must be at least 1"):
         executor("a", at_once=0)
 
@@ -456,10 +456,8 @@ def opened() -> Iterator[dict[str, Any]]:
         ({}, {"reuse_servers": False}, 1),
     ],
 )
-def test_ranks_run_in_turn_where_they_cannot_share(
-    changes: dict[str, Any], config: dict[str, Any], most: int
-) -> None:
-    async def ask(document: Document, generate: Any, **shared: Any) -> Any:
+def test_ranks_run_in_turn_where_they_cannot_share(changes, config, most):
+    async def ask(document, generate, **shared):
         return await jobs.ask(document, generate)
 
     settings = InferenceConfig("endpoint", "m", endpoint_url="http://127.0.0.1:1", **config)
@@ -471,7 +469,7 @@ def test_ranks_run_in_turn_where_they_cannot_share(
 
 
 @pytest.mark.alone
-def test_many_short_tasks_take_hardly_longer_than_one() -> None:
+def test_many_short_tasks_take_hardly_longer_than_one():
     _, one, forty = measure(960, [(1, 32), (40, 32)], longest=5.0)
     assert forty <= 1.15 * one
 
@@ -524,7 +522,7 @@ def ends_well(process: subprocess.Popen[bytes], seconds: float = 60) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signals) -> None:
+def test_a_signal_while_three_ranks_have_requests_in_flight(number):
     with FakeServer(hold_after=9) as server:
         with job(server) as process:
             until(lambda: len(server.payloads) == 15)
@@ -541,7 +539,7 @@ def test_a_signal_while_three_ranks_have_requests_in_flight(number: signal.Signa
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))
 
 
-def test_a_signal_does_not_wait_for_a_rank_that_has_not_begun() -> None:
+def test_a_signal_does_not_wait_for_a_rank_that_has_not_begun():
     """Rank 1 waits for its mirror, in a thread, where no signal interrupts it."""
     slow = """
 import time
@@ -569,7 +567,7 @@ rank.restore_from_mirror = restore
 # Several workers ---------------------------------------------------------------------------------
 
 
-def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room() -> None:
+def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room():
     """The first task fills all places of its server until the others are done."""
     full = ",".join(f"wait {n}" for n in range(8))
     with gate_opens(lambda: len([*Path("job/logs/completions").glob("*")]) == 4):
@@ -594,7 +592,7 @@ async def kills_at_bad_ones(document: Document, generate: Any) -> Any:
     return await jobs.ask(document, generate)
 
 
-def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete() -> None:
+def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete():
     """All three, of one worker, are tried alone: the bad one twice, because its first death was not
     alone.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import answering_flags
 from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.integration.test_examples import write_documents
 from tests.integration.test_typed_ways import DIMENSIONS, PATHS, all_ways, vector_of
 from tests.jobs import Budget, config, documents, ids, letters, rows, runner
@@ -41,7 +39,7 @@ ROLLOUTS = [
 
 
 @pytest.fixture
-def ways(server: FakeServer) -> FakeServer:
+def ways(server):
     server.paths = PATHS
     return server
 
@@ -83,8 +81,8 @@ def in_pieces(
 
 @pytest.mark.parametrize(("rollout", "requests"), ROLLOUTS, ids=lambda value: type(value).__name__)
 def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
-    ways: FakeServer, tmp_path: Path, rollout: Any, requests: int
-) -> None:
+    ways, tmp_path, rollout, requests
+):
     alone = {"config": {"max_concurrent_documents": 1}}
     runner(tmp_path / "other", ways, rollout, **alone).run(documents(3))
     assert len(ways.payloads) == 3 * requests
@@ -95,9 +93,7 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     assert rows(tmp_path) == rows(tmp_path / "other")
 
 
-def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(
-    ways: FakeServer, tmp_path: Path
-) -> None:
+def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways, tmp_path):
     rollout = EmbedRollout(column="vector")
     runner(tmp_path, ways, rollout, output_writer=parquet(tmp_path)).run(documents(3))
     column = pq.read_table(tmp_path / "output")["vector"]
@@ -121,9 +117,7 @@ def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(
         ),
     ],
 )
-def test_a_column_that_would_be_lost_is_refused(
-    ways: FakeServer, tmp_path: Path, column: str | None, settings: dict[str, Any], error: str
-) -> None:
+def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings, error):
     with pytest.raises(ConfigError) as refused:
         runner(
             tmp_path, ways, EmbedRollout(column=column), output_writer=parquet(tmp_path), **settings
@@ -132,9 +126,7 @@ def test_a_column_that_would_be_lost_is_refused(
     runner(tmp_path, ways, EmbedRollout(), metadata_key="text")
 
 
-def test_a_text_that_the_server_rejects_is_its_documents_fault(
-    ways: FakeServer, tmp_path: Path
-) -> None:
+def test_a_text_that_the_server_rejects_is_its_documents_fault(ways, tmp_path):
     ways._status = lambda payload, times: 400 if "text 1" in str(payload) else None
     ways.error = "This model's maximum context length is 256 tokens"
     runner(tmp_path, ways, EmbedRollout(), on_document_error="dead_letter").run(documents(3))
@@ -143,9 +135,7 @@ def test_a_text_that_the_server_rejects_is_its_documents_fault(
     assert "maximum context length" in letter["error"]
 
 
-def test_labels_in_another_order_than_the_models_stop_the_run(
-    ways: FakeServer, tmp_path: Path
-) -> None:
+def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
     with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
         runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
     with pytest.raises(ConfigError, match=r"3 labels, and the model has 2 classes"):
@@ -153,16 +143,14 @@ def test_labels_in_another_order_than_the_models_stop_the_run(
 
 
 @pytest.fixture
-def judges() -> Iterator[FakeServer]:
+def judges():
     with FakeServer(
         lambda payload, times: "5" if "text 1" in str(payload) else "It is 2."
     ) as server:
         yield server
 
 
-def test_another_model_judges_and_bad_documents_are_dropped(
-    server: FakeServer, judges: FakeServer, tmp_path: Path
-) -> None:
+def test_another_model_judges_and_bad_documents_are_dropped(server, judges, tmp_path):
     server._answer = lambda payload, times: payload["messages"][-1]["content"]
     step = runner(
         tmp_path, server, JudgeRollout("On {text}", judge_prompt="Rate {answer}", threshold=3)
@@ -203,7 +191,7 @@ def at(server: FakeServer, name: str = "") -> list[str]:
     return [f"{path}.{key}={value}" for key, value in settings.items()]
 
 
-def test_configs_embed_yaml_runs_as_it_is(ways: FakeServer, here: Path, command: Command) -> None:
+def test_configs_embed_yaml_runs_as_it_is(ways, here, command):
     write_documents(here)
     command("run", ROOT / "configs/embed.yaml", *at(ways))
     table = pq.read_table("embed_run/output")
@@ -213,12 +201,12 @@ def test_configs_embed_yaml_runs_as_it_is(ways: FakeServer, here: Path, command:
     assert all(text.startswith("passage: ") and len(text) <= 1500 for text in asked)
 
 
-def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, command: Command) -> None:
+def test_configs_judge_yaml_runs_as_it_is(server, here, command):
     write_documents(here)
     server._answer = lambda payload, times: f"Summary of {payload['messages'][-1]['content'][-9:]}"
     scores = iter(["Score: 3", "Fine. Score: 9", "**Score:** 4"])
 
-    def judged(payload: dict[str, Any], times: int) -> str:
+    def judged(payload, times):
         again = len(payload["messages"]) > 1
         return "Score: 5" if again else next(scores)
 
@@ -236,9 +224,7 @@ def test_configs_judge_yaml_runs_as_it_is(server: FakeServer, here: Path, comman
 # tools -------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_calls_tools_is_asked_each_turn_once(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_model_that_calls_tools_is_asked_each_turn_once(server, tmp_path):
     """The loop of docs/recipes.md. Ids of calls differ in each answer, as servers make them."""
     (block,) = [
         one for one in blocks("python", "docs/recipes.md") if one.text.startswith("# tools.py")
@@ -247,7 +233,7 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(
     exec(block.text, names)
     ids = count()
 
-    def turn(payload: dict[str, Any], times: int) -> str:
+    def turn(payload, times):
         results = [
             message["content"] for message in payload["messages"] if message["role"] == "tool"
         ]
@@ -274,7 +260,7 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(
         runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))
 
 
-def test_another_pooling_is_another_run() -> None:
+def test_another_pooling_is_another_run():
     """What it changes is every vector."""
     given = {"embedding": True, "pooling_type": "cls", "threads": 2}
     assert answering_flags(ENGINES["llamacpp"], given) == {"pooling-type": "cls"}

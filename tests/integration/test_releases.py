@@ -64,7 +64,7 @@ def kept(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def uninterrupted(tmp_path_factory):
     """The output of the same job without any interruption, as far as the tasks 1 and 2 are
     concerned.
     """
@@ -76,7 +76,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder)
 
 
-def test_each_version_of_the_changelog_has_a_fixture() -> None:
+def test_each_version_of_the_changelog_has_a_fixture():
     text = (RELEASES.parents[2] / "docs" / "changelog.md").read_text()
     versions = [
         line.split()[1]
@@ -87,9 +87,7 @@ def test_each_version_of_the_changelog_has_a_fixture() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_of_each_release_is_shown_and_continued(
-    name: str, tmp_path: Path, uninterrupted: dict[str, bytes], server: FakeServer
-) -> None:
+def test_a_checkpoint_of_each_release_is_shown_and_continued(name, tmp_path, uninterrupted, server):
     folder = restored(name, tmp_path / "job")
     before = contents(folder)
     with open_place(str(folder / "checkpoints")) as place:
@@ -121,7 +119,7 @@ def test_a_checkpoint_of_each_release_is_shown_and_continued(
         assert (content["format"], content["written_by"]) == (FORMAT, __version__)
 
 
-def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints() -> None:
+def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints():
     """Made at 2a486fe, which sent the bytes that it hashed.
 
     The order of keys is in the name below a schema only.
@@ -142,7 +140,7 @@ def test_a_request_has_the_name_that_it_has_in_earlier_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mirror_of_each_release_is_restored(name: str, tmp_path: Path) -> None:
+def test_the_mirror_of_each_release_is_restored(name, tmp_path):
     restore(str(RELEASES / name / "mirror" / "00001"), tmp_path / "checkpoints" / "00001")
     left = RELEASES / name / "checkpoints" / "00001"
     assert (tmp_path / "checkpoints" / "00001" / "commits.jsonl").read_bytes() == (
@@ -174,9 +172,7 @@ REFUSAL = f"was written by datatrove-ckpt 7.1.0 (format {FORMAT + 1}). This is d
 
 
 @pytest.mark.parametrize("file", ["00001/run.json", "00000/run.json", "job.json"])
-def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(
-    file: str, tmp_path: Path
-) -> None:
+def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file, tmp_path):
     folder = restored(NEWEST, tmp_path / "job")
     from_the_future(folder / "checkpoints" / file)
     before = kept(folder)
@@ -191,7 +187,7 @@ def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(
     assert kept(folder) == before
 
 
-def test_commands_name_the_newer_version(tmp_path: Path) -> None:
+def test_commands_name_the_newer_version(tmp_path):
     folder = restored(NEWEST, tmp_path / "job")
     from_the_future(folder / "checkpoints" / "00001" / "run.json")
     (found,) = [
@@ -208,8 +204,8 @@ def test_commands_name_the_newer_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["manifest", "run"])
 def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_version(
-    what: str, tmp_path: Path
-) -> None:
+    what, tmp_path
+):
     """Older versions of the mirror lack work: to go on with one of them would pay for it twice."""
     mirror = tmp_path / "mirror" / "00001"
     shutil.copytree(RELEASES / NEWEST / "mirror" / "00001", mirror)
@@ -226,9 +222,7 @@ def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_ve
     assert not (tmp_path / "checkpoints" / "00001").exists()
 
 
-def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path, server):
     folder = restored(NEWEST, tmp_path / "job")
     job = folder / "mirror" / "job.json"
     shutil.copyfile(folder / "checkpoints" / "job.json", job)
@@ -242,9 +236,7 @@ def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(
     assert job.read_bytes() == mirrored
 
 
-def test_what_this_version_writes_has_the_fields_of_its_fixture(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path, server):
     """Who adds or removes a field here asks: can the releases before this one go on with it?
 
     If not, raise FORMAT.

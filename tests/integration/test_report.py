@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import documents, runner
 from tests.rank_folders import minutes, start, write_rank
 from tests.unit.test_report_page import Reader
@@ -20,7 +17,7 @@ T = 1_800_000_000.0
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
+def checkpoints(tmp_path):
     for number in range(3):
         write_rank(
             tmp_path / "checkpoints", number, [start(T), *minutes(T, 5, 10, 100)], chunks=5, tasks=3
@@ -28,9 +25,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_the_report_of_a_real_run_has_its_documents(
-    tmp_path: Path, server: FakeServer, command: Command
-) -> None:
+def test_the_report_of_a_real_run_has_its_documents(tmp_path, server, command):
     runner(tmp_path, server).run(documents(7))
     page = tmp_path / "page.html"
     printed = command("report", tmp_path / "checkpoints", "-o", page).out
@@ -42,9 +37,7 @@ def test_the_report_of_a_real_run_has_its_documents(
     assert "latency" in read.text
 
 
-def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(
-    checkpoints: Path, tmp_path: Path
-) -> None:
+def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
     page = tmp_path / "out" / "report.html"
     page.write_text("old")
@@ -55,7 +48,7 @@ def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
 
 
-def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_link_stays_one_and_a_pipe_too(checkpoints, tmp_path):
     page, link, pipe = (tmp_path / name for name in ("page.html", "link.html", "pipe"))
     page.write_text("old")
     link.symlink_to(page)
@@ -79,15 +72,11 @@ def test_a_link_stays_one_and_a_pipe_too(checkpoints: Path, tmp_path: Path) -> N
         ("missing/page.html", 1, "cannot be written: No such file"),
     ],
 )
-def test_a_page_that_cannot_be_written_is_told(
-    target: str, code: int, said: str, checkpoints: Path, tmp_path: Path, command: Command
-) -> None:
+def test_a_page_that_cannot_be_written_is_told(target, code, said, checkpoints, tmp_path, command):
     assert said in command("report", checkpoints, "-o", tmp_path / target, code=code).err
 
 
-def test_without_a_name_it_is_written_into_the_run_folder(
-    checkpoints: Path, here: Path, command: Command
-) -> None:
+def test_without_a_name_it_is_written_into_the_run_folder(checkpoints, here, command):
     run = here / "run"
     shutil.copytree(checkpoints, run / "checkpoints")
     assert command("report", run).out.startswith(f"{run / 'report.html'}: the report of ")
@@ -96,6 +85,6 @@ def test_without_a_name_it_is_written_into_the_run_folder(
     assert command("report", "elsewhere").out.startswith("report.html: ")
 
 
-def test_where_nothing_is_there_is_no_report(here: Path, command: Command) -> None:
+def test_where_nothing_is_there_is_no_report(here, command):
     assert "contains no checkpoint" in command("report", here, code=2).err
     assert list(here.iterdir()) == []

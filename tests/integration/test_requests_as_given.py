@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from datatrove_ckpt.errors import (
     ServerError,
     ServerRefused,
 )
-from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import Budget, ask, documents, rows, runner, writer
 
@@ -76,7 +74,7 @@ class Records(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def recording() -> Iterator[ThreadingHTTPServer]:
+def recording():
     Records.requests, Records.status = [], 200
     with ThreadingHTTPServer(("127.0.0.1", 0), Records) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -100,12 +98,10 @@ def asking(payload: dict[str, Any]) -> Any:
     return rollout
 
 
-def test_texts_share_a_request_only_with_those_of_the_same_extras(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, server):
     server.paths = {"/v1/embeddings": embeddings}
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         name = str(int(document.id[-1]) % 2)
         return await generate.embed(
             document.text, extra_body={"user": name}, extra_headers={"X-User": name}
@@ -120,12 +116,12 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(
 @pytest.mark.parametrize("is_default", [False, True])
 @pytest.mark.parametrize("is_proxied", [False, True])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
-    tmp_path: Path,
-    recording: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    is_default: bool,
-    is_proxied: bool,
-) -> None:
+    tmp_path,
+    recording,
+    monkeypatch,
+    is_default,
+    is_proxied,
+):
     """Through both transports: a proxy needs the one over aiohttp."""
     monkeypatch.setenv("KEPT", "1")
     url = f"http://127.0.0.1:{recording.server_port}/v1?api-version=old&kept=${{KEPT}}"
@@ -164,13 +160,13 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
 
 @pytest.mark.parametrize("status", [400, 401, 500, 0])
 def test_extras_are_in_no_file_and_no_line(
-    tmp_path: Path,
-    recording: Any,
-    log: list[str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-) -> None:
+    tmp_path,
+    recording,
+    log,
+    capfd,
+    monkeypatch,
+    status,
+):
     """The server quotes them; the errors of aiohttp, such as at status 0, quote the URL."""
     Records.status = status
     url = f"http://127.0.0.1:{recording.server_port}"
@@ -192,12 +188,12 @@ def test_extras_are_in_no_file_and_no_line(
 
 
 def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
-    tmp_path: Path, recording: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, recording, monkeypatch
+):
     """Another query may be another model behind a gateway; an access token lives for an hour."""
     monkeypatch.setenv("OF_THE_HOUR", "first-t0ken")
 
-    async def rollout(document: Document, generate: Any) -> str:
+    async def rollout(document, generate):
         message = {"messages": [{"role": "user", "content": "x"}]}
         token = os.environ["OF_THE_HOUR"]
         headers = {"extra_headers": {"Authorization": token}}
@@ -246,9 +242,7 @@ UNSENDABLE = [
 
 
 @pytest.mark.parametrize(("payload", "problem"), UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
-def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(
-    tmp_path: Path, server: FakeServer, payload: dict[str, Any], problem: str
-) -> None:
+def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(tmp_path, server, payload, problem):
     with pytest.raises(DocumentFailed) as raised:
         runner(tmp_path, server, asking(payload)).run(documents(1))
     assert problem in str(raised.value)
@@ -259,7 +253,7 @@ def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(
     assert server.payloads == []
 
 
-def test_null_is_sent_where_it_was_written(tmp_path: Path, server: FakeServer) -> None:
+def test_null_is_sent_where_it_was_written(tmp_path, server):
     payload = {
         "stop": None,
         "tools": [{"default": None}],
@@ -272,18 +266,14 @@ def test_null_is_sent_where_it_was_written(tmp_path: Path, server: FakeServer) -
     assert not {"extra_body", "extra_headers"} & set(sent)
 
 
-def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path, server):
     server.most_choices = 1
     for index, payload in enumerate([{"n": 3}, {"extra_body": {"n": 3}}]):
         with pytest.raises(ServerRefused, match="n=3"):
             runner(tmp_path / str(index), server, asking(payload)).run(documents(1))
 
 
-def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, server):
     """Its documents were answered without what stands in it."""
     budget = Budget()
     server._status, budget.left = budget, 2
@@ -306,16 +296,16 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(
     assert len(rows(tmp_path)) == 4
 
 
-def test_the_payload_may_be_given_by_its_name(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_the_payload_may_be_given_by_its_name(tmp_path, server):
+    async def rollout(document, generate):
         return await generate(payload={"messages": [{"role": "user", "content": document.text}]})
 
     runner(tmp_path, server, rollout).run(documents(1))
     assert len(rows(tmp_path)) == 1
 
 
-def test_a_result_may_stand_for_one_of_datatroves(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
+    async def rollout(document, generate):
         result: InferenceResult = await ask(document, generate)
         fields = {
             "text": result.text,

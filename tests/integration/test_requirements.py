@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec.compression
 import pytest
@@ -16,8 +14,6 @@ from fsspec.registry import _registry
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
-from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import documents, runner, writer
 from tests.yaml_jobs import job_yaml
 
@@ -30,7 +26,7 @@ PARQUET = (
 
 
 @pytest.fixture
-def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_extras(monkeypatch):
     """As after ``pip install datatrove-ckpt``: none of the extras is there."""
     for name in ("s3fs", "zstandard", "pyarrow"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -42,7 +38,7 @@ def without_extras(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Callable[..., str]:
+def refused(here, monkeypatch, command):
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts.
 
     Gives the message.
@@ -51,7 +47,7 @@ def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Ca
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
 
-    def run(*replacements: tuple[str, str]) -> str:
+    def run(*replacements):
         text = JOB
         for old, new in replacements:
             assert old in text
@@ -82,14 +78,12 @@ def refused(here: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> Ca
          f"pipeline[1] InferenceRunner: output_writer: compression: {ZSTD}"),
     ],
 )  # fmt: skip
-def test_a_missing_package_is_named_with_its_extra_and_its_setting(
-    refused: Callable[..., str], replacements: list[tuple[str, str]], says: str
-) -> None:
+def test_a_missing_package_is_named_with_its_extra_and_its_setting(refused, replacements, says):
     assert refused(*replacements) == says
 
 
 @pytest.mark.usefixtures("without_extras")
-def test_input_that_cannot_be_decompressed_is_named(refused: Callable[..., str]) -> None:
+def test_input_that_cannot_be_decompressed_is_named(refused):
     Path("documents/b.jsonl.zst").write_bytes(b"(")
     place = f'pipeline[0] JsonlReader: data_folder: "{Path.cwd()}/documents"'
     assert refused() == f'{place}: "b.jsonl.zst" cannot be read: {ZSTD}'
@@ -107,26 +101,20 @@ def test_input_that_cannot_be_decompressed_is_named(refused: Callable[..., str])
          "model_kwargs: server_script 'no.py' is not a file"),
     ],
 )  # fmt: skip
-def test_servers_that_cannot_start_are_refused_before_any_task(
-    refused: Callable[..., str], config: str, says: str
-) -> None:
+def test_servers_that_cannot_start_are_refused_before_any_task(refused, config, says):
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
     assert said.startswith(f"pipeline[1] InferenceRunner: {says}")
 
 
 @pytest.mark.parametrize("key", ["sk-12345abcdef", "KEY=sk-12345abcdef"])
-def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(
-    refused: Callable[..., str], key: str
-) -> None:
+def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, key):
     config = f"{{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: '{key}'}}"
     said = refused(("{server_type: dummy, model_name_or_path: m}", config))
     assert "api_key_env: takes the name of an environment variable" in said
     assert "12345" not in said
 
 
-def test_a_rank_that_python_starts_is_refused_before_it_reads(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_python_starts_is_refused_before_it_reads(tmp_path, server, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     # A login node need not have the key.
     step = runner(tmp_path, server, config={"api_key_env": "NO_SUCH_KEY"})
@@ -153,9 +141,7 @@ def test_a_rank_that_python_starts_is_refused_before_it_reads(
         ([1], ": [1] is not a mapping"),
     ],
 )
-def test_generation_parameters_with_which_no_request_can_succeed_are_refused(
-    params: Any, says: str
-) -> None:
+def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params, says):
     with pytest.raises(ConfigError) as refused:
         InferenceConfig(
             server_type="vllm", model_name_or_path="m", default_generation_params=params
@@ -169,7 +155,7 @@ def test_generation_parameters_with_which_no_request_can_succeed_are_refused(
             PromptRollout(generation_params=params)
 
 
-def test_generation_parameters_that_work_are_accepted() -> None:
+def test_generation_parameters_that_work_are_accepted():
     params = {
         "max_tokens": 8191,
         "temperature": 0,
@@ -199,16 +185,14 @@ def test_generation_parameters_that_work_are_accepted() -> None:
     ],
 )
 def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
-    tmp_path: Path, server: FakeServer, rollout: Any, use_chat: bool, says: str
-) -> None:
+    tmp_path, server, rollout, use_chat, says
+):
     with pytest.raises(ConfigError, match=f"^{says}"):
         runner(tmp_path, server, rollout, config={"use_chat": use_chat})
     runner(tmp_path, server, rollout, config={"use_chat": not use_chat})
 
 
-def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path, server):
     for url in ("s3://bucket/c", "memory://c"):
         with pytest.raises(
             ConfigError, match=r"checkpoints_local_dir: .* must be a local directory"
@@ -219,9 +203,7 @@ def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(
 
 
 @pytest.mark.parametrize("place", ["file://{}", "{}/"])
-def test_a_mirror_in_the_checkpoints_themselves_is_refused(
-    tmp_path: Path, server: FakeServer, place: str
-) -> None:
+def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path, server, place):
     """It would be no copy, and a run would say nothing of it."""
     with pytest.raises(
         ConfigError,

@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
 
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -34,7 +33,7 @@ NUMBER = 20
 
 
 @pytest.fixture
-def folder(ram: Path) -> Path:
+def folder(ram):
     """Three files of documents, below an empty job."""
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(NUMBER)]
     (ram / "job" / "input").mkdir(parents=True)
@@ -112,8 +111,8 @@ def in_batches(data: Iterator[Document]) -> Iterator[Document]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("step", [drop_odd, in_batches])
 def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
-    folder: Path, server: FakeServer, log: list[str], step: Any
-) -> None:
+    folder, server, log, step
+):
     again = interrupted(folder, server, read(folder, step=step), "id 14")
     done = committed(folder)
     seen: list[str] = []
@@ -128,9 +127,7 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
-def test_what_is_done_is_passed_while_the_server_gets_ready(
-    folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, reader: str
-) -> None:
+def test_what_is_done_is_passed_while_the_server_gets_ready(folder, server, monkeypatch, reader):
     """Each waits until the other has got so far: who did not run beside the other would never
     end.
     """
@@ -142,13 +139,13 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
     starting, passed = threading.Event(), threading.Event()
     skip, lend = DocumentSource._skip, ServerHost.lend
 
-    def skip_beside_the_start(source: DocumentSource, point: ResumePoint) -> None:
+    def skip_beside_the_start(source, point):
         assert starting.wait(300)
         skip(source, point)
         passed.set()
 
     @asynccontextmanager
-    async def start_beside_the_skip(*settings: Any) -> AsyncIterator[Any]:
+    async def start_beside_the_skip(*settings):
         starting.set()
         assert await asyncio.to_thread(passed.wait, 300)
         async with lend(*settings) as connected:
@@ -160,9 +157,7 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
 
 
-def test_a_plain_reader_counts_and_one_line_says_what_that_costs(
-    folder: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_a_plain_reader_counts_and_one_line_says_what_that_costs(folder, server, log):
     again = interrupted(folder, server, read(folder, CountingReader))
     done = committed(folder)
     again.run(read(folder, CountingReader))
@@ -273,9 +268,7 @@ _STEPS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", _STEPS)
-def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(
-    folder: Path, server: FakeServer, log: list[str], case: str
-) -> None:
+def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, server, log, case):
     (folder / "none").mkdir()
     (folder / "none" / "empty.jsonl").touch()
     data, count, name = _STEPS[case]
@@ -299,9 +292,7 @@ def twice(data: Iterator[Document]) -> Iterator[Document]:
         yield document
 
 
-def test_documents_that_do_not_come_in_order_are_counted(
-    folder: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_documents_that_do_not_come_in_order_are_counted(folder, server, log):
     undisturbed = [document.id for document in read(folder, step=twice)]
     again = interrupted(folder, server, read(folder, step=twice))
     again.run(read(folder, step=twice))
@@ -309,10 +300,8 @@ def test_documents_that_do_not_come_in_order_are_counted(
     assert any("reorders documents, or makes several of one" in line for line in log)
 
 
-def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(
-    folder: Path, server: FakeServer
-) -> None:
-    def last_first_again(data: Iterator[Document]) -> Iterator[Document]:
+def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, server):
+    def last_first_again(data):
         kept = list(data)
         yield from kept
         while not committed(folder):
@@ -346,7 +335,7 @@ def change_a_text(files: Path) -> None:
     ],
     ids=["removed", "replaced", "reordered", "sorts first"],
 )
-def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, change: Any) -> None:
+def test_an_input_that_changed_is_refused(folder, server, change):
     again = interrupted(folder, server, read(folder))
     change(folder / "input")
     before = ids(folder)
@@ -356,9 +345,7 @@ def test_an_input_that_changed_is_refused(folder: Path, server: FakeServer, chan
 
 
 @pytest.mark.parametrize("file", ["2.jsonl", "3.jsonl"])
-def test_an_input_that_grew_at_its_end_is_continued(
-    folder: Path, server: FakeServer, file: str
-) -> None:
+def test_an_input_that_grew_at_its_end_is_continued(folder, server, file):
     again = interrupted(folder, server, read(folder))
     with (folder / "input" / file).open("a") as grown:
         grown.write(NEW_ROW)
@@ -370,10 +357,8 @@ def test_an_input_that_grew_at_its_end_is_continued(
 @pytest.mark.matrix
 @pytest.mark.parametrize("counted", [("rename",), EFFECTS], ids=["some", "all"])
 @pytest.mark.usefixtures("code_described_once")
-def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(
-    folder: Path, server: FakeServer, counted: tuple[str, ...]
-) -> None:
-    def attempt(folder: Path) -> None:
+def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder, server, counted):
+    def attempt(folder):
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
     assert_same_output_after_every_crash(attempt, folder, counted=counted)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecutor
@@ -24,7 +21,7 @@ def outputs(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
 
 
-async def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -> None:
+async def test_datatroves_calls_of_it_work(tmp_path, server):
     expected = list(inspect.signature(theirs.InferenceRunner.run_async).parameters.values())
     ours = list(inspect.signature(InferenceRunner.run_async).parameters.values())
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [
@@ -35,9 +32,7 @@ async def test_datatroves_calls_of_it_work(tmp_path: Path, server: FakeServer) -
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
-def test_the_output_is_that_of_run(
-    tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop] | None
-) -> None:
+def test_the_output_is_that_of_run(tmp_path, new_loop):
     if new_loop is None:
         new_loop = pytest.importorskip("uvloop").new_event_loop
     with FakeServer() as server:
@@ -48,18 +43,18 @@ def test_the_output_is_that_of_run(
     assert len(outputs(tmp_path / "run")) == 3
 
 
-async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path: Path) -> None:
+async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path):
     here, seen = asyncio.get_running_loop(), asyncio.Queue[str]()
     others = asyncio.Event()
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         assert asyncio.get_running_loop() is here
         assert threading.current_thread() is threading.main_thread()
         await seen.put(document.id)
         await others.wait()
         return await ask(document, generate)
 
-    async def other() -> list[str]:
+    async def other():
         found = [await seen.get() for _ in range(4)]
         others.set()
         return found
@@ -72,10 +67,10 @@ async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path:
     assert len(outputs(tmp_path)) == 2
 
 
-async def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
+async def test_several_ranks_run_on_one_loop_at_once(tmp_path):
     both = asyncio.Barrier(2)
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         await both.wait()
         return await ask(document, generate)
 
@@ -89,12 +84,10 @@ async def test_several_ranks_run_on_one_loop_at_once(tmp_path: Path) -> None:
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 
-async def test_a_failure_is_raised_and_the_same_call_resumes(
-    tmp_path: Path, server: FakeServer
-) -> None:
+async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path, server):
     fails = [True]
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         result = await ask(document, generate)
         if document.id == "id 3" and fails:
             raise RuntimeError(f"not yet {fails.pop()}")
@@ -109,7 +102,7 @@ async def test_a_failure_is_raised_and_the_same_call_resumes(
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 6
 
 
-async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path) -> None:
+async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path):
     with FakeServer(hold_after=2) as server:
         step = runner(
             tmp_path, server, config={"max_concurrent_generations": 3}, drain_seconds=3600
@@ -127,9 +120,7 @@ async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path: Path
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 9
 
 
-async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(
-    tmp_path: Path, log: list[str]
-) -> None:
+async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path, log):
     with FakeServer(hold_after=4) as server:
         step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
         running = asyncio.create_task(step.run_async(documents(5)))
@@ -152,15 +143,13 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
 
-def test_run_and_the_executors_run_are_refused_inside_a_running_loop(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path, server):
     """As in a notebook's cell.
 
     A coroutine that nobody awaits would be a warning, and so an error here.
     """
 
-    async def main(run: Callable[[], object]) -> None:
+    async def main(run):
         with pytest.raises(ConfigError, match=r"await runner.run_async\("):
             run()
 
@@ -173,10 +162,10 @@ def test_run_and_the_executors_run_are_refused_inside_a_running_loop(
     assert not server.payloads
 
 
-async def test_a_second_call_for_a_rank_names_this_process(tmp_path: Path) -> None:
+async def test_a_second_call_for_a_rank_names_this_process(tmp_path):
     asked, go_on = asyncio.Event(), asyncio.Event()
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         asked.set()
         await go_on.wait()
         return await ask(document, generate)

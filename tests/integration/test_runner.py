@@ -50,12 +50,12 @@ async def until_journaled(folder: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> None:
+def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path):
     """Thousands are in flight, and a server may take minutes for each."""
     number, size = 20, 100_000
     taken: list[int] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == f"id {number}":
             await until_async(lambda: server.asked.total() >= number)
             ours = [
@@ -79,8 +79,8 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     code = (
         "import pyarrow\n"
         "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
@@ -92,7 +92,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
         "print(pyarrow.default_memory_pool().backend_name)\n"
     )
 
-    def pools(**chosen: str) -> list[str]:
+    def pools(**chosen):
         environment = {
             name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"
         }
@@ -109,9 +109,7 @@ def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_c
 
 
 @pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
-def test_one_file_per_chunk_holds_the_documents_in_input_order(
-    tmp_path: Path, server: FakeServer, number: int, chunks: list[int]
-) -> None:
+def test_one_file_per_chunk_holds_the_documents_in_input_order(tmp_path, server, number, chunks):
     runner(tmp_path, server).run(documents(number))
     assert ids(tmp_path) == [f"id {index}" for index in range(number)]
     names = [f"00000_chunk_{index:05d}.jsonl" for index in range(len(chunks))]
@@ -119,9 +117,7 @@ def test_one_file_per_chunk_holds_the_documents_in_input_order(
     assert [len((tmp_path / "output" / name).read_text().splitlines()) for name in names] == chunks
 
 
-def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path, server):
     runner(tmp_path, server).run(documents(5))
     assert sorted(outputs(tmp_path / "checkpoints")) == [
         "00000/commits.jsonl",
@@ -137,9 +133,7 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(
     assert not [path for path in (tmp_path / "output").iterdir() if path.name.startswith(".")]
 
 
-def test_one_chunk_may_go_to_several_files_named_by_metadata(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_one_chunk_may_go_to_several_files_named_by_metadata(tmp_path, server):
     output = JsonlWriter(
         str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl", compression=None
     )
@@ -158,12 +152,10 @@ def test_one_chunk_may_go_to_several_files_named_by_metadata(
 # rollouts ----------------------------------------------------------------------------------------
 
 
-def test_results_of_several_rollouts_are_listed_and_none_is_left_out(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, server):
     turns: list[int] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         turns.append(len(turns))
         return {"turn": 1} if document.id == "id 0" and len(turns) == 1 else None
 
@@ -191,24 +183,22 @@ def as_manager() -> Iterator[dict[str, str]]:
         (None, "default"),
     ],
 )
-def test_shared_context_reaches_the_rollout_in_all_its_forms(
-    tmp_path: Path, server: FakeServer, context: Any, word: str
-) -> None:
-    async def rollout(document: Document, generate: Any, word: str = "default") -> str:
+def test_shared_context_reaches_the_rollout_in_all_its_forms(tmp_path, server, context, word):
+    async def rollout(document, generate, word="default"):
         return word
 
     runner(tmp_path, server, rollout, shared_context=context).run(documents(1))
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [word]
 
 
-def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
+def test_two_documents_with_one_id_are_two_documents(tmp_path):
     """They may even be equal: each keeps its own sample, also when the answers are all that was
     saved of them.
     """
     drawn: dict[int, str] = {}
     fail = [True]
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         result = await ask(document, generate)
         number = document.metadata["number"]
         assert drawn.setdefault(number, result.text) == result.text
@@ -232,16 +222,16 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path: Path) -> None:
     ]
 
 
-def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path: Path) -> None:
+def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_path):
     drawn: list[str] = []
 
-    def answer(payload: dict[str, Any], times: int) -> str:
+    def answer(payload, times):
         drawn.append(f"sample {len(drawn)}")
         return drawn[-1]
 
     fail = [True]
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         payload = {"messages": [{"role": "user", "content": document.text}], "temperature": 1.0}
         texts = [(await generate(payload)).text for _ in range(3)]
         if fail[0]:
@@ -263,7 +253,7 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
 # errors a rollout sees, and what becomes of its document -----------------------------------------
 
 
-def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path) -> None:
+def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path):
     bad = ["text 1"]
     in_turn = {"max_concurrent_generations": 1}  # the rejection cuts no other request off
     with FakeServer(status=rejects(bad)) as server:
@@ -281,8 +271,8 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path: Path)
 
 
 def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     one_by_one = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
     with FakeServer(status=rejects(["text 0"])) as server:
         step = runner(tmp_path, server, skip_bad_requests=True, config=one_by_one)
@@ -291,12 +281,12 @@ def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted
 
 
 def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     fail = [True]
     turns = iter(range(100))
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         turn = next(turns)
         result = await generate({"messages": [{"role": "user", "content": f"rollout {turn % 2}"}]})
         if fail[0] and turn % 2:
@@ -316,10 +306,8 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 # values ------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_without_a_return_is_told_of_it(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
-    async def forgets(document: Document, generate: Any) -> None:
+def test_a_rollout_without_a_return_is_told_of_it(tmp_path, server, log):
+    async def forgets(document, generate):
         await ask(document, generate)
 
     runner(tmp_path, server, forgets, records_per_chunk=1000).run(documents(120))
@@ -332,7 +320,7 @@ def test_a_rollout_without_a_return_is_told_of_it(
 # datatrove ---------------------------------------------------------------------------------------
 
 
-def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: FakeServer) -> None:
+def test_one_step_object_runs_several_ranks_in_turn(tmp_path, server):
     step = runner(tmp_path, server)
     texts = [[f"first of {rank}", f"second of {rank}", "one of each rank"] for rank in range(3)]
     for rank in range(3):
@@ -347,16 +335,14 @@ def test_one_step_object_runs_several_ranks_in_turn(tmp_path: Path, server: Fake
 
 
 @pytest.mark.slow
-def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path, server):
     class Marked(str):
         """A str that can be asked whether it is still there."""
 
     alive: weakref.WeakSet[Marked] = weakref.WeakSet()
     most = 0
 
-    def marked() -> Iterator[Document]:
+    def marked():
         nonlocal most
         for index in range(600):
             mark = Marked(index)
@@ -368,7 +354,7 @@ def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(
     tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
     most_tasks = 0
 
-    async def ask_and_count(document: Document, generate: Any) -> Any:
+    async def ask_and_count(document, generate):
         nonlocal most_tasks
         tasks.add(asyncio.current_task())
         most_tasks = max(most_tasks, len(tasks))
@@ -388,9 +374,7 @@ def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(
 # without checkpoints -----------------------------------------------------------------------------
 
 
-def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path, server):
     output = JsonlWriter(str(tmp_path / "output"), "${rank}.jsonl", compression=None)
     for number in (7, 5):  # started again, it starts over
         InferenceRunner(ask, config(server), output).run(documents(number))
@@ -404,9 +388,7 @@ def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
 @pytest.mark.parametrize(
     ("template", "message"), [("${rank}.jsonl", "chunk_index"), ("out_${chunk_index}.jsonl", None)]
 )
-def test_a_template_that_would_lose_data_is_refused(
-    tmp_path: Path, server: FakeServer, template: str, message: str | None
-) -> None:
+def test_a_template_that_would_lose_data_is_refused(tmp_path, server, template, message):
     output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     if message:
         with pytest.raises(ConfigError, match=message):
@@ -441,8 +423,8 @@ async def ask_with_prompt(document: Document, generate: Any) -> Any:
     ],
 )
 def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
-    tmp_path: Path, server: FakeServer, change: dict[str, Any], field: str
-) -> None:
+    tmp_path, server, change, field
+):
     runner(tmp_path, server, ask_with_prompt).run(documents(3))
     before = outputs(tmp_path)
     changed = {"rollout": ask_with_prompt, **change}
@@ -454,7 +436,7 @@ def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
     assert after == before
 
 
-def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch):
     config = InferenceConfig(
         "endpoint", "fake", endpoint_url=["${MY_URL}", "${MY_URL}/v2", " http://h/v1 "]
     )
@@ -478,9 +460,7 @@ def test_a_whole_endpoint_url_comes_from_the_environment(monkeypatch: pytest.Mon
         ("${MY_URL}me:hush@host", "use api_key_env"),
     ],
 )
-def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(
-    url: str, cause: str
-) -> None:
+def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url, cause):
     with pytest.raises(ConfigError, match=cause) as refused:
         InferenceConfig("endpoint", "fake", endpoint_url=url)
     assert "hush" not in str(refused.value)
@@ -489,16 +469,14 @@ def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(
 @pytest.mark.parametrize(
     ("server_type", "value"), [("vllm", True), ("dummy", True), ("endpoint", "false")]
 )
-def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(
-    server_type: Any, value: Any
-) -> None:
+def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(server_type, value):
     with pytest.raises(ConfigError, match="accept_null_finish_reason: "):
         InferenceConfig(server_type, "m", endpoint_url="http://h", accept_null_finish_reason=value)
 
 
 def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     url = "http://127.0.0.1:1/?api-version=2024-10-21&code=${MY_CODE}"
     config = InferenceConfig("endpoint", "fake", endpoint_url=url)
     assert config.endpoint_url == url
@@ -513,7 +491,7 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
     assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
 
 
-def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> None:
+def test_an_accepted_change_is_recorded(tmp_path, server):
     runner(tmp_path, server).run(documents(2))
     runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(
         documents(3)
@@ -527,7 +505,7 @@ def test_an_accepted_change_is_recorded(tmp_path: Path, server: FakeServer) -> N
     ]
 
 
-def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeServer) -> None:
+def test_what_cannot_change_an_answer_may_change(tmp_path, server):
     runner(tmp_path, server).run(documents(2))
     changes = {
         "max_concurrent_generations": 3,
@@ -542,12 +520,10 @@ def test_what_cannot_change_an_answer_may_change(tmp_path: Path, server: FakeSer
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("change", ["another text", "shorter", "another metadata"])
-def test_an_input_that_changed_under_finished_documents_is_refused(
-    tmp_path: Path, server: FakeServer, change: str
-) -> None:
+def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, server, change):
     bad = ["id 4"]
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id in bad:
             await until_journaled(tmp_path, 4)
             raise RuntimeError("as asked")

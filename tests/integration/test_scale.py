@@ -11,7 +11,6 @@ import shutil
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,6 @@ from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
-from tests.commands import Command
 from tests.jobs import documents, runner
 from tests.rank_folders import place_at
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -32,16 +30,14 @@ LISTINGS = 4  # at most, whatever the number of ranks
 
 
 @pytest.mark.slow
-def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(tmp_path, server, monkeypatch):
     for rank in range(RANKS):
         runner(tmp_path, server).run(documents(3), rank, RANKS)
     checkpoints = tmp_path / "checkpoints"
     listed: list[str] = []
     scandir, listdir = os.scandir, os.listdir
 
-    def note(path: str | Path) -> bool:
+    def note(path):
         listed.extend(["it"] * (Path(path) == checkpoints))
         return True
 
@@ -57,8 +53,8 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(
 
 
 def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_owner_and_twice_after_it(
-    here: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    here, command, monkeypatch
+):
     """None of them may trust what was there before. The reads of the fence, which guard what
     follows, are not counted.
 
@@ -68,7 +64,7 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
     reads: Counter[str] = Counter()
     plain_open = open
 
-    def count(path: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+    def count(path, mode="r", *given, **named):
         opened = plain_open(path, mode, *given, **named)  # a file that is missing is not read
         codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
         if mode in ("r", "rb") and Fence.check.__code__ not in codes:
@@ -94,8 +90,8 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
 @pytest.mark.timeout(1800)
 @pytest.mark.real_process
 def test_ten_thousand_ranks_take_ten_times_as_long_as_a_thousand_and_little_memory(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Four chunks each, of the 83 in docs/internals/scale.md.
 
     Quadratic work would take a hundred times as long.

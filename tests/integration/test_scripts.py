@@ -64,8 +64,8 @@ def total(folder: Path, name: str) -> float:
 
 @pytest.mark.slow
 def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpoint_rejects(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     pytest.importorskip("datasets")
     with FakeServer(
         status=lambda payload, times: (
@@ -99,10 +99,10 @@ def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpo
         assert total(tmp_path / "out" / name, "inference_time") > 0
 
 
-def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path: Path) -> None:
+def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path):
     said = run_script("parts.py", tmp_path, str(tmp_path / "out"))
 
-    def results(name: str) -> list[Any]:
+    def results(name):
         files = sorted((tmp_path / "out" / name).glob("*.jsonl"))
         lines = [line for path in files for line in path.read_text().splitlines()]
         return [json.loads(line)["metadata"]["rollout_results"] for line in lines]

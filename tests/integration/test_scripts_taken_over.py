@@ -17,7 +17,6 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.commands import Command
 from tests.datatrove_job import write_input
 from tests.jobs import rejects, runner
 
@@ -36,7 +35,7 @@ def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
     return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=str(logs))
 
 
-def test_the_calls_of_an_executor_do_what_the_commands_do(here: Path) -> None:
+def test_the_calls_of_an_executor_do_what_the_commands_do(here):
     write_input(here, 9, 9)
     with FakeServer(status=rejects(["text 16"], 401)) as one:
         slow = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
@@ -93,9 +92,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_of_classes_takes_over_what_datatroves_has_finished(
-    here: Path, command: Command
-) -> None:
+def test_a_script_of_classes_takes_over_what_datatroves_has_finished(here, command):
     shutil.copytree(SCRIPTS.parent / "datatrove_0_9_0", here, dirs_exist_ok=True)
     with FakeServer() as server:
         (here / "job.py").write_text(OF_CLASSES.replace("URL", server.url))

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -79,7 +79,7 @@ def _slots(value: object) -> dict[str, object]:
 
 
 @pytest.fixture
-def said() -> Iterator[list[str]]:
+def said():
     lines: list[str] = []
     handler = logger.add(
         lambda line: lines.append(str(line)), diagnose=True, backtrace=True, level=0
@@ -89,7 +89,7 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment(monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.inference.servers.endpoints._PROBE_TIMEOUT", 0.3)  # seconds
     monkeypatch.setenv("KEY_OF_TEST", KEY)
     monkeypatch.setenv("CODE", quote(CODE, safe=""))
@@ -224,9 +224,7 @@ def forms() -> set[str]:
         pytest.param(start, False, marks=pytest.mark.slow),
     ],
 )
-async def test_no_failure_shows_a_secret(
-    act: Callable[[InferenceConfig], Any], layer: str, user: bool, said: list[str]
-) -> None:
+async def test_no_failure_shows_a_secret(act, layer, user, said):
     try:
         async with endpoint(layer, user) as config:
             await act(config)
@@ -238,7 +236,7 @@ async def test_no_failure_shows_a_secret(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
-async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user: bool, said: list[str]) -> None:
+async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user, said):
     with pytest.raises(TimeoutError) as caught:
         async with endpoint("silent", user) as config:
             await complete_with_a_timeout_of_the_rollout(config)
@@ -256,15 +254,13 @@ def _files(error: BaseException | None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("over", ["plain", "aiohttp"])
-def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
-    over: str, said: list[str]
-) -> None:
-    async def play() -> None:
+def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over, said):
+    async def play():
         async with endpoint("silent", over == "aiohttp") as config:
             asyncio.get_running_loop().call_later(0.05, interrupt)
             await complete(config)
 
-    def interrupt() -> None:
+    def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -272,9 +268,7 @@ def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(
     check(caught.value, said)
 
 
-async def test_a_proxy_with_a_password_is_not_shown(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_proxy_with_a_password_is_not_shown(said, monkeypatch):
     monkeypatch.setenv(
         "http_proxy", f"http://me:{quote(PASSWORD, safe='')}@127.0.0.1:{refusing_port()}"
     )
@@ -287,7 +281,7 @@ async def test_a_proxy_with_a_password_is_not_shown(
 @pytest.mark.parametrize(
     "where", ["http://%s@h:1", "http://%s/x@h", "%s@h/x", "http://h/?code=%s", "http://h/?%s"]
 )
-def test_a_url_with_a_secret_is_refused_and_not_shown(where: str) -> None:
+def test_a_url_with_a_secret_is_refused_and_not_shown(where):
     with pytest.raises(ConfigError) as caught:
         InferenceConfig("endpoint", "m", endpoint_url=where % PASSWORD)
     assert PASSWORD not in str(caught.value)
@@ -302,9 +296,7 @@ NO_AUTHORITY = {
 
 # By their names: loguru also shows the frames of pytest, which hold the parameters.
 @pytest.mark.parametrize("kind", NO_AUTHORITY)
-def test_a_url_that_is_none_is_named_by_its_variable(
-    kind: str, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_url_that_is_none_is_named_by_its_variable(kind, said, monkeypatch):
     monkeypatch.setenv("AUTHORITY", NO_AUTHORITY[kind])
     with pytest.raises(ConfigError, match=r"http://\$\{AUTHORITY\} is not a URL") as caught:
         asyncio.run(start(InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}")))
@@ -316,9 +308,7 @@ def test_a_url_that_is_none_is_named_by_its_variable(
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\nX: y", "\x7f", " "])
-def test_a_key_that_is_no_header_is_refused(
-    end: str, said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_that_is_no_header_is_refused(end, said, monkeypatch):
     monkeypatch.setenv("KEY_OF_TEST", KEY + end)
     config = InferenceConfig("endpoint", "m", endpoint_url="http://h", api_key_env="KEY_OF_TEST")
     with pytest.raises(
@@ -328,7 +318,7 @@ def test_a_key_that_is_no_header_is_refused(
     check(caught.value, said)
 
 
-async def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
+async def test_a_body_that_repeats_the_key_is_kept_without_it():
     async with endpoint("400", False) as config:
         with pytest.raises(RequestRejected) as caught:
             await complete(config)
@@ -340,7 +330,7 @@ async def test_a_body_that_repeats_the_key_is_kept_without_it() -> None:
     assert not any(secret in error.body for secret in (KEY, CODE))
 
 
-async def test_aiohttp_is_called_with_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_aiohttp_is_called_with_what_it_needs(monkeypatch):
     async with serving(answer(http(200, chat()))) as (server, base):
         monkeypatch.setenv("AUTHORITY", f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}")
         await complete(
@@ -365,7 +355,7 @@ except OSError:
 """
 
 
-def test_a_failure_of_the_hub_does_not_show_its_token() -> None:
+def test_a_failure_of_the_hub_does_not_show_its_token():
     environment = {
         **os.environ,
         "HF_ENDPOINT": f"http://127.0.0.1:{refusing_port()}",

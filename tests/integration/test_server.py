@@ -28,7 +28,7 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.testing import FakeServer
 from tests.clients import client_of
 from tests.jobs import make_server, started_server
-from tests.patience import ChangePolicy, Patience
+from tests.patience import Patience
 from tests.processes import is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -74,7 +74,7 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _in_tmp_path(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RELAUNCH", first=0.0)
 
@@ -128,7 +128,7 @@ async def failed_start(config: InferenceConfig) -> str:
     return str(caught.value)
 
 
-async def test_a_dummy_server_starts_answers_and_stops() -> None:
+async def test_a_dummy_server_starts_answers_and_stops():
     config = dummy(server_log_folder="logs/deep")
     async with started_server(config, 7) as running:
         async with client_of(config, [running.url], running.api_key) as client:
@@ -143,7 +143,7 @@ async def test_a_dummy_server_starts_answers_and_stops() -> None:
     await running.stop()  # harmless
 
 
-async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> None:
+async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log():
     running = InferenceServer(custom(SERVER, server_log_folder="logs"), 0)
     keys = []
     for _ in range(2):
@@ -158,7 +158,7 @@ async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log() -> 
 @linux_only
 @pytest.mark.matrix
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool) -> None:
+def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn):
     custom(SERVER)
     code = (
         RUNNER.replace('"family": True', '"family": True, "stubborn": True') if stubborn else RUNNER
@@ -171,7 +171,7 @@ def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn: bool
 
 
 @linux_only
-async def test_a_killed_guardian_leaves_no_server() -> None:
+async def test_a_killed_guardian_leaves_no_server():
     running = InferenceServer(custom(SERVER, {"family": True, "helper": True}), 0)
     await running.start()
     guardian_pid, engine, _hidden = family()
@@ -184,14 +184,14 @@ async def test_a_killed_guardian_leaves_no_server() -> None:
 
 
 @pytest.mark.matrix
-def test_a_server_passes_from_one_event_loop_to_the_next() -> None:
-    async def start_and_watch() -> None:
+def test_a_server_passes_from_one_event_loop_to_the_next():
+    async def start_and_watch():
         await running.start()
         for _ in range(2):  # both wait for the same process
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.gather(running.watch(), running.watch()), 0.05)
 
-    async def kill_and_watch() -> None:
+    async def kill_and_watch():
         watches = [asyncio.create_task(running.watch()) for _ in range(2)]
         await asyncio.sleep(0)
         os.kill(family()[1], signal.SIGKILL)
@@ -206,7 +206,7 @@ def test_a_server_passes_from_one_event_loop_to_the_next() -> None:
 
 
 @linux_only
-async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed() -> None:
+async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed():
     flags = {"family": True, "stubborn": True}
     running = InferenceServer(custom(SERVER, flags, server_stop_timeout_sec=0.3), 0)
     await running.start()
@@ -218,7 +218,7 @@ async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed()
 
 @pytest.mark.slow
 @linux_only
-async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
+async def test_signals_to_the_whole_job_do_not_end_the_guardian():
     async with started_server(custom(SERVER, {"family": True}), 0) as running:
         guardian_pid, engine, _ = family()
         for number in (
@@ -235,7 +235,7 @@ async def test_signals_to_the_whole_job_do_not_end_the_guardian() -> None:
             await asyncio.wait_for(running.watch(), 0.3)
 
 
-async def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
+async def test_a_script_that_exits_at_once_fails_at_once_with_its_log():
     config = custom(
         "import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2
     )
@@ -246,13 +246,13 @@ async def test_a_script_that_exits_at_once_fails_at_once_with_its_log() -> None:
         assert words in text
 
 
-async def test_a_failed_start_is_tried_again() -> None:
+async def test_a_failed_start_is_tried_again():
     script = "import pathlib, sys\nif not pathlib.Path('once').exists(): pathlib.Path('once').touch(); sys.exit(3)\n"
     async with started_server(custom(script + SERVER, server_start_max_retries=1), 0):
         pass
 
 
-def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
+def test_a_start_with_a_permanent_cause_is_not_tried_again():
     script = "open('runs', 'a').write('x')\nimport no_such_module"
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
     assert "'no_such_module' is missing. Run: pip install no_such_module" in text
@@ -260,7 +260,7 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None:
+def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm():
     argv = [
         sys.executable,
         "-I",
@@ -278,7 +278,7 @@ def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm() -> None
 
 
 @linux_only
-async def test_a_cancelled_start_leaves_nothing() -> None:
+async def test_a_cancelled_start_leaves_nothing():
     script = "import os, time; open('pids', 'w').write(f'{os.getppid()} {os.getpid()}')\n"
     script += "time.sleep(600)"
     os.mkfifo("pids")
@@ -294,8 +294,8 @@ async def test_a_cancelled_start_leaves_nothing() -> None:
 
 
 def test_a_port_is_not_chosen_again_before_its_server_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     first, second = server.free_port(), server.free_port()
     chosen = iter([first, first, second])
     monkeypatch.setattr(server, "_last_ports", deque())
@@ -304,12 +304,12 @@ def test_a_port_is_not_chosen_again_before_its_server_listens(
 
 
 @pytest.mark.slow
-def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1], server.free_port()])
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
 
-        async def play() -> None:
+        async def play():
             async with started_server(dummy(server_start_max_retries=1), 0) as running:
                 assert running.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
 
@@ -317,9 +317,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch: pytest.Monkey
 
 
 @linux_only
-async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere() -> (
-    None
-):
+async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_key_is_nowhere():
     script = SERVER + "\n"
     script = script.replace(
         'print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"'
@@ -344,7 +342,7 @@ def plain(backend: InferenceServer) -> str:
     return backend.api_key.reveal()
 
 
-async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
+async def test_an_endpoint_that_refuses_the_key_is_refused_at_once():
     async with started_server(dummy(), 0) as backend:
         config = InferenceConfig("endpoint", "m", endpoint_url=backend.url, api_key="wrong")
         with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
@@ -352,7 +350,7 @@ async def test_an_endpoint_that_refuses_the_key_is_refused_at_once() -> None:
 
 
 @pytest.mark.slow
-async def test_one_endpoint_of_two_is_enough() -> None:
+async def test_one_endpoint_of_two_is_enough():
     async with started_server(dummy(), 0) as backend:
         gone = f"http://127.0.0.1:{server.free_port()}"
         urls = [gone, backend.url]
@@ -361,8 +359,8 @@ async def test_one_endpoint_of_two_is_enough() -> None:
             assert [str(url) for url in running.urls] == urls
 
 
-async def test_a_gateway_without_v1_models_is_good_enough() -> None:
-    async def not_found(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_gateway_without_v1_models_is_good_enough():
+    async def not_found(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         writer.close()
@@ -374,7 +372,7 @@ async def test_a_gateway_without_v1_models_is_good_enough() -> None:
 
 
 @linux_only
-def test_the_process_table_survives_names_with_parentheses() -> None:
+def test_the_process_table_survives_names_with_parentheses():
     script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -387,7 +385,7 @@ def test_the_process_table_survives_names_with_parentheses() -> None:
         child.communicate()
 
 
-def test_the_guardian_imports_nothing_of_ours() -> None:
+def test_the_guardian_imports_nothing_of_ours():
     code = (
         "import json, runpy, sys; runpy.run_path(sys.argv[1]); print(json.dumps(list(sys.modules)))"
     )
@@ -498,7 +496,7 @@ TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); s
 @linux_only
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["break", "answer", "raise", "no start"])
-def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: str) -> None:
+def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case):
     Path("script.py").write_text(TELLTALE)
     custom = {"server_type": "custom", "model_kwargs": {"server_script": "script.py"}}
     code = WholeJob(case, {**DUMMY, **(custom if case == "no start" else {})}).run()
@@ -517,7 +515,7 @@ def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case: st
     ("given", "case"),
     [("api_key", "break"), ("api_key_env", "break"), ("api_key", "answer"), ("api_key", "refused")],
 )
-def test_the_key_of_an_endpoint_is_in_no_file(given: str, case: str) -> None:
+def test_the_key_of_an_endpoint_is_in_no_file(given, case):
     with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:
         settings = {
             "server_type": "endpoint",

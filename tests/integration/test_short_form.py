@@ -37,8 +37,6 @@ from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command
-from tests.patience import ChangePolicy
 
 JOB = {
     "run_folder": "runs/x",
@@ -51,7 +49,7 @@ ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -59,13 +57,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def listings(monkeypatch):
     """The folders that were listed."""
     found: list[str] = []
     for name in ("list_files", "find", "glob"):
         listed = getattr(DataFolder, name)
 
-        def noted(folder: DataFolder, *given: Any, _listed: Any = listed, **options: Any) -> Any:
+        def noted(folder, *given, _listed=listed, **options):
             found.append(folder.path)
             return _listed(folder, *given, **options)
 
@@ -86,7 +84,7 @@ def expanded(*overrides: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-def test_every_setting_goes_where_it_belongs() -> None:
+def test_every_setting_goes_where_it_belongs():
     found = expanded(
         "--limit=2",
         "--max-tokens=60",
@@ -129,7 +127,7 @@ def test_every_setting_goes_where_it_belongs() -> None:
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
 )
-def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[str, Any]) -> None:
+def test_the_reader_is_told_by_looking(given, reader, arguments):
     for name in (
         "zipped/a.jsonl.gz",
         "tables/deep/a.parquet",
@@ -217,7 +215,7 @@ def test_the_reader_is_told_by_looking(given: str, reader: str, arguments: dict[
         ({"task": "classify", "dimensions": 5}, 'unknown key "dimensions"'),
     ],
 )
-def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_one_line(settings, message):
     strays = (
         "both/a.jsonl",
         "both/b.json",
@@ -241,7 +239,7 @@ def test_what_cannot_work_is_one_line(settings: dict[str, Any], message: str) ->
     assert "\n" not in str(refused.value)
 
 
-def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_follows_the_machine(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = expanded(endpoint=None, model="o/m")["runner"]["config"]
     assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
@@ -257,7 +255,7 @@ def test_the_engine_follows_the_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert "replicas" not in expanded("--tp=2", endpoint=None)["runner"]["config"]
 
 
-def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
+def test_a_ready_made_rollout_takes_its_settings_by_name():
     found = expanded("--max-chars-per-part=100", rollout="ChunkedRollout")["runner"]["rollout_fn"]
     assert found == {
         "class_path": "ChunkedRollout",
@@ -269,7 +267,7 @@ def test_a_ready_made_rollout_takes_its_settings_by_name() -> None:
 # tasks -------------------------------------------------------------------------------------------
 
 
-def test_a_task_is_a_rollout_and_vectors_go_into_columns() -> None:
+def test_a_task_is_a_rollout_and_vectors_go_into_columns():
     found = expanded("--normalize=true", prompt=None, task="embed")["runner"]
     arguments = {"column": "embedding", "normalize": True}
     assert found["rollout_fn"] == {"class_path": "EmbedRollout", "init_args": arguments}
@@ -293,9 +291,7 @@ def test_a_task_is_a_rollout_and_vectors_go_into_columns() -> None:
         ("embed", "llamacpp", {"pooling_type": "cls"}, {"embedding": True, "pooling_type": "cls"}),
     ],
 )
-def test_a_server_that_is_started_for_a_task_gets_its_flags(
-    task: str, server_type: str, given: dict[str, Any], flags: dict[str, Any]
-) -> None:
+def test_a_server_that_is_started_for_a_task_gets_its_flags(task, server_type, given, flags):
     settings = {
         "prompt": None,
         "endpoint": None,
@@ -306,8 +302,8 @@ def test_a_server_that_is_started_for_a_task_gets_its_flags(
     assert expanded(**settings)["runner"]["config"]["model_kwargs"] == flags
 
 
-def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command: Command) -> None:
-    def answer(payload: dict[str, Any]) -> dict[str, Any]:
+def test_embeddings_are_tried_run_resumed_and_shown(server, command):
+    def answer(payload):
         return {
             "data": [{"index": 0, "embedding": [0.25, -1.0, 3.0, 4.0, 5.0]}],
             "usage": {"prompt_tokens": 2},
@@ -359,9 +355,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server: FakeServer, command:
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_cannot_be_are_one_line(flags, message, capsys):
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
     code: object = 0
     try:
@@ -372,7 +366,7 @@ def test_flags_that_cannot_be_are_one_line(
     assert message in capsys.readouterr().err
 
 
-def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text() -> None:
+def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text():
     found = expanded(
         "--stop=###",
         "--system-prompt=# You judge",
@@ -398,7 +392,7 @@ NAMED = [
 
 
 @pytest.mark.parametrize("given", NAMED)
-def test_what_its_name_tells_is_not_listed(given: str, listings: list[str]) -> None:
+def test_what_its_name_tells_is_not_listed(given, listings):
     expanded(input=given, tasks=3)
     with FakeServer() as server:
         expanded(input=given, slurm={"partition": "gpu"}, tasks=3, endpoint=server.url)
@@ -406,9 +400,7 @@ def test_what_its_name_tells_is_not_listed(given: str, listings: list[str]) -> N
 
 
 @pytest.mark.parametrize("given", ["documents", *NAMED])
-def test_a_run_is_looked_at_without_its_input(
-    given: str, listings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_looked_at_without_its_input(given, listings, capsys):
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert main(["run", "job.yaml"]) == 0
@@ -422,10 +414,8 @@ def test_a_run_is_looked_at_without_its_input(
     assert [path for path in listings if "runs/x" not in path] == []
 
 
-def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
-    listings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def count(job: str) -> int:
+def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(listings, capsys):
+    def count(job):
         listings.clear()
         assert main(["run", job]) == 0
         return sum(path.endswith("/documents") for path in listings)
@@ -440,7 +430,7 @@ def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(
         assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
 
 
-def test_each_file_is_a_task_here_if_that_is_worth_it() -> None:
+def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):
         with Path(f"documents/{number}.jsonl").open("w") as file:
@@ -458,7 +448,7 @@ def test_each_file_is_a_task_here_if_that_is_worth_it() -> None:
     assert expanded()["tasks"] == 100
 
 
-def test_a_run_that_has_begun_keeps_its_tasks_though_files_come() -> None:
+def test_a_run_that_has_begun_keeps_its_tasks_though_files_come():
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert main(["run", "job.yaml"]) == 0
@@ -468,7 +458,7 @@ def test_a_run_that_has_begun_keeps_its_tasks_though_files_come() -> None:
         assert expanded(endpoint=server.url)["tasks"] == 1
 
 
-def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_gets_a_task_for_each_file(capsys):
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
     found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
@@ -484,8 +474,8 @@ def test_slurm_gets_a_task_for_each_file(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    capfd,
+):
     Path("prompt.txt").write_text("Say {text}")
     with FakeServer() as server:
         command = [
@@ -515,9 +505,7 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(
 
 
 @pytest.mark.parametrize("inner", ["output", "checkpoints", "logs", "output/more"])
-def test_a_run_folder_inside_another_run_is_refused_at_the_start(
-    inner: str, folder: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_run_folder_inside_another_run_is_refused_at_the_start(inner, folder, server, command):
     job = [
         "run",
         "--input",
@@ -542,8 +530,8 @@ def test_a_run_folder_inside_another_run_is_refused_at_the_start(
 
 
 def test_names_of_the_short_form_are_refused_for_a_long_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     Path("long.yaml").write_text("executor: {}")
     assert main(["run", "long.yaml", "--model", "m"]) == 2
     assert "--model: long.yaml is in the long form" in capsys.readouterr().err
@@ -558,7 +546,7 @@ LONG = re.compile(
 
 
 @pytest.fixture
-def job(server: FakeServer) -> dict[str, Any]:
+def job(server):
     """job.yaml, whose run is finished."""
     job = {**JOB, "endpoint": server.url, "model": "fake"}
     Path("job.yaml").write_text(yaml.safe_dump(job))
@@ -587,9 +575,7 @@ def job(server: FakeServer) -> dict[str, Any]:
         ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
     ],
 )
-def test_a_refusal_names_what_the_user_has_written(
-    job: dict[str, Any], command: Command, flag: str, said: str
-) -> None:
+def test_a_refusal_names_what_the_user_has_written(job, command, flag, said):
     for name in ("run", "doctor"):
         printed = command(name, "job.yaml", flag, code=None)
         told = printed.error if "error: " in printed.err else printed.out
@@ -629,8 +615,8 @@ DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_comma
 
 @pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
 def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(
-    door: Door,
-) -> None:
+    door,
+):
     every = " of ".join(SETTINGS)
     path = every.replace(" ", "_")
     cause = KeyError(every)
@@ -683,9 +669,7 @@ def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_i
     ],
     ids=["Python", "run", "long", "short"],
 )
-def test_each_door_says_what_helps_in_its_own_way(
-    door: Door, words: str, setting: str, tasks: str, over: str
-) -> None:
+def test_each_door_says_what_helps_in_its_own_way(door, words, setting, tasks, over):
     again = "retry_dead_letters=True"
     if door.is_command:
         again = "--retry-dead-letters"
@@ -703,7 +687,7 @@ def test_each_door_says_what_helps_in_its_own_way(
         assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
 
 
-def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
+def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks():
     with entered(
         Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")
     ):
@@ -721,9 +705,7 @@ def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks() -> None:
 @pytest.mark.parametrize(
     "name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"]
 )
-def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(
-    folder: Path, command: Command, name: str
-) -> None:
+def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder, command, name):
     job = {"prompt": "Say {text}", "model": "m", "endpoint": "http://x", "run_folder": "runs/y"}
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in job.items()]
     said = command("run", f"--input={name}/missing.jsonl", *flags, code=2).error
@@ -734,12 +716,12 @@ def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_rollout_has_raised_is_quoted_word_for_word(
-    folder: Path,
-    server: FakeServer,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-) -> None:
+    folder,
+    server,
+    command,
+    monkeypatch,
+    workers,
+):
     raised = " of ".join(SETTINGS)
     Path("raises_names.py").write_text(
         f"async def ask(document, generate):\n    raise ValueError({raised!r})\n"
@@ -752,14 +734,14 @@ def test_what_a_rollout_has_raised_is_quoted_word_for_word(
     assert f"failed: ValueError: {raised}, in raises_names.py, line 2 (ask)" in said
 
 
-def test_a_moved_run_folder_goes_on(job: dict[str, Any], command: Command) -> None:
+def test_a_moved_run_folder_goes_on(job, command):
     Path("runs/x").rename("runs/my x")
     moved = ["job.yaml", "--run-folder=runs/my x"]
     assert "3 of 3 documents" in command("run", *moved)
     command("verify", "runs/my x", "--full")
 
 
-def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
+def test_python_names_what_to_pass_and_starts_over(job):
     assert datatrove_ckpt.run(**job).is_dir()
     with pytest.raises(CheckpointMismatch) as refused:
         datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
@@ -778,9 +760,7 @@ def test_python_names_what_to_pass_and_starts_over(job: dict[str, Any]) -> None:
     assert {*outputs(Path("runs/x/output"))} == {*outputs(Path("runs/x.1/output"))}
 
 
-def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(
-    job: dict[str, Any], command: Command
-) -> None:
+def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command):
     changed = ["job.yaml", "--prompt=Tell {text}"]
     said = command("run", *changed, code=1).err
     assert said.endswith(
@@ -796,11 +776,11 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(
 
 @pytest.mark.parametrize("setting", ["prompt=Say {txt}", "prompt_column=txt"])
 def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
-    setting: str, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    setting, command, monkeypatch
+):
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
 
-    def lend(*arguments: object) -> None:
+    def lend(*arguments):
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ServerHost, "lend", lend)
@@ -815,8 +795,8 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
 
 
 def test_results_that_the_documents_have_already_are_not_replaced_without_a_word(
-    command: Command,
-) -> None:
+    command,
+):
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert "already" not in command("run", "job.yaml")
@@ -826,7 +806,7 @@ def test_results_that_the_documents_have_already_are_not_replaced_without_a_word
         assert said not in command(*again, "--metadata-key=second", "--run-folder=runs/z")
 
 
-def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable() -> None:
+def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable():
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
     plan = RunPlan(make_executor("job.yaml", [])[1])
     path = Path("documents/a.jsonl").absolute()
@@ -857,13 +837,13 @@ class Far(MemoryFileSystem):
     ],
 )
 def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
-    error: Exception,
-    looks: range,
-    said: str,
-    policy: ChangePolicy,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    error,
+    looks,
+    said,
+    policy,
+    command,
+    monkeypatch,
+):
     waits: list[float] = []
     policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))
     policy("READING", sleep=lambda seconds: pytest.fail("a run that has begun has more patience"))
@@ -879,12 +859,10 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
-    short: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, capfd):
     """A refused document, and a number of tasks that is not that of the run."""
 
-    def refuse(payload: dict[str, Any], times: int) -> int | None:
+    def refuse(payload, times):
         return 400 if payload["messages"][-1]["content"] == "Say text 1" else None
 
     skip = "--skip-bad-requests true" if short else "--pipeline.1.skip_bad_requests=true"
@@ -909,9 +887,7 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(
 
 
 @pytest.mark.parametrize("short", [True, False])
-def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(
-    short: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(short, capfd):
     leave = (
         "--on-document-error dead_letter" if short else "--pipeline.1.on_document_error=dead_letter"
     )

@@ -17,7 +17,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.jobs import documents, fails_at, rejects, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -44,12 +44,12 @@ WRITERS: dict[str, Callable[[str], DiskWriter]] = {
 
 
 @pytest.fixture
-def show(tmp_path: Path, command: Command) -> Show:
+def show(tmp_path, command):
     return lambda *words, code=0: command("show", tmp_path / "checkpoints", *words, code=code)
 
 
 @pytest.fixture
-def counting() -> Any:
+def counting():
     """A server whose answers tell which document was asked, and grow with its number."""
     with FakeServer(
         lambda payload, times: "so " * int(payload["messages"][-1]["content"].split()[-1])
@@ -67,9 +67,7 @@ def ids(said: Printed) -> list[str]:
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.usefixtures("empty_memory_file_system")
-def test_output_of_every_kind_is_shown(
-    kind: str, tmp_path: Path, server: FakeServer, show: Show
-) -> None:
+def test_output_of_every_kind_is_shown(kind, tmp_path, server, show):
     folder = "memory://out" if kind == "gzip" else str(tmp_path / "output")  # a remote one
     runner(tmp_path, server, output_writer=WRITERS[kind](folder), records_per_chunk=3).run(
         documents(8)
@@ -86,7 +84,7 @@ def test_output_of_every_kind_is_shown(
     assert kind == "adapter" or said.out.splitlines()[1] == "  text: text 0"
 
 
-def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) -> None:
+def test_documents_are_chosen(tmp_path, counting, show):
     runner(tmp_path, counting).run(documents(12))
     assert ids(show("--id", "id 1")) == ["id 1"], "as a whole: not id 10"
     assert ids(show("--grep", "TEXT 1")) == ["id 1", "id 10", "id 11"]
@@ -97,9 +95,7 @@ def test_documents_are_chosen(tmp_path: Path, counting: FakeServer, show: Show) 
     )
 
 
-def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(
-    tmp_path: Path, server: FakeServer, show: Show
-) -> None:
+def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(tmp_path, server, show):
     with pytest.raises(DocumentFailed):
         runner(tmp_path, server, fails_at(["id 3"]), records_per_chunk=4, config=ONE_BY_ONE).run(
             documents(8)
@@ -114,9 +110,7 @@ def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(
         assert "prints more" not in show(*words).out
 
 
-def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(
-    tmp_path: Path, server: FakeServer, show: Show
-) -> None:
+def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
     settings: dict[str, Any] = {"on_document_error": "dead_letter"}
     runner(tmp_path, server, fails_at(["id 1", "id 3"]), **settings).run(documents(4))
@@ -142,8 +136,8 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(
 
 
 def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
-    tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, show, monkeypatch
+):
     secret = "sk-abcdefgh12345678abcdefgh"
     monkeypatch.setenv("HF_TOKEN", secret)
     with FakeServer(
@@ -158,9 +152,7 @@ def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
         assert "\\u001b[2J" in said
 
 
-def test_texts_are_shortened_and_fit_the_terminal(
-    tmp_path: Path, server: FakeServer, show: Show, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_shortened_and_fit_the_terminal(tmp_path, server, show, monkeypatch):
     runner(tmp_path, server).run([Document("long " * 500, "a")])
     monkeypatch.setenv("COLUMNS", "120")
     lines = show().out.splitlines()
@@ -171,7 +163,7 @@ def test_texts_are_shortened_and_fit_the_terminal(
     assert "..." not in show("--id", "a").out, "with its id, it is wanted as a whole"
 
 
-def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: Show) -> None:
+def test_output_that_is_gone_is_said(tmp_path, server, show):
     runner(tmp_path, server).run(documents(1))
     (tmp_path / "output").rename(tmp_path / "moved")
     said = show(code=1).error
@@ -184,8 +176,8 @@ def test_output_that_is_gone_is_said(tmp_path: Path, server: FakeServer, show: S
 
 
 def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
-    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    here, server, command, monkeypatch
+):
     for name in ("TMPDIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
@@ -209,9 +201,7 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
     assert sorted(path.name for path in here.iterdir()) == ["input", "job.yaml"]
 
 
-def test_a_sample_beside_a_run_leaves_it_alone(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
     command("run", "job.yaml")
     before = outputs(here)
@@ -221,9 +211,7 @@ def test_a_sample_beside_a_run_leaves_it_alone(
 
 
 @pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
-def test_a_sample_says_why_documents_fail(
-    here: Path, command: Command, bad: list[str], code: int
-) -> None:
+def test_a_sample_says_why_documents_fail(here, command, bad, code):
     with FakeServer(status=rejects(bad)) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b", "c"])
         said = command("run", "job.yaml", "--sample", 2, code=code).out
@@ -233,9 +221,7 @@ def test_a_sample_says_why_documents_fail(
     assert f"{2 - len(bad)} of 2 documents processed." in said
 
 
-def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(
-    here: Path, command: Command
-) -> None:
+def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(here, command):
     with FakeServer(
         lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])
     ) as server:
@@ -251,9 +237,7 @@ def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_questio
     assert said.startswith("1. 1\n  question: Say a\n  failed: ")
 
 
-def test_a_sample_of_dropped_documents_and_of_none(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_sample_of_dropped_documents_and_of_none(here, server, command):
     Path("mine.py").write_text(
         "async def drop(document, generate):\n"
         "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"

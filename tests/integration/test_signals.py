@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +152,11 @@ def until_asked(server: FakeServer, number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, bytes]]:
+def undisturbed(tmp_path_factory):
     """The output of a job that nothing interrupts, by its number of tasks."""
 
     @functools.cache
-    def output(tasks: int) -> dict[str, bytes]:
+    def output(tasks):
         folder = tmp_path_factory.mktemp("undisturbed") / "job"
         with FakeServer(answer) as server:
             process = Job(folder, server, tasks, workers=1).start()
@@ -181,14 +180,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_asking_twice(
-    tmp_path: Path,
-    undisturbed: Callable[[int], dict[str, bytes]],
-    number: signal.Signals,
-    tasks: int,
-    workers: int,
-    group: bool,
-    start_method: str,
-) -> None:
+    tmp_path,
+    undisturbed,
+    number,
+    tasks,
+    workers,
+    group,
+    start_method,
+):
     with FakeServer(answer, hold_after=8 * tasks) as server:
         job = Job(tmp_path / "job", server, tasks, workers, start_method)
         process = job.start()
@@ -205,7 +204,7 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
     assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
 
 
-def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path):
     with FakeServer(answer, hold_after=0) as server:
         job = Job(tmp_path, server, 2)
         (tmp_path / "job.yaml").write_text(
@@ -229,8 +228,8 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda value: value.name)
 def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
-    tmp_path: Path, undisturbed: Callable[[int], dict[str, bytes]], number: signal.Signals
-) -> None:
+    tmp_path, undisturbed, number
+):
     with FakeServer(answer, hold_after=16) as server:
         job = Job(tmp_path, server, 2)
         process = job.start()

@@ -61,7 +61,7 @@ async def ask(document, generate):
 
 
 @pytest.fixture
-def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def array(tmp_path, monkeypatch):
     """An element of array 17, whose own job number is 17, too."""
     (tmp_path / "input").mkdir()
     write_program(
@@ -99,9 +99,7 @@ def completed(folder: Path) -> int:
     return len(list((folder / "logs/completions").iterdir()))
 
 
-def test_an_element_takes_what_is_free_and_the_last_job_checks_all(
-    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_element_takes_what_is_free_and_the_last_job_checks_all(array, server, monkeypatch):
     assert f"This worker has completed {TASKS} tasks" in run(array, server, 0)
     assert "This worker has completed 0 tasks" in run(array, server, 0)
     assert list(server.asked.values()) == [1] * TASKS
@@ -114,8 +112,8 @@ def test_an_element_takes_what_is_free_and_the_last_job_checks_all(
 
 
 def test_the_last_job_compares_the_output_on_a_node_that_has_no_checkpoints(
-    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    array, server, monkeypatch
+):
     run(array, server, 0)
     (array / "checkpoints").rename(array / "checkpoints of other nodes")
     first, second, _ = sorted((array / "output").iterdir())
@@ -125,9 +123,7 @@ def test_the_last_job_compares_the_output_on_a_node_that_has_no_checkpoints(
     assert first.name in run(array, server, 3)
 
 
-def test_the_last_job_fails_while_tasks_are_not_complete(
-    array: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_job_fails_while_tasks_are_not_complete(array, server, monkeypatch):
     (array / "bad").touch()
     assert "1 of 3 tasks are not complete, because they were given up" in run(array, server, 3)
     monkeypatch.setenv("DATATROVE_CKPT_LAST_JOB", "1")
@@ -139,9 +135,7 @@ def test_the_last_job_fails_while_tasks_are_not_complete(
     assert not (array / "logs/stats.json").exists()
 
 
-def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself(
-    array: Path, server: FakeServer
-) -> None:
+def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself(array, server):
     assert "would hardly end before the job's time limit" in run(array, server, 15, "late")
     assert (array / "asked").read_text().splitlines()[-1] == "requeue 17_0", (
         "17 would be the whole array"
@@ -154,7 +148,7 @@ def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself
     assert list(server.asked.values()) == [1] * TASKS
 
 
-def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed() -> None:
+def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed():
     asked: list[float] = []
     own = claims.Claims.__new__(claims.Claims)
     own._has_time = lambda seconds: bool(asked.append(seconds))

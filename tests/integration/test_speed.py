@@ -15,6 +15,6 @@ MOST = 1.68
 
 
 @pytest.mark.alone
-def test_a_document_costs_no_more_cpu_time_than_it_did() -> None:
+def test_a_document_costs_no_more_cpu_time_than_it_did():
     found = costs()
     assert ratio(found) <= MOST, found

@@ -21,14 +21,12 @@ from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 
 from datatrove_ckpt.checkpoint import clock, publishing
-from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.hub import FakeHub
 from tests.jobs import ask, documents, rejects, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
@@ -143,8 +141,8 @@ def rejects_some(payload: dict[str, Any], times: int) -> int | None:
     "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len
 )
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
-    ram: Path, counted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ram, counted, monkeypatch
+):
     """Each crash is followed by a resume, and each of those that completes has the same stats."""
     monkeypatch.setattr(publishing, "_COUNTED_AT_ONCE", 2)  # of the 3 documents of a chunk
     write_input(ram / "job", rows=5)
@@ -153,7 +151,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
 
     with FakeServer(status=rejects_some) as server:
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             nonlocal completed
             steps = pipeline(
                 folder, server, two_questions, records_per_chunk=3, skip_bad_requests=True
@@ -181,7 +179,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     assert completed > 5 * len(counted)
 
 
-def test_an_old_checkpoint_gives_totals(tmp_path: Path, server: FakeServer, log: list[str]) -> None:
+def test_an_old_checkpoint_gives_totals(tmp_path, server, log):
     write_input(tmp_path)
     with crashed_in_the_middle(tmp_path):
         # Chunks are complete in their order.
@@ -204,9 +202,7 @@ def test_an_old_checkpoint_gives_totals(tmp_path: Path, server: FakeServer, log:
     assert "count this attempt only" in "".join(log)
 
 
-def test_each_rank_of_one_step_object_has_stats_of_its_own(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path, server):
     """datatrove's Slurm executor runs the ranks of a task with the same steps."""
     write_input(tmp_path, files=3)
     steps = pipeline(tmp_path, server)
@@ -215,12 +211,10 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
 
 
-def test_seconds_are_those_of_all_attempts(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
     monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
 
-    def last() -> Seconds:
+    def last():
         log = CommitLog(tmp_path / "checkpoints" / "00000" / "commits.jsonl")
         return max(commit.seconds for commit in log.commits.values())
 
@@ -236,9 +230,7 @@ def test_seconds_are_those_of_all_attempts(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
-def test_a_finished_rank_that_starts_again_has_the_same_stats(
-    tmp_path: Path, server: FakeServer, kind: type[DatatroveExecutor]
-) -> None:
+def test_a_finished_rank_that_starts_again_has_the_same_stats(tmp_path, server, kind):
     write_input(tmp_path, files=2)
     stats, saved = tmp_path / "logs" / "stats.json", []
     for _ in range(2):
@@ -271,11 +263,11 @@ class Scored(PipelineStep):
 
 
 @pytest.mark.slow
-def test_steps_may_count_in_types_of_numpy(tmp_path: Path, server: FakeServer) -> None:
+def test_steps_may_count_in_types_of_numpy(tmp_path, server):
     write_input(tmp_path)
     logs = tmp_path / "logs"
 
-    def execute() -> Any:
+    def execute():
         steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
         LocalPipelineExecutor(
             steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False
@@ -290,11 +282,11 @@ def total(metric: Any) -> Any:
     return metric["total"] if isinstance(metric, dict) else metric
 
 
-def test_readers_that_count_need_nothing_added(tmp_path: Path, server: FakeServer) -> None:
+def test_readers_that_count_need_nothing_added(tmp_path, server):
     """They read all documents again."""
     write_input(tmp_path)
 
-    def steps() -> list[Any]:
+    def steps():
         return [
             DatatroveReader(str(tmp_path / "input")),
             WithoutDrop(),
@@ -308,7 +300,7 @@ def test_readers_that_count_need_nothing_added(tmp_path: Path, server: FakeServe
     assert inference["documents_processed"]["total"] == 12
 
 
-def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: FakeServer) -> None:
+def test_an_input_that_grew_after_its_end_was_committed(tmp_path, server):
     write_input(tmp_path, files=1)
     run(pipeline(tmp_path, server))
     with (tmp_path / "input" / "0.jsonl").open("a") as file:
@@ -325,24 +317,22 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path: Path, server: 
 @pytest.mark.parametrize(
     ("reader", "kind"), [(JsonlReader, LocalPipelineExecutor), (DatatroveReader, DatatroveExecutor)]
 )
-def test_a_retry_of_dead_letters_adds_to_the_stats(
-    tmp_path: Path, kind: type[DatatroveExecutor], reader: type[Any]
-) -> None:
+def test_a_retry_of_dead_letters_adds_to_the_stats(tmp_path, kind, reader):
     """Whatever comes last: the retry, one that finds nothing to do, or a run that begins again."""
     write_input(tmp_path)
     bad, logs = {"row 0 4", "row 1 4"}, tmp_path / "logs"
 
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    def status(payload, times):
         return 400 if payload["messages"][-1]["content"][:7] in bad else None
 
-    def execute(retry: bool) -> list[dict[str, Any]]:
+    def execute(retry):
         one = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
         steps = [reader(str(tmp_path / "input")), WithoutDrop(), one]
         kind(steps, tasks=2, workers=1, logging_dir=str(logs), skip_completed=False).run()
         saved = [json.loads((logs / "stats" / f"0000{rank}.json").read_text()) for rank in range(2)]
         return [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())] + [saved]
 
-    def expect(found: list[Any], processed: int, requests: int) -> None:
+    def expect(found, processed, requests):
         inputs, filtered, inference, saved = found
         assert (total(inputs["documents"]), filtered["dropped"], filtered["forwarded"]) == (
             20,
@@ -374,14 +364,12 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(
     ],
     ids=["dataset", "files"],
 )
-def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(
-    hub: FakeHub, tmp_path: Path, reader: Any
-) -> None:
+def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub, tmp_path, reader):
     lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
     hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
     bad, logs = {"row 2"}, tmp_path / "logs"
 
-    def execute(retry: bool) -> None:
+    def execute(retry):
         step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
         LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
 

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.history_records import ServerEvent
 from datatrove_ckpt.cli.printing import wrapped
 from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.mirrors import Killed
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -33,7 +33,7 @@ MIN = 60.0
 
 
 @pytest.fixture
-def said(command: Command) -> Said:
+def said(command):
     return partial(command, "status")
 
 
@@ -71,8 +71,8 @@ def make_run(root: Path, now: float) -> None:
 
 
 def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_or_json(
-    tmp_path: Path, said: Said
-) -> None:
+    tmp_path, said
+):
     make_run(tmp_path, time.time())
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
     text = said(tmp_path, code=1)
@@ -101,9 +101,7 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     } == before
 
 
-def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(tmp_path, said, monkeypatch):
     write_rank(tmp_path, 0, [start(time.time() - 3600)])
     usage = shutil.disk_usage(tmp_path)
     assert "is full" not in said(tmp_path)
@@ -117,9 +115,7 @@ def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(
     assert "is full" not in said(tmp_path / "ended")
 
 
-def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(
-    tmp_path: Path, said: Said
-) -> None:
+def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path, said):
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
     (tmp_path / "last_chunk").mkdir()
@@ -148,8 +144,8 @@ ENDED = "ServerStartFailed: No endpoint was ready within 3 s:\n  http://a: refus
 
 
 def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_after_it_is_corrected(
-    tmp_path: Path, said: Said
-) -> None:
+    tmp_path, said
+):
     then = time.time() - 30 * MIN
     write_rank(tmp_path, 0, [start(then), minute(then, 0), failed(then, ENDED)], tasks=3)
     lines = said(tmp_path).splitlines()
@@ -169,9 +165,7 @@ def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_aft
 
 
 @pytest.mark.parametrize(("dead", "is_said"), [(11, True), (10, False)])
-def test_documents_that_are_dead_for_the_most_part_need_attention(
-    tmp_path: Path, said: Said, dead: int, is_said: bool
-) -> None:
+def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said, dead, is_said):
     letters = [("str", f"HTTP 404: no model {number}") for number in range(dead)]
     write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
     text = said(tmp_path)
@@ -182,7 +176,7 @@ def test_documents_that_are_dead_for_the_most_part_need_attention(
     assert (found, "No rank needs attention." in text) == (is_said, not is_said)
 
 
-def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here: Path, said: Said) -> None:
+def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
     write_rank(here / "ck", 0, chunks=1, tasks=1)
     Path("job.yaml").write_text(job_yaml(ENDPOINT))
     given = ("job.yaml", "--pipeline.1.checkpoints_local_dir=ck")
@@ -194,8 +188,8 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here: Path, said: 
 
 
 def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
-    tmp_path: Path, said: Said
-) -> None:
+    tmp_path, said
+):
     then = time.time() - 30 * MIN
     for rank in range(30):
         if rank != 25:
@@ -210,9 +204,7 @@ def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_
     assert text.count(" ago on node7: E: x\n") == 1
 
 
-def test_a_control_character_in_a_name_does_not_reach_the_terminal(
-    tmp_path: Path, said: Said
-) -> None:
+def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path, said):
     then = time.time() - 30 * MIN
     write_rank(
         tmp_path,
@@ -227,7 +219,7 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     for rank in range(60):
         write_rank(tmp_path, rank)
     command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path), "--json"]
@@ -242,7 +234,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_terminal_without_unicode_gets_no_bars(tmp_path: Path) -> None:
+def test_a_terminal_without_unicode_gets_no_bars(tmp_path):
     then = time.time() - 30 * MIN
     history = [start(then), *minutes(then, 30, 60, 3600)]
     write_rank(tmp_path, 0, history, chunks=30, per_chunk=60)
@@ -262,7 +254,7 @@ def test_a_terminal_without_unicode_gets_no_bars(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kills", [2, 20])
-def test_status_tells_the_truth_after_kills(tmp_path: Path, said: Said, kills: int) -> None:
+def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
     chance = random.Random(kills)
     killed = Killed(tmp_path, str(tmp_path / "remote"), 0.001, kills)
     number = killed.documents

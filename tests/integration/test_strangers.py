@@ -36,8 +36,8 @@ def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **chan
 
 
 def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_start(
-    tmp_path: Path, server: FakeServer
-) -> None:
+    tmp_path, server
+):
     with pytest.raises(Exception, match="cannot make sense of id 2"):
         runner(tmp_path, server, fails_at(["id 2"])).run(documents(5))
     path = put(tmp_path)
@@ -48,7 +48,7 @@ def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_s
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path: Path, server: FakeServer) -> None:
+def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path, server):
     path = put(tmp_path)
     refused(STRANGER, tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror"))
     path.unlink()
@@ -56,9 +56,9 @@ def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path: Path, server: Fake
 
 
 def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_not(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    def step() -> InferenceRunner:
+    tmp_path, server
+):
+    def step():
         return InferenceRunner(ask, config(server), writer(tmp_path), records_per_chunk=2)
 
     for _ in range(2):
@@ -78,9 +78,7 @@ def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_n
         ("00000/chunk_00000.jsonl", '{"text": "t", "id": "i", "media": [], "metadata": {}}\n'),
     ],
 )
-def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(
-    tmp_path: Path, server: FakeServer, name: str, content: str
-) -> None:
+def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(tmp_path, server, name, content):
     """Between two chunks, and when a rank is finished, only last_chunk is left of it."""
     path = tmp_path / "checkpoints" / name
     path.parent.mkdir(parents=True)

@@ -12,10 +12,8 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.process import preemption
@@ -67,9 +65,7 @@ def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Proces
     ("kind", "number"),
     [("sleeps", signal.SIGINT), *((kind, signal.SIGTERM) for kind in STUBBORN)],
 )
-def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
-    tmp_path: Path, server: FakeServer, kind: str, number: signal.Signals
-) -> None:
+def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(tmp_path, server, kind, number):
     process = job(tmp_path, server, ROLLOUTS.replace("STUBBORN", STUBBORN[kind]), 3600.0)
     process.until("stuck")
     process.popen.send_signal(number)
@@ -86,10 +82,8 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
 
 
-def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path, server, log):
+    async def rollout(document, generate):
         if document.id == "id 3":
             raise RuntimeError("it fails")
         while document.id == "id 2" and not good:
@@ -136,9 +130,7 @@ async def ask(document, generate):
 
 
 @pytest.mark.parametrize("fork", FORKS)
-def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
-    tmp_path: Path, server: FakeServer, fork: str
-) -> None:
+def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(tmp_path, server, fork):
     process = job(tmp_path, server, FORKING.replace("FORK", fork).replace("WHERE", ""), 5.0)
     assert process.end() == 0, process.log
     assert f"child {FORKS[fork]}" in process.log
@@ -146,7 +138,7 @@ def test_a_fork_that_falls_out_of_a_rollout_ends_and_harms_nobody(
     assert process.log.count("4 of 4 documents written") == 1
 
 
-def test_a_fork_whose_task_ends_it_takes_no_answer_of_its_rank(tmp_path: Path) -> None:
+def test_a_fork_whose_task_ends_it_takes_no_answer_of_its_rank(tmp_path):
     """The error passes through the fork's copy of the event loop, and the other answers arrive
     before it does.
     """

@@ -36,7 +36,7 @@ from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
-from tests.patience import ChangePolicy, until, until_async
+from tests.patience import until, until_async
 from tests.processes import is_alive, write_program
 
 # Without an HTTP library, whose import would take most of the time of these tests.
@@ -114,7 +114,7 @@ asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
-def _quick(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _quick(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RELAUNCH", first=0.0)
     policy("RESTART", first=0.01)
@@ -190,7 +190,7 @@ def break_engine() -> None:
     Path("engine.py").write_text("import sys; sys.exit('out of luck')")
 
 
-async def test_a_server_that_dies_is_restarted_and_everything_is_answered() -> None:
+async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
     happened: list[tuple[str, str, bool]] = []
     async with running(config()) as run:
         run.client.sender.on_server = lambda what, name, url, why: (
@@ -227,16 +227,14 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     for module in (pool, routing):
         monkeypatch.setattr(module, "time", made)
     return made
 
 
-async def test_a_server_that_is_stopped_hangs_and_is_restarted(
-    clock: Clock, log: list[str]
-) -> None:
+async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
     async with running(config(hang_timeout=0.8)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
@@ -249,11 +247,11 @@ async def test_a_server_that_is_stopped_hangs_and_is_restarted(
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
 
 
-async def test_a_server_that_answers_now_and_then_does_not_hang(clock: Clock) -> None:
+async def test_a_server_that_answers_now_and_then_does_not_hang(clock):
     async with running(config(hang_timeout=60)) as run:
         server = run.servers.supervisors[0]
 
-        async def pass_time(seconds: float) -> None:
+        async def pass_time(seconds):
             clock.now += seconds
             await server._check_progress(None, 0)
 
@@ -278,7 +276,7 @@ def stand_in_for_vllm(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def idle_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle_vllm(monkeypatch):
     """A program named vllm that does nothing."""
     stand_in_for_vllm("#!/bin/sh\nexec sleep 600\n", monkeypatch)
 
@@ -343,8 +341,8 @@ class MuteVllm:
 @pytest.mark.usefixtures("idle_vllm")
 @pytest.mark.parametrize(("counted", "restarts"), [(7, 0), (0, 1)])
 async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
-    counted: int, restarts: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    counted, restarts, clock, monkeypatch
+):
     engine = MuteVllm()
     async with vllm_here(engine.routes(), monkeypatch, hang_timeout=60) as started:
         watched = started.servers.supervisors[0]
@@ -364,7 +362,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 @pytest.mark.matrix
 # The latter keeps its old connections open.
 @pytest.mark.parametrize("what", ["sick once", "stop listening once"])
-async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) -> None:
+async def test_a_dead_engine_behind_a_running_process_is_restarted(what):
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
@@ -372,8 +370,8 @@ async def test_a_dead_engine_behind_a_running_process_is_restarted(what: str) ->
 
 @pytest.mark.slow
 async def test_a_request_that_times_out_shows_that_its_server_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
     async with running(config(request_timeout=1.0)) as run:
         os.kill(engines()[0], signal.SIGSTOP)
@@ -387,7 +385,7 @@ async def test_a_request_that_times_out_shows_that_its_server_hangs(
         )
 
 
-async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -> None:
+async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():
     async with running(config(server_max_restarts=2)) as run:
         break_engine()
         waiting = run.ask("die once")
@@ -402,7 +400,7 @@ async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words() -
 
 
 @pytest.mark.slow
-async def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_restarts_of_long_ago_do_not_count(monkeypatch):
     monkeypatch.setattr(pool, "_RESTART_WINDOW_SECONDS", 0.001)
     async with running(config(server_max_restarts=1)) as run:
         for number in range(3):
@@ -416,8 +414,8 @@ async def test_restarts_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
-    policy: ChangePolicy,
-) -> None:
+    policy,
+):
     policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
         tasks = [run.ask(f"wait {n}") for n in range(4)]
@@ -431,7 +429,7 @@ async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
 
 
 @pytest.mark.slow
-async def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) -> None:
+async def test_the_run_goes_on_with_the_servers_that_are_left(log):
     async with running(config(replicas=2, server_max_restarts=0)) as run:
         for pid in engines():
             os.kill(pid, signal.SIGKILL)
@@ -444,7 +442,7 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log: list[str]) ->
             await run.watch()
 
 
-async def test_one_replica_that_does_not_start_ends_the_others(tmp_path: Path) -> None:
+async def test_one_replica_that_does_not_start_ends_the_others(tmp_path):
     first = (
         "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
     )
@@ -592,7 +590,7 @@ class TwoNodes:
 
 
 @pytest.mark.slow
-def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         task.nodes[0].kill()
@@ -601,8 +599,8 @@ def test_the_worker_node_ends_when_the_head_node_is_killed(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         for node in task.nodes:
@@ -615,8 +613,8 @@ def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_
 
 
 def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_writes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         os.kill(task.parts(1)[0], signal.SIGKILL)
@@ -630,8 +628,8 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
 
 @pytest.mark.slow
 def test_nobody_without_the_key_can_end_a_task_of_several_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         port = json.loads(Path("job.json").read_text())["port"] + 1
@@ -662,8 +660,8 @@ asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
 
 @pytest.mark.slow
 async def test_nodes_with_different_keys_do_not_serve_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv(KEY, "one")
     settings = InferenceConfig("vllm", "m", master_port=master_port())
     async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
@@ -677,7 +675,7 @@ async def test_nodes_with_different_keys_do_not_serve_together(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_key_no_node_serves(rank, monkeypatch):
     monkeypatch.setenv(KEY, KEY_OF_TEST)
     settings = InferenceConfig("vllm", "m", master_port=master_port())
     monkeypatch.delenv(KEY)  # as if sbatch had not passed it on
@@ -688,9 +686,9 @@ async def test_without_a_key_no_node_serves(rank: int, monkeypatch: pytest.Monke
 
 
 def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def make() -> str | None:
+    monkeypatch,
+):
+    def make():
         pickled = pickle.dumps(InferenceConfig("vllm", "m"))
         key = os.environ.get(KEY)
         assert not key or key.encode() not in pickled

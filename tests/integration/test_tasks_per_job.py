@@ -12,13 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import slurm_job
@@ -64,7 +61,7 @@ async def ask(document, generate):
 
 
 @pytest.fixture
-def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def array(tmp_path, monkeypatch):
     """The last task of array 17, whose own job number is 17, too.
 
     Slurm says of it what the file "record" holds.
@@ -113,8 +110,8 @@ def completed(folder: Path) -> list[str]:
 
 
 def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attempt_goes_on(
-    array: Path, server: FakeServer
-) -> None:
+    array, server
+):
     assert attempt(array, server, "SIGUSR1") == 15  # datatrove's handler
     assert requeued(array) == ["requeue 17_0"], "17 would be the whole array"
     assert completed(array) == ["00000"]
@@ -126,9 +123,7 @@ def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attemp
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("preempted", [True, False])
-def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(
-    array: Path, server: FakeServer, preempted: bool
-) -> None:
+def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(array, server, preempted):
     since = "2026-11-20T07:26:38" if preempted else "None"  # None: scancel
     (array / "record").write_text(f"JobId=17 JobState=RUNNING PreemptTime={since}\n")
     assert attempt(array, server, "SIGTERM") == -signal.SIGTERM
@@ -140,7 +135,7 @@ def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(
 
 
 @pytest.fixture
-def reraised() -> Iterator[list[int]]:
+def reraised():
     """The signals that reach a requeue handler, as datatrove's executor sets one."""
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
@@ -151,13 +146,13 @@ def reraised() -> Iterator[list[int]]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("knows_its_end", [True, False])
 def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeues(
-    tmp_path: Path,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    reraised: list[int],
-    log: list[str],
-    knows_its_end: bool,
-) -> None:
+    tmp_path,
+    server,
+    monkeypatch,
+    reraised,
+    log,
+    knows_its_end,
+):
     monkeypatch.setattr(slurm_job, "_first_asked", {})
     now = int(time.time())
     if knows_its_end:
@@ -168,7 +163,7 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
         write_program(tmp_path / "squeue", f"#!/bin/sh\ndate -d @{now + 3600} +%FT%T\n")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    async def once_the_end_is_known(document: Document, generate: Any) -> Any:
+    async def once_the_end_is_known(document, generate):
         await until_async(lambda: slurm_job._first_asked)
         return await ask(document, generate)
 
@@ -195,8 +190,8 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
     ],
 )
 def test_half_of_a_short_time_is_for_the_process_and_not_for_each_rank(
-    monkeypatch: pytest.MonkeyPatch, first: float, now: float, reserve: float, stops: float
-) -> None:
+    monkeypatch, first, now, reserve, stops
+):
     monkeypatch.setattr(slurm_job, "_first_asked", {})
     clock = [first]
     monkeypatch.setattr(slurm_job, "time", SimpleNamespace(time=lambda: clock[0]))

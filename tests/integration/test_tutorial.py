@@ -45,7 +45,7 @@ def type_in(line: str, code: int = 0) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tutorial_runs_as_typed(here: Path) -> None:
+def test_the_tutorial_runs_as_typed(here):
     """With a real model. The quick start before it has fewer documents here, and shorter
     answers.
     """
@@ -84,7 +84,7 @@ def of(heading: str) -> list[Block]:
     return [block for block in blocks("bash", RECIPES) if block.text in text]
 
 
-def test_there_are_at_least_twelve_recipes() -> None:
+def test_there_are_at_least_twelve_recipes():
     assert len(headings()) >= 12
     assert sum(bool(of(heading)) for heading in headings()) >= 12
 
@@ -95,7 +95,7 @@ def here_instead(text: str, server: FakeServer) -> str:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("heading", [heading for heading in headings() if of(heading)])
-def test_a_recipe_runs_as_typed(here: Path, heading: str) -> None:
+def test_a_recipe_runs_as_typed(here, heading):
     """In the situation of its heading: a run that is finished, or one that a failure has
     stopped.
     """

@@ -8,7 +8,6 @@ import hashlib
 import struct
 from base64 import b64encode
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ TEXTS = ["one", "two", "three"]
 
 
 @pytest.fixture
-def numbers(server: FakeServer) -> FakeServer:
+def numbers(server):
     server.paths = PATHS
     return server
 
@@ -108,10 +107,10 @@ async def all_ways(document: Document, generate: Any) -> object:
     return {"both": both, "class": named, "text": text}
 
 
-def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> None:
+def test_what_a_way_is_told_apart_by(numbers, tmp_path):
     """The same payload by a path and by a method are two answers."""
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         payload = {"input": document.text, "encoding_format": "base64"}
         whole = await generate(payload, path="/v1/embeddings")
         vector = await generate.embed(document.text)
@@ -144,10 +143,8 @@ def test_what_a_way_is_told_apart_by(numbers: FakeServer, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_wrong_arguments_stop_the_rank_and_name_the_line(
-    numbers: FakeServer, tmp_path: Path, call: Callable[[Any], Any], message: str
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_wrong_arguments_stop_the_rank_and_name_the_line(numbers, tmp_path, call, message):
+    async def ask(document, generate):
         return await call(generate)
 
     with pytest.raises(ConfigError, match=rf"{message}, in .*test_typed_ways\.py, line"):
@@ -160,10 +157,8 @@ def engine_config(server: FakeServer, name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(type(ENGINES["endpoint"]), "ways", ENGINES[name].ways)
 
 
-def test_a_way_that_an_engine_lacks_stops_the_rank(
-    numbers: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_a_way_that_an_engine_lacks_stops_the_rank(numbers, tmp_path, monkeypatch):
+    async def ask(document, generate):
         return await generate.classify(document.text)
 
     engine_config(numbers, "llamacpp", monkeypatch)
@@ -187,10 +182,8 @@ def sglang_ranking(payload: Payload) -> Any:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "llamacpp", "endpoint", "custom", "dummy"])
-def test_each_engine_is_asked_in_its_form(
-    numbers: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_each_engine_is_asked_in_its_form(numbers, tmp_path, monkeypatch, name):
+    async def ask(document, generate):
         assert (await generate.embed(document.text)).tolist() == np.array(
             vector_of("text 0"), np.float32
         ).tolist()
@@ -207,8 +200,8 @@ def test_each_engine_is_asked_in_its_form(
     assert len(rows(tmp_path)) == 1
 
 
-def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path):
+    async def ask(document, generate):
         vectors = await generate.embed([document.text, document.text, "other"])
         assert vectors[0].tolist() == vectors[1].tolist() != vectors[2].tolist()
         assert (await generate.embed(document.text, encoding_format="float")).tolist() == vectors[
@@ -230,17 +223,17 @@ def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path: Path) -
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
-    numbers: FakeServer, tmp_path: Path, adapted: bool
-) -> None:
+    numbers, tmp_path, adapted
+):
     """Its shortest digits: 0.1, and not the 0.10000000149011612 of the double that is nearest to
     it.
     """
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         document.metadata["deep"] = {"vectors": [np.array([0.1, 1e-45, 3.4028235e38], np.float32)]}
         return np.array([[1, 2], [3, 4]], np.int16)
 
-    def adapter(self: Any, document: Document) -> dict[str, Any]:
+    def adapter(self, document):
         return {"id": document.id, "metadata": document.metadata}
 
     place = writer(tmp_path, adapter=adapter) if adapted else writer(tmp_path)
@@ -254,16 +247,16 @@ def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
 
 @pytest.mark.parametrize("texts_per_request", [1, 2])
 def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
-    numbers: FakeServer, tmp_path: Path, texts_per_request: int
-) -> None:
+    numbers, tmp_path, texts_per_request
+):
     """As one of several servers gives it that has another model."""
     others = True
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         shorter = await generate.embed(document.text, dimensions=2)  # with params of its own
         return [shorter, await generate.embed([document.text, document.id])]
 
-    def answer(payload: Payload) -> Payload:
+    def answer(payload):
         texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
         length = 3 if others and "text 1" in texts else DIMENSIONS
         vectors = [vector_of(text)[: payload.get("dimensions", length)] for text in texts]
@@ -283,9 +276,9 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
 
 
 def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_rank(
-    numbers: FakeServer, tmp_path: Path
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+    numbers, tmp_path
+):
+    async def ask(document, generate):
         return await generate.embed([document.text, "other"])
 
     numbers._status = budget = Budget()
@@ -300,13 +293,11 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     assert budget.left == 8
 
 
-def test_other_classes_than_before_stop_the_rank_and_are_not_kept(
-    numbers: FakeServer, tmp_path: Path
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers, tmp_path):
+    async def ask(document, generate):
         return await generate.classify(document.text)
 
-    def answer(payload: Payload) -> Payload:
+    def answer(payload):
         return {
             "data": [
                 {

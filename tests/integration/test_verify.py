@@ -42,7 +42,7 @@ Said = Callable[..., Printed]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
+def server():
     """Documents 1 and 4 are dead letters."""
     with FakeServer(status=rejects(["text 1", "text 4"])) as running:
         yield running
@@ -59,7 +59,7 @@ def run(folder: Path, server: FakeServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Path:
+def kept(tmp_path_factory, server):
     """A job that was run once, and is put in place again for every test: run.json holds the
     output's full path.
     """
@@ -70,7 +70,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, server: FakeServer) -> Path:
 
 
 @pytest.fixture
-def job(kept: Path, server: FakeServer) -> Path:
+def job(kept, server):
     shutil.rmtree(kept / "job")
     shutil.copytree(kept / "undamaged", kept / "job")
     server.asked.clear()
@@ -78,7 +78,7 @@ def job(kept: Path, server: FakeServer) -> Path:
 
 
 @pytest.fixture
-def undamaged(kept: Path) -> dict[str, bytes]:
+def undamaged(kept):
     return outputs(kept / "undamaged" / "output")
 
 
@@ -107,7 +107,7 @@ def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--full",)])
-def test_a_finished_run_has_no_problem(job: Path, said: Said, options: tuple[str, ...]) -> None:
+def test_a_finished_run_has_no_problem(job, said, options):
     before = outputs(job)
     text = said("verify", job, *options)
     checked = "sizes and contents" if options else "sizes; --full compares contents, too"
@@ -120,9 +120,7 @@ def test_a_finished_run_has_no_problem(job: Path, said: Said, options: tuple[str
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
-def test_documents_are_counted_in_compressed_and_columnar_files(
-    tmp_path: Path, server: FakeServer, said: Said, kind: str
-) -> None:
+def test_documents_are_counted_in_compressed_and_columnar_files(tmp_path, server, said, kind):
     parquet = ParquetWriter(str(tmp_path / "output"), "${rank}_chunk_${chunk_index}.parquet")
     output = parquet if kind == "parquet" else writer(tmp_path, kind)
     runner(tmp_path, server, output_writer=output, skip_bad_requests=True).run(documents(3))
@@ -133,10 +131,8 @@ def test_documents_are_counted_in_compressed_and_columnar_files(
     )
 
 
-def test_rows_of_a_class_of_the_users_own_are_not_counted(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    def _write(self: Any, *arguments: Any) -> None:
+def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path, server, said):
+    def _write(self, *arguments):
         for _ in range(3):
             JsonlWriter._write(self, *arguments)
 
@@ -151,9 +147,7 @@ def test_rows_of_a_class_of_the_users_own_are_not_counted(
     )
 
 
-def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
+def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(tmp_path, server, said):
     output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(1))
     said("verify", tmp_path)
@@ -304,9 +298,7 @@ OTHER_DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.parametrize("kind", OTHER_DAMAGE)
-def test_damage_that_repair_cannot_fix_is_named_and_left_alone(
-    job: Path, said: Said, kind: str
-) -> None:
+def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job, said, kind):
     damage, messages = OTHER_DAMAGE[kind]
     damage(job)
     text = said("verify", job, code=1)
@@ -319,10 +311,8 @@ def test_damage_that_repair_cannot_fix_is_named_and_left_alone(
     assert outputs(job) == before
 
 
-def test_what_cannot_be_read_is_no_reason_to_make_it_again(
-    job: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> None:
+def test_what_cannot_be_read_is_no_reason_to_make_it_again(job, said, monkeypatch):
+    def refuse(*args):
         raise PermissionError("not yours")
 
     monkeypatch.setattr("datatrove_ckpt.maintenance.verify_output.content_hash", refuse)
@@ -334,10 +324,8 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(
 # unfinished --------------------------------------------------------------------------------------
 
 
-def test_an_unfinished_run_is_3_and_lists_its_journals(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_an_unfinished_run_is_3_and_lists_its_journals(tmp_path, server, said):
+    async def rollout(document, generate):
         if document.id == "id 3":
             await until_async(
                 lambda: (tmp_path / "checkpoints" / "00000" / "commits.jsonl").exists()
@@ -358,14 +346,14 @@ def test_an_unfinished_run_is_3_and_lists_its_journals(
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_new", [False, True])
 def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again(
-    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch, is_new: bool
-) -> None:
-    def run(rank: int, number: int) -> None:
+    tmp_path, server, said, monkeypatch, is_new
+):
+    def run(rank, number):
         runner(tmp_path, server, skip_bad_requests=True).run(
             documents(number), rank=rank, world_size=2
         )
 
-    def check(*arguments: Any, **options: Any) -> None:
+    def check(*arguments, **options):
         run(1, 4)
         check_output(*arguments, **options)
 
@@ -378,9 +366,9 @@ def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again
 
 
 def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
-    tmp_path: Path, server: FakeServer, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Any, commit: Any) -> None:
+    tmp_path, server, said, monkeypatch
+):
+    def refuse(self, commit):
         raise StorageFailed("as asked")
 
     with monkeypatch.context() as patch:
@@ -392,9 +380,7 @@ def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
     assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published but not committed yet." in text
 
 
-def test_changes_that_were_accepted_between_two_ranks_are_no_problem(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
+def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, server, said):
     """Of the prompt, or of the output's place: a finished rank keeps the settings that it had."""
     runner(tmp_path, server, metadata_key="first").run(documents(1), rank=0, world_size=2)
     (tmp_path / "output").rename(tmp_path / "moved")
@@ -411,11 +397,11 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(
 
 
 def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
-    tmp_path: Path, server: FakeServer, said: Said
-) -> None:
+    tmp_path, server, said
+):
     seen: dict[str, Printed] = {}
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == "id 2":
             commits = tmp_path / "checkpoints/00000/commits.jsonl"
             await until_async(lambda: commits.exists() and commits.stat().st_size)
@@ -440,7 +426,7 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
 # json --------------------------------------------------------------------------------------------
 
 
-def test_verify_as_json(job: Path, said: Said) -> None:
+def test_verify_as_json(job, said):
     remove(job)
     found = json.loads(said("verify", job, "--json", code=1))
     assert found["exit_code"] == 1
@@ -462,8 +448,8 @@ def test_verify_as_json(job: Path, said: Said) -> None:
 
 @pytest.mark.parametrize("kind", MENDABLE)
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
-    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], kind: str
-) -> None:
+    job, server, said, undamaged, kind
+):
     damage, message = MENDABLE[kind]
     damage(job)
     text = said("verify", job, "--full", code=1)
@@ -490,9 +476,7 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("chunks", [(0, 2), (0, 1, 2, 3), (2, 3)])
-def test_dead_letters_of_repaired_chunks_are_there_once(
-    job: Path, server: FakeServer, said: Said, undamaged: dict[str, bytes], chunks: tuple[int, ...]
-) -> None:
+def test_dead_letters_of_repaired_chunks_are_there_once(job, server, said, undamaged, chunks):
     for chunk in chunks:
         chunk_file(job, chunk).unlink()
     text = said("repair", job)
@@ -514,7 +498,7 @@ def test_dead_letters_of_repaired_chunks_are_there_once(
 
 
 @pytest.fixture(params=[(0,), (0, 2)], ids=["letters between", "letters at the end"])
-def damaged(ram: Path, server: FakeServer, said: Said, request: pytest.FixtureRequest) -> Path:
+def damaged(ram, server, said, request):
     """A job of one rank, marked complete, with truncated chunks that have dead letters."""
     folder = ram / "job"
     runner(folder, server, skip_bad_requests=True).run(documents(7))
@@ -558,13 +542,13 @@ def crashes(
     ],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
-    damaged: Path, server: FakeServer, said: Said, disk_type: type[CopyingDisk], run_first: bool
-) -> None:
+    damaged, server, said, disk_type, run_first
+):
     undamaged = outputs(damaged.with_name("undamaged"))
     marker = damaged / "logs" / "completions" / "00000"
     options = ("--logging-dir", str(damaged / "logs"))
 
-    def life() -> None:
+    def life():
         """As datatrove's executor would."""
         if not marker.exists():
             runner(damaged, server, skip_bad_requests=True).run(documents(7))
@@ -606,9 +590,9 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
 )
 def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
-    damaged: Path, server: FakeServer, said: Said, disk_type: type[CopyingDisk]
-) -> None:
-    def life(folder: Path) -> None:
+    damaged, server, said, disk_type
+):
+    def life(folder):
         said("repair", folder)
         runner(folder, server, skip_bad_requests=True).run(documents(7))
 
@@ -617,7 +601,7 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Said) -> None:
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(job, said):
     remove(job)
     before = outputs(job)
     text = said("repair", job, "--dry-run")
@@ -629,13 +613,13 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(job: Path, said: Sai
 @pytest.mark.matrix
 @pytest.mark.parametrize("left", ["journal", "cache"])
 def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
-    job: Path,
-    server: FakeServer,
-    said: Said,
-    undamaged: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    left: str,
-) -> None:
+    job,
+    server,
+    said,
+    undamaged,
+    monkeypatch,
+    left,
+):
     """A crash after a commit leaves the journal and the answers, or, a moment later, the
     answers.
     """
@@ -663,9 +647,7 @@ def move_letters(job: Path) -> None:
     chunk_file(job, 0).unlink()
 
 
-def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
-    job: Path, tmp_path: Path, said: Said
-) -> None:
+def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job, tmp_path, said):
     markers = [tmp_path / "logs" / "completions" / f"{rank:05d}" for rank in range(2)]
     markers[0].parent.mkdir(parents=True)
     for marker in markers:
@@ -686,9 +668,7 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(
         ),
     ],
 )
-def test_what_cannot_be_redone_is_left_alone(
-    job: Path, server: FakeServer, said: Said, damage: Callable[[Path], None] | None, says: str
-) -> None:
+def test_what_cannot_be_redone_is_left_alone(job, server, said, damage, says):
     if damage is None:  # the input grew: chunks of 2, 1, 2, 1
         shutil.rmtree(job)
         for number in (3, 6):
@@ -710,9 +690,7 @@ def retry(folder: Path, server: FakeServer) -> None:
         step.run([], rank=rank, world_size=2)
 
 
-def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
-    job: Path, said: Said, undamaged: dict[str, bytes]
-) -> None:
+def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, undamaged):
     with FakeServer() as mended:
         retry(job, mended)
         text = said("verify", job, "--full")
@@ -758,8 +736,6 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(
         ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/002_00007.jsonl.gz", ("00003", "00007")),
     ],
 )
-def test_a_file_is_known_by_its_name(
-    template: str, name: str, found: tuple[str, str] | None
-) -> None:
+def test_a_file_is_known_by_its_name(template, name, found):
     match = output_pattern(template).fullmatch(name)
     assert (match and (match["rank"], match["chunk_index"])) == found

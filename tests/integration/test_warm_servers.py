@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
 from tests.integration.test_supervision import ENGINE, engines, lines
-from tests.patience import ChangePolicy, until
+from tests.patience import until
 from tests.processes import is_alive
 
 # Its answers are the same whoever gives them. It notes which engines are alive when it starts.
@@ -41,7 +40,7 @@ SCRIPT = ENGINE.replace('f"{os.getpid()} says', 'f"says').replace(
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy) -> None:
+def _in_tmp_path(here, monkeypatch, policy):
     monkeypatch.setattr("tempfile.tempdir", str(here))
     policy("RESTART", first=0.01)
     Path("engine.py").write_text(SCRIPT)
@@ -72,7 +71,7 @@ def running() -> list[int]:
     return [pid for pid in engines() if is_alive(pid)]
 
 
-def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log: list[str]) -> None:
+def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log):
     for rank in (3, 7, 8):
         run(rank, server_log_folder="logs", hang_timeout=600 + rank)
     assert len(engines()) == 1
@@ -89,7 +88,7 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log:
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))
 
 
-def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one() -> None:
+def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():
     runner().run([], 0, 9)
     assert not Path("engines").exists()
     run(1)
@@ -101,8 +100,8 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one() -> 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
-    number: int, monkeypatch: pytest.MonkeyPatch, policy: ChangePolicy, log: list[str]
-) -> None:
+    number, monkeypatch, policy, log
+):
     run(0)
     monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
     os.kill(engines()[0], number)
@@ -128,14 +127,12 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", [KeyboardInterrupt, DocumentFailed])
 @pytest.mark.parametrize("after_its_last_answer", [False, True])
-def test_a_rank_that_is_stopped_or_fails_leaves_no_server(
-    end: type[BaseException], after_its_last_answer: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def finish(*_: Any) -> None:
+def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end, after_its_last_answer, monkeypatch):
+    def finish(*_):
         assert running(), "not the moment that this test is about"
         signal.raise_signal(signal.SIGINT) if end is KeyboardInterrupt else 1 / 0
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         result = await jobs.ask(document, generate)
         if not after_its_last_answer:
             finish()
@@ -167,11 +164,11 @@ def change_environment() -> dict[str, Any]:
     ],
 )
 def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
-    change: Callable[[], dict[str, Any]],
-    is_other: bool,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    change,
+    is_other,
+    log,
+    monkeypatch,
+):
     monkeypatch.delenv("SOME_SWITCH_OF_AN_ENGINE", raising=False)
     run(0)
     run(1, folder="another", **change())
@@ -190,7 +187,7 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
 
 
 @pytest.mark.slow
-def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
+def test_the_restarts_of_a_server_count_over_all_its_ranks():
     run(0, "die once", "b", server_max_restarts=1)
     assert len(engines()) == 2
     Path("died").unlink()
@@ -200,7 +197,7 @@ def test_the_restarts_of_a_server_count_over_all_its_ranks() -> None:
     assert not running()
 
 
-def test_nothing_of_warm_servers_is_pickled_or_shown() -> None:
+def test_nothing_of_warm_servers_is_pickled_or_shown():
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
     (kept,) = warm._state.warm.values()
@@ -246,7 +243,7 @@ def job(end: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
-def test_a_process_that_ends_normally_has_ended_its_servers_first(end: str) -> None:
+def test_a_process_that_ends_normally_has_ended_its_servers_first(end):
     process = job(ENDS[end])
     _, errors = process.communicate(timeout=400)
     assert len(engines()) == 1, errors
@@ -258,7 +255,7 @@ def test_a_process_that_ends_normally_has_ended_its_servers_first(end: str) -> N
 @pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int) -> None:
+def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number):
     # Not one long sleep: a signal that comes just before it would be handled after it only.
     with job(
         "two_ranks(); print('between', flush=True); [time.sleep(0.1) for _ in range(6000)]"
@@ -274,7 +271,7 @@ def test_a_process_that_is_killed_between_two_ranks_leaves_no_server(number: int
 
 
 @pytest.mark.slow
-def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent() -> None:
+def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent():
     run(0, server_stop_timeout_sec=1200.0)
     (engine,) = running()
     read, write = os.pipe()
@@ -321,9 +318,7 @@ def run_local(executor: Any, folder: str, tasks: int, workers: int, **settings: 
 @pytest.mark.parametrize(
     "executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"]
 )
-def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(
-    executor: Any, workers: int
-) -> None:
+def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(executor, workers):
     run_local(executor, "job", 4, workers)
     if executor is LocalPipelineExecutor:
         assert not running()

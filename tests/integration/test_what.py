@@ -15,14 +15,13 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
-from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Command
+from datatrove_ckpt.testing import outputs
 from tests.mirrors import Job
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
-def mirrored(tmp_path: Path, server: FakeServer) -> Job:
+def mirrored(tmp_path, server):
     """A finished job of two chunks, of which only the output and the mirror are left."""
     job = Job(tmp_path)
     job.run(server)
@@ -32,8 +31,8 @@ def mirrored(tmp_path: Path, server: FakeServer) -> Job:
 
 
 def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_again(
-    mirrored: Job, server: FakeServer, command: Command
-) -> None:
+    mirrored, server, command
+):
     expected = outputs(mirrored.folder / "output")
     command("verify", mirrored.remote, "--full")
     assert command("repair", mirrored.remote) == "There is nothing to repair.\n"
@@ -61,12 +60,10 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
 
 
 @pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(
-    tmp_path: Path, command: Command, server: FakeServer
-) -> None:
+def test_answers_on_a_mirror_survive_a_repair(tmp_path, command, server):
     job, asked = Job(tmp_path), itertools.count(1)
 
-    def until_committed() -> None:
+    def until_committed():
         """The first chunk, before the answer at which the rank stops: the tenth."""
         while next(asked) >= 10 and not read_commits(job.rank / "commits.jsonl"):
             time.sleep(0.001)
@@ -85,9 +82,7 @@ def test_answers_on_a_mirror_survive_a_repair(
 
 
 @pytest.mark.slow
-def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
-    tmp_path: Path, server: FakeServer, command: Command
-) -> None:
+def test_a_node_that_still_has_the_folder_takes_the_repaired_version(tmp_path, server, command):
     job = Job(tmp_path)
     job.run(server)
     expected = outputs(tmp_path / "output")
@@ -99,9 +94,7 @@ def test_a_node_that_still_has_the_folder_takes_the_repaired_version(
     assert outputs(tmp_path / "output") == expected
 
 
-def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(
-    mirrored: Job, command: Command
-) -> None:
+def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command):
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     versions = Versions(f"{mirrored.remote}/00000")
     newest = versions.all_versions()[-1]
@@ -119,8 +112,8 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(
 
 
 def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
-    tmp_path: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, server, command, monkeypatch
+):
     job = Job(tmp_path)
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, "0123456789abcdef0123456789abcdef")
     job.run(server)
@@ -129,9 +122,7 @@ def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
     assert f"{MIRROR_KEY_VARIABLE} is not set" in command("repair", job.remote, code=2)
 
 
-def test_the_yaml_file_of_a_run_is_enough_to_repair_it(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here, server, command):
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
     command("run", "job.yaml")
     expected = outputs(here / "output")

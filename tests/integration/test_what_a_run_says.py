@@ -10,8 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +24,8 @@ from datatrove_ckpt.inference.servers import endpoints
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import ask, config, documents, runner
-from tests.patience import ChangePolicy, until
+from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
@@ -41,9 +38,7 @@ async def fails_at_the_third(document: Document, generate: Any) -> Any:
     return answer
 
 
-def test_a_resume_says_what_is_done_and_which_answers_wait(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path, server, log):
     with pytest.raises(DocumentFailed):
         runner(tmp_path, server, fails_at_the_third, records_per_chunk=5, config=ONE_BY_ONE).run(
             documents(8)
@@ -56,12 +51,10 @@ def test_a_resume_says_what_is_done_and_which_answers_wait(
     assert "Resuming: 2 documents are done (0 in output files), 1 answer waits." in said
 
 
-def test_before_its_first_document_a_rank_reads_the_input_and_waits_for_no_server(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_before_its_first_document_a_rank_reads_the_input_and_waits_for_no_server(tmp_path, server):
     states: list[str] = []
 
-    def slow() -> Iterator[Document]:
+    def slow():
         until(lambda: states)
         yield from documents(1)
 
@@ -97,9 +90,7 @@ LINE = 10  # of "answer.txt"
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "workers"), [("ours", 1), ("ours", 2), ("datatrove", 1)])
-def test_a_script_shows_our_error_first_and_then_little_more(
-    tmp_path: Path, server: FakeServer, kind: str, workers: int
-) -> None:
+def test_a_script_shows_our_error_first_and_then_little_more(tmp_path, server, kind, workers):
     (tmp_path / "input").mkdir()
     for task in range(2):
         (tmp_path / "input" / f"{task}.jsonl").write_text(json.dumps({"id": "a", "text": "b"}))
@@ -118,8 +109,8 @@ def test_a_script_shows_our_error_first_and_then_little_more(
 
 
 def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
-    here: Path, server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    here, server, command, monkeypatch
+):
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
     write_job(here, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
@@ -160,14 +151,14 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
 )
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
-    here: Path,
-    server: FakeServer,
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
-    code: int,
-    said: str,
-) -> None:
+    here,
+    server,
+    command,
+    monkeypatch,
+    line,
+    code,
+    said,
+):
     write_job(
         here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"]
     )
@@ -184,18 +175,14 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     assert code or "or a return missing?" in last
 
 
-def test_tasks_without_documents_are_counted_once(
-    here: Path, server: FakeServer, command: Command
-) -> None:
+def test_tasks_without_documents_are_counted_once(here, server, command):
     write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3), ["a"])
     said = command("run", "job.yaml")
     assert " 2 of 3 tasks had no documents. " in said.out.splitlines()[-1]
     assert "No files found" not in said
 
 
-def test_a_second_run_names_the_command_to_stop_and_not_its_worker(
-    here: Path, command: Command
-) -> None:
+def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here, command):
     with FakeServer(hold_after=1) as server:
         write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")
         words = ["run", "job.yaml", "--executor.workers=2"]
@@ -213,14 +200,14 @@ def test_a_second_run_names_the_command_to_stop_and_not_its_worker(
 
 
 def test_an_endpoint_that_is_down_is_said_while_we_wait(
-    server: FakeServer,
-    log: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    policy: ChangePolicy,
-) -> None:
+    server,
+    log,
+    monkeypatch,
+    policy,
+):
     causes = iter(["no connection", None])
 
-    async def get(*_: Any) -> Response:
+    async def get(*_):
         if cause := next(causes):
             raise ExchangeFailed(cause)
         return Response(200, HiddenBytes(b"{}"))
@@ -235,10 +222,10 @@ def test_an_endpoint_that_is_down_is_said_while_we_wait(
     assert "The server answers, after " in log[1]
 
 
-def test_the_end_says_what_was_checked_skipped_and_sent_again(here: Path, command: Command) -> None:
+def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
     down: list[bool] = [True]
 
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    def status(payload, times):
         if "text 1" in payload["messages"][-1]["content"] and down:
             return 500 if times == 0 else 400
         return None

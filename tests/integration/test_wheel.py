@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def pip(tmp_path_factory):
     """The command of a pip: this environment's or, if it has none (uv makes such ones), a fresh
     environment's.
     """
@@ -33,7 +33,7 @@ def pip(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, pip: list[str]) -> Path:
+def target(tmp_path_factory, pip):
     """A folder with nothing but the installed wheel, which was built from a copy without any
     leftovers of builds.
     """
@@ -68,8 +68,8 @@ def run(command: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_wheel_contains_every_file_of_the_package(target: Path) -> None:
-    def files(folder: Path) -> set[str]:
+def test_the_wheel_contains_every_file_of_the_package(target):
+    def files(folder):
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
         return {str(path) for path in found if "__pycache__" not in path.parts}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -32,7 +31,7 @@ QUESTION = {"n": 2, "logprobs": True}
 
 
 @pytest.fixture
-def whole(server: FakeServer) -> FakeServer:
+def whole(server):
     server.message, server.logprobs = {"tool_calls": [CALL]}, LOGPROBS
     return server
 
@@ -49,9 +48,7 @@ async def ask_whole(document: Document, generate: Any) -> object:
     )
 
 
-def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(
-    whole: FakeServer, tmp_path: Path
-) -> None:
+def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole, tmp_path):
     runner(tmp_path / "other", whole, ask_whole).run(documents(3))
     refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
@@ -64,8 +61,8 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(
     assert len(whole.payloads) == 6 + 6 + refused
 
 
-def test_a_plain_answer_is_written_as_datatrove_does(server: FakeServer, tmp_path: Path) -> None:
-    async def ask(document: Document, generate: Any) -> InferenceResult:
+def test_a_plain_answer_is_written_as_datatrove_does(server, tmp_path):
+    async def ask(document, generate):
         result: InferenceResult = await generate(
             {"messages": [{"role": "user", "content": document.text}]}
         )
@@ -100,9 +97,7 @@ async def ask_other_paths(document: Document, generate: Any) -> object:
     return [first, second.answer, third.text]
 
 
-def test_any_path_of_the_server_is_cached_by_path_and_payload(
-    server: FakeServer, tmp_path: Path
-) -> None:
+def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
     answer = {
         "id": "e1",
         "created": 5,
@@ -137,8 +132,8 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(
 
 
 @pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])
-def test_a_path_without_its_slash_is_refused(server: FakeServer, tmp_path: Path, path: str) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_a_path_without_its_slash_is_refused(server, tmp_path, path):
+    async def ask(document, generate):
         return await generate({"input": document.text}, path=path)
 
     with pytest.raises(ConfigError, match=r"must begin with a slash.*test_whole_answers\.py"):
@@ -146,10 +141,8 @@ def test_a_path_without_its_slash_is_refused(server: FakeServer, tmp_path: Path,
     assert not server.payloads
 
 
-def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server, tmp_path):
+    async def ask(document, generate):
         return await generate({"input": document.text}, path="/v1/embeddings")
 
     with pytest.raises(
@@ -164,10 +157,10 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(
         runner(tmp_path, server, ask).run(documents(1))
 
 
-def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_path: Path) -> None:
+def test_plain_and_whole_answers_share_a_parquet_file(whole, tmp_path):
     import pyarrow.parquet
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         if document.id == "id 1":
             whole.message, whole.logprobs = {}, None
             return await generate({"messages": [{"role": "user", "content": document.text}]})
@@ -190,9 +183,7 @@ def test_plain_and_whole_answers_share_a_parquet_file(whole: FakeServer, tmp_pat
 
 
 @pytest.mark.parametrize("order", ["called", "chosen", "certain", "refused"])
-def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(
-    server: FakeServer, tmp_path: Path, order: str
-) -> None:
+def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(server, tmp_path, order):
     """Each document is a chunk, and has another part of a whole answer; which one is the first
     makes no difference.
     """
@@ -202,7 +193,7 @@ def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(
     kinds = ["called", "chosen", "certain", "refused"]
     kinds = kinds[kinds.index(order) :] + kinds
 
-    async def ask(document: Document, generate: Any) -> object:
+    async def ask(document, generate):
         kind = kinds[int(document.id[-1])]
         server.message = (
             {"tool_calls": [CALL]}
@@ -237,7 +228,7 @@ def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(
         assert (result["logprobs"] or {}).get("content", None) is None or kind == "certain"
 
 
-def test_a_field_that_the_given_schema_lacks_is_named(whole: FakeServer, tmp_path: Path) -> None:
+def test_a_field_that_the_given_schema_lacks_is_named(whole, tmp_path):
     import pyarrow as pa
 
     result = pa.struct([(name, pa.string()) for name in ("text", "finish_reason", "reasoning")])
@@ -276,9 +267,7 @@ def _with_choices(*choices: dict[str, Any]) -> bytes:
         ([{"index": 0}, {"index": 1, "error": "overloaded"}], "overloaded"),
     ],
 )
-def test_several_choices_are_those_that_were_asked_for(
-    choices: list[dict[str, Any]], error: str | None
-) -> None:
+def test_several_choices_are_those_that_were_asked_for(choices, error):
     parse = as_asked(CHAT, {"n": 2}).parse
     if error is None:
         assert len(parse(_with_choices(*choices)).choices) == 2
@@ -288,7 +277,7 @@ def test_several_choices_are_those_that_were_asked_for(
         assert error in f"{caught.value}: {caught.value.quoted}"
 
 
-def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
+def test_one_choice_without_a_finish_reason_is_an_unfinished_answer():
     found = as_asked(CHAT, {"n": 2}).parse(
         _with_choices({"index": 0}, {"index": 1, "finish_reason": None})
     )
@@ -296,10 +285,8 @@ def test_one_choice_without_a_finish_reason_is_an_unfinished_answer() -> None:
 
 
 @pytest.mark.parametrize("last", [{"cut_off": 1}, {"empty": 1}, {"cut_off": 1, "empty": 1}, {}])
-def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
-    server: FakeServer, tmp_path: Path, last: dict[str, int]
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path, last):
+    async def ask(document, generate):
         zeros = await generate.embed(document.text)
         result = await generate(
             {"messages": [{"role": "user", "content": document.text}], "n": 3},
@@ -331,7 +318,7 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(
     assert (counts.cut_off, counts.empty) == (expected["cut_off"], expected["empty"] + bool(last))
 
 
-def test_a_refusal_is_kept_with_its_choice() -> None:
+def test_a_refusal_is_kept_with_its_choice():
     no = {"message": {"content": None, "refusal": "I can't."}}
     (one,) = CHAT.parse(_with_choices(no)).choices
     assert one["text"] == ""
@@ -364,9 +351,7 @@ def test_a_refusal_is_kept_with_its_choice() -> None:
         ([{"type": "thinking", "thinking": "hm"}], "", "hm"),
     ],
 )
-def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(
-    content: Any, text: str, reasoning: str
-) -> None:
+def test_thoughts_among_the_parts_of_a_content_are_its_reasoning(content, text, reasoning):
     found = CHAT.parse(_with_choices({"message": {"content": content}}))
     assert (found.text, found.reasoning) == (text, reasoning)
 
@@ -419,9 +404,7 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
         ({}, {"logprobs": False}, ""),
     ],
 )
-def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(
-    choice: dict[str, Any], payload: dict[str, Any], wrong: str
-) -> None:
+def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(choice, payload, wrong):
     parse = as_asked(CHAT, payload).parse
     if wrong:
         with pytest.raises(RetryableError, match=wrong):
@@ -433,7 +416,7 @@ def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(
 @pytest.mark.parametrize(
     ("logprobs", "asked"), [({"tokens": ["a"]}, 3), ({"content": [{}]}, 1), (None, 0)]
 )
-def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked: int) -> None:
+def test_completions_have_the_logprobs_that_were_asked_for(logprobs, asked):
     """llama.cpp gives none for 0."""
     choice = {"text": "a", "finish_reason": "stop", "logprobs": logprobs}
     parse = as_asked(COMPLETIONS, {"logprobs": asked}).parse
@@ -445,9 +428,9 @@ def test_completions_have_the_logprobs_that_were_asked_for(logprobs: Any, asked:
 
 
 def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
-    server: FakeServer, tmp_path: Path
-) -> None:
-    async def ask(document: Document, generate: Any) -> object:
+    server, tmp_path
+):
+    async def ask(document, generate):
         messages = [{"role": "user", "content": document.text}]
         return (await generate({"messages": messages, "logprobs": True})).logprobs
 
@@ -468,7 +451,7 @@ def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
     return "hi"
 
 
-def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:
+def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat():
     logprobs = {"tokens": ["a"], "top_logprobs": [{"a": -0.5, "b": -1.0}, None]}
     body = orjson.dumps({"choices": [{"text": "a", "finish_reason": "stop", "logprobs": logprobs}]})
     found = COMPLETIONS.parse(body).logprobs
@@ -482,7 +465,7 @@ def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat() -> None:
 @pytest.mark.parametrize(
     "status", ["failed", "queued", "in_progress", "cancelled", "completed", "incomplete"]
 )
-def test_a_response_that_failed_is_no_answer(status: str) -> None:
+def test_a_response_that_failed_is_no_answer(status):
     body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
     parse = way_to("/v1/responses").parse
     if status in ("completed", "incomplete"):
@@ -497,6 +480,6 @@ def test_a_response_that_failed_is_no_answer(status: str) -> None:
             parse(body)
 
 
-def test_a_slash_at_the_end_is_the_same_path() -> None:
+def test_a_slash_at_the_end_is_the_same_path():
     assert way_to("/v1/chat/completions/") is CHAT
     assert way_to("/v1/embeddings/").path == way_to("/v1/embeddings").path

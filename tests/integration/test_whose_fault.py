@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,9 +54,7 @@ async def gives_up(document: Document, generate: Any) -> Any:
 @pytest.mark.parametrize(
     ("rollout", "status"), [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)]
 )
-def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
-    tmp_path: Path, rollout: Any, status: int
-) -> None:
+def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(tmp_path, rollout, status):
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
     with FakeServer(status=lambda payload, times: status) as server:
         with pytest.raises(
@@ -70,10 +67,10 @@ def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(
     assert ids(tmp_path) == all_of(8)
 
 
-def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path) -> None:
+def test_an_endpoint_that_goes_away_is_waited_for(tmp_path):
     gone = threading.Event()
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == "id 3" and not gone.is_set():
             gone.set()
             server.__exit__(None, None, None)
@@ -97,9 +94,7 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [402, 451])
-def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(
-    tmp_path: Path, status: int
-) -> None:
+def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path, status):
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
     refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
     with FakeServer(status=lambda payload, times: status) as server, refused:
@@ -110,8 +105,8 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(
 @pytest.mark.matrix
 @pytest.mark.parametrize("rollout", [ask, gives_up])
 def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
-    tmp_path: Path, rollout: Any
-) -> None:
+    tmp_path, rollout
+):
     config = {
         "max_concurrent_generations": 4,
         "request_max_attempts": 2,
@@ -131,11 +126,11 @@ def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_n
     assert "id 1" not in ids(tmp_path)
 
 
-def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path: Path) -> None:
+def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path):
     with FakeServer(status=lambda payload, times: 503) as server:
         step = runner(tmp_path, server, config={"server_patience_seconds": 3600.0})
 
-        def interrupt() -> None:
+        def interrupt():
             until(lambda: server.asked.total() >= 6)
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -156,7 +151,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize("body", [*TOO_LONG, "unknown parameter: tempratur"])
-def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path: Path, body: str) -> None:
+def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path, body):
     with FakeServer(status=lambda payload, times: 400) as server:
         server.error = body
         with pytest.raises(DocumentFailed) as stopped:
@@ -198,9 +193,7 @@ def exits(name: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "rollouts"), [*((name, 1) for name in EXITS), ("CancelledError", 2)]
 )
-def test_a_rollout_that_exits_fails_its_document(
-    tmp_path: Path, server: FakeServer, name: str, rollouts: int
-) -> None:
+def test_a_rollout_that_exits_fails_its_document(tmp_path, server, name, rollouts):
     config = {"rollouts_per_document": rollouts}
     with pytest.raises(
         DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: "
@@ -236,10 +229,8 @@ def exiting_manager() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("place", ["task", "context", "manager", "reader", "generator"])
-def test_nothing_that_a_rank_runs_can_end_it_in_success(
-    tmp_path: Path, server: FakeServer, place: str
-) -> None:
-    def reader(data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+def test_nothing_that_a_rank_runs_can_end_it_in_success(tmp_path, server, place):
+    def reader(data=None, rank=0, world_size=1):
         yield from documents(3)
         if place == "reader":
             raise SystemExit(0)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import ClaimStore
 from datatrove_ckpt.common.formatting import plural, ranges
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -65,12 +63,12 @@ sys.exit(main())
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp_path(here: Path) -> None:
+def _in_tmp_path(here):
     Path("own.py").write_text(ROLLOUT)
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server():
     with FakeServer(delay=lambda payload, times: 0.05) as running:
         yield running
 
@@ -120,9 +118,7 @@ def assert_whole(server: FakeServer, command: Command, tasks: int = TASKS) -> No
     assert outputs(Path("output")) == found
 
 
-def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(
-    server: FakeServer, command: Command
-) -> None:
+def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, command):
     write(server)
     first, second = worker(), worker()
     until(lambda: len(complete()) >= 2)
@@ -145,9 +141,7 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(
     assert_whole(server, command)
 
 
-def test_a_stopped_worker_keeps_its_tasks_where_locks_work(
-    server: FakeServer, command: Command
-) -> None:
+def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server, command):
     write(server)
     first = worker()
     until(lambda: server.asked.total() >= 3)
@@ -163,9 +157,7 @@ def test_a_stopped_worker_keeps_its_tasks_where_locks_work(
 
 
 @pytest.mark.slow
-def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(
-    server: FakeServer, command: Command
-) -> None:
+def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, command):
     write(server)
     first = worker(program=WITHOUT_LOCKS)
     until(lambda: server.asked.total() >= 3)
@@ -180,8 +172,8 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(
 
 @pytest.mark.slow
 def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(
-    server: FakeServer,
-) -> None:
+    server,
+):
     write(server, at_once=1)
     text = (
         Path("job.yaml")
@@ -202,7 +194,7 @@ def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(
     assert len(complete()) == TASKS
 
 
-def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server: FakeServer) -> None:
+def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server):
     write(server)
     Path("bad").write_text("fails")
     both = worker(), worker()
@@ -218,9 +210,7 @@ def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server: Fake
     ended(worker("--fail-on-dead-letters"))
 
 
-def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(
-    server: FakeServer, command: Command
-) -> None:
+def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server, command):
     write(server)
     Path("bad").write_text("fails")
     first = worker()
@@ -260,7 +250,7 @@ def first_owner() -> str:
     return next(path.name for path in Path("logs/claims/workers").iterdir())
 
 
-def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer) -> None:
+def test_beside_a_plain_run_a_worker_is_refused(server):
     write(server)
     run = worker("--fail-on-dead-letters")
     until(lambda: server.asked.total() >= 3)
@@ -274,13 +264,11 @@ def test_beside_a_plain_run_a_worker_is_refused(server: FakeServer) -> None:
     ended(worker())
 
 
-def test_a_run_goes_on_where_no_claims_can_be_written(
-    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypatch, log):
     """It needs none; only no worker can see it."""
     given: list[object] = []
 
-    def fails(url: str, owner: str, options: Mapping[str, object]) -> ClaimStore:
+    def fails(url, owner, options):
         given.append(options)
         raise OSError("no such endpoint")
 
@@ -294,10 +282,8 @@ def test_a_run_goes_on_where_no_claims_can_be_written(
     assert given == [get_datafolder("logs").fs.storage_options]
 
 
-def test_a_worker_whose_claims_cannot_be_written_ends_with_1(
-    server: FakeServer, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def is_full(self: stores.DiskClaims, mark: object, content: bytes) -> bool:
+def test_a_worker_whose_claims_cannot_be_written_ends_with_1(server, command, monkeypatch):
+    def is_full(self, mark, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(stores.DiskClaims, "put", is_full)
@@ -308,7 +294,7 @@ def test_a_worker_whose_claims_cannot_be_written_ends_with_1(
     assert not server.asked
 
 
-def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer) -> None:
+def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
     write(server)
     Path("checkpoints/00001").mkdir(parents=True)
     lock = files.Lock(Path("checkpoints/00001/lock"))
@@ -323,7 +309,7 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server: FakeServer
 
 
 @pytest.mark.parametrize("left", ["0000[0-3]", "none"])
-def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer, left: str) -> None:
+def test_settings_of_another_run_end_a_worker_with_2(server, left):
     write(server)
     ended(worker())
     for path in Path("logs/completions").glob(left):
@@ -341,8 +327,6 @@ def test_settings_of_another_run_end_a_worker_with_2(server: FakeServer, left: s
         (["--worker", "--executor.logging_dir=hf://datasets/a/b/logs"], "hf://buckets/a/b/logs"),
     ],
 )
-def test_what_no_worker_can_do_is_refused(
-    server: FakeServer, command: Command, words: list[str], said: str
-) -> None:
+def test_what_no_worker_can_do_is_refused(server, command, words, said):
     write(server)
     assert said in command("run", "job.yaml", *words, code=2).err

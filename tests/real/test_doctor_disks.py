@@ -26,7 +26,7 @@ def output(folder: Path) -> dict[str, Finding]:
     return {check.what: check for check in check_local_output(folder, FILES)}
 
 
-def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path):
     with tmpfs(tmp_path / "disk", 512) as disk:
         fill(disk, leave=0)
         found = checkpoints(disk / "checkpoints") | output(disk / "output")
@@ -36,14 +36,14 @@ def test_a_full_disk_is_a_problem_and_keeps_nothing(tmp_path: Path) -> None:
     assert found["room"].state == "problem"
 
 
-def test_a_disk_without_inodes_is_a_problem(tmp_path: Path) -> None:
+def test_a_disk_without_inodes_is_a_problem(tmp_path):
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100m,nr_inodes=12", "tmpfs") as disk:
         room = checkpoints(disk / "checkpoints")["room"]
     assert room.state == "problem"
     assert "At least 20 inodes are needed" in room.message
 
 
-def test_a_read_only_disk_is_a_problem(tmp_path: Path) -> None:
+def test_a_read_only_disk_is_a_problem(tmp_path):
     with tmpfs(tmp_path / "disk", 4096) as disk:
         command("mount", "-o", "remount,ro", str(disk))
         for check in (checkpoints(disk)["writable"], output(disk / "deep" / "output")["writable"]):
@@ -51,7 +51,7 @@ def test_a_read_only_disk_is_a_problem(tmp_path: Path) -> None:
             assert "Make it writable for this user (or choose another folder)" in check.message
 
 
-def test_the_kind_of_a_mounted_disk_is_said(tmp_path: Path) -> None:
+def test_the_kind_of_a_mounted_disk_is_said(tmp_path):
     image = tmp_path / "image"
     image.write_bytes(bytes(16 * 2**20))
     command("mkfs.ext4", "-q", str(image))
@@ -81,7 +81,7 @@ def somebody_else() -> Iterator[None]:
         os.setresuid(0, 0, 0)
 
 
-def test_folders_of_an_earlier_run_by_another_user_are_a_problem() -> None:
+def test_folders_of_an_earlier_run_by_another_user_are_a_problem():
     with tempfile.TemporaryDirectory() as name:
         folder, rank = Path(name), Path(name) / "00000"
         rank.mkdir()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.bench.engine.__main__ import ROWS, main
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path: Path) -> None:
+def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path):
     pytest.importorskip("xllamacpp")
     rows = [
         row

@@ -255,21 +255,19 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def gate() -> Iterator[Gate]:
+def gate():
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield Gate(monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def server(gate: Gate) -> Iterator[FakeServer]:
+def server(gate):
     with FakeServer(gate.answer, delay=lambda payload, times: 0.01) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def expected(
-    tmp_path_factory: pytest.TempPathFactory, server: FakeServer, gate: Gate
-) -> dict[str, bytes]:
+def expected(tmp_path_factory, server, gate):
     """The output of a run that nothing disturbs."""
     job = Job(tmp_path_factory.mktemp("undisturbed"), server, gate)
     job.run()
@@ -310,8 +308,8 @@ PLACES = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_it", PLACES)
 def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
-    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
-) -> None:
+    tmp_path, server, gate, expected, on_it
+):
     places: Counter[str] = Counter()
     again = 0
     for kilobytes in SIZES[on_it]:
@@ -370,9 +368,7 @@ def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("on_it", PLACES)
-def test_a_file_system_that_turns_read_only_stops_the_rank(
-    tmp_path: Path, server: FakeServer, gate: Gate, expected: dict[str, bytes], on_it: str
-) -> None:
+def test_a_file_system_that_turns_read_only_stops_the_rank(tmp_path, server, gate, expected, on_it):
     """With open files and all: ext4 does so when it finds itself damaged."""
     places: Counter[str] = Counter()
     again = 0

@@ -9,8 +9,6 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import s3fs
@@ -25,7 +23,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 
 @pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+def weed(tmp_path_factory):
     server = Weed(tmp_path_factory.mktemp("mirror") / "weed")
     server.start()
     yield server
@@ -33,7 +31,7 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 
 
 @pytest.fixture
-def fs(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> s3fs.S3FileSystem:
+def fs(weed, monkeypatch):
     """Credentials come from the environment, here as in every run."""
     in_this_environment(monkeypatch, f"http://127.0.0.1:{weed.port}")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -41,15 +39,15 @@ def fs(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> s3fs.S3FileSystem:
 
 
 @pytest.fixture
-def bucket(fs: s3fs.S3FileSystem, request: pytest.FixtureRequest) -> str:
+def bucket(fs, request):
     name = f"bucket-{abs(hash(request.node.nodeid)):x}"[:40]
     fs.mkdir(name)
     return name
 
 
 def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_same_bytes(
-    tmp_path: Path, bucket: str, fs: s3fs.S3FileSystem
-) -> None:
+    tmp_path, bucket, fs
+):
     killed = Killed(tmp_path, f"s3://{bucket}/mirror", delay=0.03, kills=6)
     with FakeServer(delay=killed.delay) as server:
         runner(tmp_path / "undisturbed", server, ask_twice, records_per_chunk=7).run(
@@ -77,8 +75,8 @@ def text(fs: s3fs.S3FileSystem, path: str) -> str:
 
 
 def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
-    tmp_path: Path, bucket: str, weed: Weed, log: list[str]
-) -> None:
+    tmp_path, bucket, weed, log
+):
     job = Job(tmp_path, f"s3://{bucket}/mirror")
     with FakeServer(hold_after=5) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.05))

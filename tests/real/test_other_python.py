@@ -82,7 +82,7 @@ LocalPipelineExecutor([JsonlReader("input"), runner], logging_dir="logs", worker
 pytestmark = pytest.mark.timeout(900)  # the first run also installs
 
 
-def test_a_run_continues_on_other_pythons(tmp_path: Path) -> None:
+def test_a_run_continues_on_other_pythons(tmp_path):
     others = [environment.other_python(f"3.{minor}", python(minor)) for minor in OTHERS]
     pythons = [sys.executable, *others, sys.executable]
     (tmp_path / "input").mkdir()

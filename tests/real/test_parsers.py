@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,7 +88,7 @@ def configs(server_type: Any, kwargs: list[dict[str, Any] | None]) -> Iterator[I
         )
 
 
-def test_vllm_accepts_every_command() -> None:
+def test_vllm_accepts_every_command():
     kwargs = [
         None,
         {"enforce-eager": True, "gpu_memory_utilization": 0.9, "seed": -1},
@@ -134,7 +133,7 @@ def test_vllm_accepts_every_command() -> None:
         assert values["nnodes"] == 1 or values["distributed_executor_backend"] != "ray"
 
 
-def test_sglang_accepts_every_command() -> None:
+def test_sglang_accepts_every_command():
     kwargs = [
         None,
         {"mem-fraction-static": 0.8, "random-seed": 1, "disable-radix-cache": True},
@@ -164,7 +163,7 @@ for payload in json.load(sys.stdin):
 """
 
 
-def test_sglang_understands_the_fields_of_rollouts() -> None:
+def test_sglang_understands_the_fields_of_rollouts():
     schema = {
         "type": "object",
         "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
@@ -181,7 +180,7 @@ def test_sglang_understands_the_fields_of_rollouts() -> None:
     rollouts.append(ChunkedRollout(max_chars_per_part=4, carry="continue"))
     payloads: list[dict[str, Any]] = []
 
-    async def generate(payload: dict[str, Any]) -> InferenceResult:
+    async def generate(payload):
         payloads.append(payload)
         return InferenceResult("a", "stop", {})
 
@@ -199,7 +198,7 @@ def test_sglang_understands_the_fields_of_rollouts() -> None:
     assert [one["continued"] for one in values] == [False, False, False, False, True]
 
 
-def test_what_no_parser_knows_is_refused() -> None:
+def test_what_no_parser_knows_is_refused():
     argv = ("--model", "m", "--no-such-flag")
     assert "unrecognized arguments" in parsed(environment.vllm_python(), _VLLM, [argv])[0]["error"]
     argv = ("--model-path", "m", "--no-such-flag")
@@ -241,7 +240,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path: Path) -> None:
+def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path):
     command = command_of(InferenceConfig("sglang", "org/model"))
     (tmp_path / "launch.py").write_text(_LAUNCH)
     argv = [environment.sglang_python(), str(tmp_path / "launch.py"), *command.argv[1:]]

@@ -30,7 +30,7 @@ COUNTED = "--pipeline.1.config.model_kwargs='{verbosity: 3}'"
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     """What a newcomer has: the files git knows, and nothing installed."""
     folder = tmp_path_factory.mktemp("newcomer") / "checkout"
     tracked = subprocess.run(
@@ -106,7 +106,7 @@ def written(checkout: Path) -> list[dict]:
 
 
 @pytest.mark.timeout(900)
-def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout: Path) -> None:
+def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout):
     kill_after(checkout, 5)
     first = kept(checkout)
     kill_after(checkout, answered(checkout) + 5)

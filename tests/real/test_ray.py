@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(900)  # the first one also installs Ray
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     command = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
     command += [environment.ray_python(), "-m", "tests.real.ray_job", str(folder)]
@@ -55,7 +55,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
         ("kill -9 of the rank's process", 2, IN_FLIGHT),
     ],
 )
-def test_every_document_once(results: dict[str, dict], case: str, runs: int, at_most: int) -> None:
+def test_every_document_once(results, case, runs, at_most):
     result = results[case]
     seconds = f"{result['seconds']:.1f} s" if "seconds" in result else ""
     marked = f"{len(result['complete'])} of 2" if "complete" in result else "yes"

@@ -74,7 +74,7 @@ def command(folder: Path, *arguments: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """The folder of the run, with its report."""
     folder = tmp_path_factory.mktemp("report") / "run <b>&amp;"
     folder.mkdir()
@@ -145,7 +145,7 @@ def looked_at(folder: Path, dark: bool = False) -> dict[str, Any]:
     return content
 
 
-def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> None:
+def test_the_page_shows_what_happened_with_the_figures_of_status(run):
     found = looked_at(run)
     status = orjson.loads(command(run, "status", "job.yaml", "--json"))
     printed = command(run, "status", "job.yaml").decode().splitlines()
@@ -163,7 +163,7 @@ def test_the_page_shows_what_happened_with_the_figures_of_status(run: Path) -> N
     assert (found["scripts"], found["loaded"]) == (0, [])
 
 
-def test_it_fits_light_and_dark_screens_of_any_width_and_can_be_printed(run: Path) -> None:
+def test_it_fits_light_and_dark_screens_of_any_width_and_can_be_printed(run):
     light, dark = looked_at(run), looked_at(run, dark=True)
     assert light["widths"] == dark["widths"] == [380, 1280]
     assert light["background"] != dark["background"]

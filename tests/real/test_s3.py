@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ PART = 5 << 20  # the least that S3 allows
 
 
 @pytest.fixture(scope="session")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+def weed(tmp_path_factory):
     server = Weed(tmp_path_factory.mktemp("weed") / "data")
     server.start()
     yield server
@@ -61,13 +61,13 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 
 
 @pytest.fixture
-def bucket(weed: Weed, request: pytest.FixtureRequest) -> Bucket:
+def bucket(weed, request):
     """A new one, so that no test sees another's uploads."""
     return Bucket(weed, f"bucket-{abs(hash(request.node.nodeid)):x}"[:40])
 
 
 @pytest.fixture
-def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+def relay(weed, monkeypatch):
     """Where this process's clients, and those it starts, find S3."""
     running = Relay(weed.port)
     s3.in_this_environment(monkeypatch, running.url)
@@ -79,7 +79,7 @@ def relay(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, bucket: Bucket, server: FakeServer) -> dict[str, Any]:
+def job(tmp_path, bucket, server):
     """See s3_job.py; 8 documents in 2 chunks of 400 bytes."""
     return {
         "url": server.url,
@@ -114,9 +114,7 @@ def finished(job: dict[str, Any], rank: int = 0) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["gzip", "parquet"])
-def test_files_of_many_parts_arrive_byte_for_byte(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, tmp_path: Path, kind: str
-) -> None:
+def test_files_of_many_parts_arrive_byte_for_byte(job, bucket, relay, tmp_path, kind):
     job |= {"kind": kind, "documents": 3, "size": 7 << 20, "chunk": 2}
     s3_job.run(job)
     assert bucket.files("output") == expected(job, tmp_path)
@@ -178,8 +176,8 @@ class JobProcesses:
 
 @pytest.mark.timeout(900)  # some thirty processes
 def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next_process_cleans_up(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
+    job, bucket, relay, server, tmp_path
+):
     job |= {"documents": 3, "size": 3_600_000, "chunk": 3}
     whole = expected(job, tmp_path)
     (name,) = whole
@@ -197,7 +195,7 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
     died_at: set[tuple[str, str, str]] = set()
     left_open = shown = 0
 
-    def is_new(request: Request) -> bool:
+    def is_new(request):
         where = (request.kind, re.sub("&?uploadId=[^&]*", "", request.path), request.stage)
         return where not in died_at and not died_at.add(where)
 
@@ -242,9 +240,7 @@ def once(*cases: tuple[str, str, str | int]) -> Callable[[Request], str | int | 
     return rule
 
 
-def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, tmp_path: Path
-) -> None:
+def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(job, bucket, relay, tmp_path):
     job |= {"documents": 4, "size": 3_600_000, "chunk": 3}
     relay.rule = once(
         # One stays open, of which the client knows nothing.
@@ -288,14 +284,14 @@ def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(
     ids=["may only read", "wrong secret", "no bucket", "no credentials"],
 )
 def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
-    job: dict[str, Any],
-    relay: Relay,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, str],
-    output: str,
-    message: str,
-) -> None:
+    job,
+    relay,
+    server,
+    monkeypatch,
+    changes,
+    output,
+    message,
+):
     for name, value in changes.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     retry_seconds = 60
@@ -312,8 +308,8 @@ def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
 
 
 def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
+    job, bucket, relay, server, tmp_path
+):
     whole = expected(job, tmp_path)
     name = "00000_chunk_00000.jsonl"
     bucket.fs.pipe_file(f"{bucket.name}/output/{name}", whole[name])
@@ -321,7 +317,7 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     assert listing.info(f"{bucket.name}/output/{name}")["size"] == len(whole[name])
     bucket.fs.rm_file(f"{bucket.name}/output/{name}")
 
-    def overwrite(request: Request) -> None:
+    def overwrite(request):
         sent = any(one.kind == "PutObject" and name in one.path for one in relay.requests)
         if (
             request.kind == "HeadObject"
@@ -363,19 +359,19 @@ def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
     [("upload error", "s3"), ("SIGINT", "local"), ("SIGINT", "s3"), ("SIGTERM", "s3")],
 )
 def test_the_process_ends_whatever_becomes_of_an_upload(
-    job: dict[str, Any],
-    bucket: Bucket,
-    relay: Relay,
-    server: FakeServer,
-    tmp_path: Path,
-    event: str,
-    logs: str,
-) -> None:
+    job,
+    bucket,
+    relay,
+    server,
+    tmp_path,
+    event,
+    logs,
+):
     job |= {"logs": f"s3://{bucket.name}/logs" if logs == "s3" else str(tmp_path / "logs")}
     (tmp_path / "job.json").write_text(json.dumps(job))
     due, release = threading.Event(), threading.Event()
 
-    def rule(request: Request) -> int | str | None:
+    def rule(request):
         if (
             request.kind != "PutObject"
             or "/output/" not in request.path
@@ -415,9 +411,7 @@ def test_the_process_ends_whatever_becomes_of_an_upload(
 # Input, logs, settings ---------------------------------------------------------------------------
 
 
-def test_input_from_s3_is_read_on_where_it_was_left(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer, tmp_path: Path
-) -> None:
+def test_input_from_s3_is_read_on_where_it_was_left(job, bucket, relay, server, tmp_path):
     rows = [{"id": f"doc-{n}", "text": s3_job.noise(n, 40_000)} for n in range(200)]
     (tmp_path / "input").mkdir()
     size = 0
@@ -432,7 +426,7 @@ def test_input_from_s3_is_read_on_where_it_was_left(
     server.asked.clear()
     job["input"] = f"s3://{bucket.name}/input"
 
-    async def until_190(document: Any, generate: Any) -> Any:
+    async def until_190(document, generate):
         if document.id == "doc-190":
             await asyncio.to_thread(wait_for, lambda: len(bucket.files("output")) == 19)
             raise ValueError("enough")
@@ -452,14 +446,14 @@ def test_input_from_s3_is_read_on_where_it_was_left(
 
 
 def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
-    bucket: Bucket,
-    weed: Weed,
-    relay: Relay,
-    server: FakeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    bucket,
+    weed,
+    relay,
+    server,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     mine = Bucket(weed, "my-bucket")
     for name in ("a.jsonl", "b.jsonl"):
         lines = [json.dumps({"id": f"{name} {n}", "text": "some text"}) + "\n" for n in range(5)]
@@ -503,10 +497,8 @@ def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
     ] == []
 
 
-def test_without_a_checkpoint_nothing_half_is_left_either(
-    job: dict[str, Any], bucket: Bucket, relay: Relay, server: FakeServer
-) -> None:
-    async def fail(document: Any, generate: Any) -> Any:
+def test_without_a_checkpoint_nothing_half_is_left_either(job, bucket, relay, server):
+    async def fail(document, generate):
         if document.id == "doc-5":
             raise ValueError("a bug")
         return await s3_job.rollout(document, generate)

@@ -14,10 +14,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
@@ -25,7 +23,6 @@ from datatrove.io import DataFolder
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.inference.servers.server import free_port
-from datatrove_ckpt.testing import FakeServer
 from tests.real import two_part_vllm
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server
 from tests.real.slurm_cluster import Cluster, until
@@ -37,13 +34,13 @@ pytestmark = pytest.mark.timeout(900)  # the first one may install Slurm
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def slurm(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
 
 @pytest.fixture
-def cluster(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(slurm, monkeypatch):
     """The cluster with nothing on it, and an environment that reaches it."""
     for name, value in slurm.environment().items():
         monkeypatch.setenv(name, value)
@@ -53,13 +50,13 @@ def cluster(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
+def server():
     with counting_server() as running:
         yield running
 
 
 @pytest.fixture
-def job(cluster: Cluster, tmp_path: Path, server: FakeServer) -> Job:
+def job(cluster, tmp_path, server):
     return Job(cluster, tmp_path, server)
 
 
@@ -76,7 +73,7 @@ def preempt(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("pulls", [True, False])
-def test_preemption(job: Job, cluster: Cluster, pulls: bool) -> None:
+def test_preemption(job, cluster, pulls):
     job.submit(pulls)
     job.until_held()
     worker, watch = job.worker(), Stopwatch()
@@ -90,8 +87,8 @@ def test_preemption(job: Job, cluster: Cluster, pulls: bool) -> None:
 
 
 @pytest.mark.full
-def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
-    def play(name: str, cause: str, **settings: Any) -> tuple[Job, float]:
+def test_time_limit(cluster, tmp_path):
+    def play(name, cause, **settings):
         with counting_server() as server:
             job = Job(cluster, tmp_path / name, server)
             job.submit(name == "silent", **settings)
@@ -122,9 +119,7 @@ def test_time_limit(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_one_task_of_an_array_requeues_itself_and_not_the_others(
-    cluster: Cluster, tmp_path: Path, server: FakeServer
-) -> None:
+def test_one_task_of_an_array_requeues_itself_and_not_the_others(cluster, tmp_path, server):
     job = Job(cluster, tmp_path, server, tasks=2)
     job.submit()
     job.until_held()
@@ -153,9 +148,7 @@ def lose_node(job: Job, cluster: Cluster) -> None:
     cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
 
-def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
-    job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(job, cluster, monkeypatch):
     monkeypatch.setenv("TEST_WITHOUT_LOCKS", "1")
     job.submit()
     job.until_held()
@@ -173,9 +166,7 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(
 
 
 @pytest.mark.full
-def test_several_nodes_per_task(
-    job: Job, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_nodes_per_task(job, cluster, monkeypatch):
     two_part_vllm.install(job.folder / "bin")
     monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("COUNTING_SERVER", job.server.url)
@@ -210,12 +201,12 @@ async def rollout(document, generate):
 
 
 def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks_all(
-    cluster: Cluster,
-    tmp_path: Path,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    cluster,
+    tmp_path,
+    server,
+    monkeypatch,
+    capsys,
+):
     job = Job(cluster, tmp_path / "slurm_run", server, tasks=2)
     (tmp_path / "slurm_run/input").rename(tmp_path / "documents")
     (tmp_path / "my_module.py").write_text(MY_MODULE)

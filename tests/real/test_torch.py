@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -36,7 +35,7 @@ DOCUMENTS = 97
 
 
 @pytest.fixture(params=["2 JSONL files", "20 JSONL files", "2 Parquet files"])
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+def reader(request, tmp_path):
     """More shards than files, fewer shards than files (but with 4 workers on 3 ranks), and rows in
     groups.
     """
@@ -76,9 +75,7 @@ def texts(batches: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(
-    reader: SeekingReader, workers: int
-) -> None:
+def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(reader, workers):
     persistent = {"persistent_workers": True} if workers else {}
     current = loader(reader, workers, 0, 1, **persistent)
     epochs = []
@@ -89,7 +86,7 @@ def test_each_epoch_has_an_order_of_its_own_and_the_same_on_every_start(
     assert sorted(epochs[0]) == sorted(epochs[1])
 
 
-def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
+def test_states_of_another_setting_are_refused(reader):
     current = loader(reader, 0, 0, 2)
     next(iter(current))
     state = current.state_dict()
@@ -108,9 +105,7 @@ def test_states_of_another_setting_are_refused(reader: SeekingReader) -> None:
 
 
 @pytest.mark.parametrize(("workers", "stops"), [(0, [7, 12, 49, 50]), (2, [9, 60])])
-def test_the_loop_in_the_docs_stops_and_resumes(
-    tmp_path: Path, workers: int, stops: list[int]
-) -> None:
+def test_the_loop_in_the_docs_stops_and_resumes(tmp_path, workers, stops):
     """49 batches each epoch; a state is saved after every second one."""
     block = torch_example()
     namespace: dict[str, Any] = {}
@@ -137,7 +132,7 @@ def test_the_loop_in_the_docs_stops_and_resumes(
     assert list(batches(run=run)) == whole[done:]
 
 
-def test_a_tensor_of_a_document_counts_by_type_shape_and_content() -> None:
+def test_a_tensor_of_a_document_counts_by_type_shape_and_content():
     ones = [
         torch.ones(2),
         torch.ones(2, dtype=torch.bfloat16),

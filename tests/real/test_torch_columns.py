@@ -6,7 +6,6 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -32,7 +31,7 @@ COLUMNS = ["input_ids", "name"]
 
 
 @pytest.fixture(params=["parquet", "arrow", "jsonl", "jsonl.gz"])
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+def reader(request, tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
     schema = pa.schema(
@@ -74,9 +73,7 @@ def plain(batches: Any) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_several_stops_give_the_rows_of_a_run_without_stops(
-    reader: SeekingReader, workers: int
-) -> None:
+def test_several_stops_give_the_rows_of_a_run_without_stops(reader, workers):
     current = loader(reader, workers)
     assert len(current) == 25
     whole = plain(current)
@@ -92,12 +89,12 @@ def test_several_stops_give_the_rows_of_a_run_without_stops(
     assert found == whole
 
 
-def test_a_transform_gets_rows(reader: SeekingReader) -> None:
+def test_a_transform_gets_rows(reader):
     names = list(ReaderDataset(reader, columns=["name"], transform=lambda row: row["name"]))
     assert names[:2] == ["row 0", "row 3"]
 
 
-def test_what_cannot_work_is_refused(reader: SeekingReader) -> None:
+def test_what_cannot_work_is_refused(reader):
     with pytest.raises(ConfigError, match="has no column 'tokens'"):
         list(ReaderDataset(reader, columns=["tokens"]))
     wrong: tuple[Any, ...] = ("input_ids", [], ["n", "n"])

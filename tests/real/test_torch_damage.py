@@ -31,7 +31,7 @@ TEXTS = [f"text {number}" for number in range(12)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     path = tmp_path / "input"
     path.mkdir()
     for number in range(2):
@@ -75,7 +75,7 @@ def stopped(dataset: Any) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_bit_of_a_state_in_json(folder: Path, kind: str) -> None:
+def test_each_bit_of_a_state_in_json(folder, kind):
     state, rest = stopped(KINDS[kind](folder))
     whole = json.dumps(state).encode()
     dataset, found, harmless = KINDS[kind](folder), 0, 0
@@ -98,8 +98,8 @@ def test_each_bit_of_a_state_in_json(folder: Path, kind: str) -> None:
     assert harmless < 100
 
 
-def test_each_byte_of_a_file_of_torch_save(folder: Path, tmp_path: Path) -> None:
-    def make() -> Any:
+def test_each_byte_of_a_file_of_torch_save(folder, tmp_path):
+    def make():
         return StatefulDataLoader(rows(folder, batch_size=2), batch_size=2, collate_fn=list)
 
     saving, path = make(), tmp_path / "loader.pt"
@@ -126,7 +126,7 @@ def test_each_byte_of_a_file_of_torch_save(folder: Path, tmp_path: Path) -> None
     assert found > len(whole)
 
 
-def test_a_file_that_is_cut_off_or_no_file_of_torch_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_or_no_file_of_torch_is_named(folder, tmp_path):
     state, _ = stopped(rows(folder))
     path = tmp_path / "loader.pt"
     torch.save(state, path)
@@ -156,7 +156,7 @@ def without_checksums(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_before_the_checksums_is_continued(folder: Path, kind: str) -> None:
+def test_a_state_of_before_the_checksums_is_continued(folder, kind):
     state, rest = stopped(KINDS[kind](folder))
     assert without_checksums(state) != state
     assert "version" in state
@@ -165,8 +165,8 @@ def test_a_state_of_before_the_checksums_is_continued(folder: Path, kind: str) -
     assert shown(dataset) == rest
 
 
-def test_the_checksum_goes_through_the_loader_its_workers_and_a_merge(folder: Path) -> None:
-    def make() -> Any:
+def test_the_checksum_goes_through_the_loader_its_workers_and_a_merge(folder):
+    def make():
         return StatefulDataLoader(
             rows(folder, batch_size=2), batch_size=2, num_workers=2, collate_fn=list
         )

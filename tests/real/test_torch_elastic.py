@@ -36,7 +36,7 @@ Place = tuple[int, int]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Rows of tokens that count on, of 0 to 22 tokens each; and rows of three sources, by name."""
     numbers = itertools.count(1)
     tokens = [list(itertools.islice(numbers, length)) for length in LONG]
@@ -154,9 +154,7 @@ KINDS: dict[str, tuple[Callable[[Path, Place], Any], Counter[Any]]] = {
 @pytest.mark.parametrize("steps", [0, 2, 12])
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_token_and_each_sample_comes_once(
-    folder: Path, before: Place, after: Place, steps: int, kind: str
-) -> None:
+def test_each_token_and_each_sample_comes_once(folder, before, after, steps, kind):
     make, whole = partial(KINDS[kind][0], folder), KINDS[kind][1]
     read, states = stopped(make, before, steps)
     more, following = rest(make, after, states)
@@ -164,10 +162,10 @@ def test_each_token_and_each_sample_comes_once(
     assert counted(following) == whole, "the next epoch is whole"
 
 
-def test_a_sample_of_a_new_packer_holds_whole_rows_and_rests(folder: Path) -> None:
+def test_a_sample_of_a_new_packer_holds_whole_rows_and_rests(folder):
     """Positions begin at 0 wherever another row, or what was left of one, begins."""
 
-    def make(place: Place) -> Pack:
+    def make(place):
         return packed(folder, place, pad=0, positions=True)
 
     _, states = stopped(make, (2, 2), 2)
@@ -180,8 +178,8 @@ def test_a_sample_of_a_new_packer_holds_whole_rows_and_rests(folder: Path) -> No
         assert (at[1:][jumps] == 0).all()
 
 
-def test_without_pad_each_packer_drops_less_than_a_sample(folder: Path) -> None:
-    def make(place: Place) -> Pack:
+def test_without_pad_each_packer_drops_less_than_a_sample(folder):
+    def make(place):
         return packed(folder, place)
 
     read, states = stopped(make, (2, 2), 3)
@@ -191,8 +189,8 @@ def test_without_pad_each_packer_drops_less_than_a_sample(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_mix_that_stops_gives_no_sample_twice(folder: Path, before: Place, after: Place) -> None:
-    def make(place: Place) -> Mix:
+def test_a_mix_that_stops_gives_no_sample_twice(folder, before, after):
+    def make(place):
         sources = [rows(folder, name, place) for name in ("a", "b")]
         return Mix(sources, [2, 1], at_end="stop")
 
@@ -204,14 +202,12 @@ def test_a_mix_that_stops_gives_no_sample_twice(folder: Path, before: Place, aft
 
 @pytest.mark.parametrize("steps", [1, 6, 10])
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_mix_that_repeats_leaves_no_sample_out(
-    folder: Path, before: Place, after: Place, steps: int
-) -> None:
+def test_a_mix_that_repeats_leaves_no_sample_out(folder, before, after, steps):
     """Workers may be in different passes of a short source: it goes on in the first that is not
     over for all.
     """
 
-    def make(place: Place) -> Mix:
+    def make(place):
         return mixed(folder, place, "repeat")
 
     read, states = stopped(make, before, steps)
@@ -225,7 +221,7 @@ def test_a_mix_that_repeats_leaves_no_sample_out(
     )
 
 
-def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_path: Path) -> None:
+def test_an_epoch_goes_on_with_one_topology_after_the_other(folder, tmp_path):
     for made, whole in KINDS.values():
         make = partial(made, folder)
         states: Any = ()
@@ -243,9 +239,7 @@ def test_an_epoch_goes_on_with_one_topology_after_the_other(folder: Path, tmp_pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [packed, mixed])
-def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(
-    folder: Path, make: Any, workers: int
-) -> None:
+def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(folder, make, workers):
     saving = loader(make(folder), workers)
     batches = iter(saving)
     take(batches, 3)
@@ -256,7 +250,7 @@ def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(
     np.testing.assert_equal(take(other), wanted)
 
 
-def test_the_draws_after_a_merge_are_the_same_at_each_start(folder: Path) -> None:
+def test_the_draws_after_a_merge_are_the_same_at_each_start(folder):
     _, states = stopped(lambda place: mixed(folder, place), (2, 2), 3)
     orders = [rest(lambda place: mixed(folder, place), (2, 0), states)[0] for _ in range(2)]
     assert orders[0] == orders[1]
@@ -264,15 +258,13 @@ def test_the_draws_after_a_merge_are_the_same_at_each_start(folder: Path) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [packed, mixed])
-def test_after_the_end_of_an_epoch_the_next_one_follows(
-    folder: Path, make: Any, workers: int
-) -> None:
+def test_after_the_end_of_an_epoch_the_next_one_follows(folder, make, workers):
     _, states = stopped(lambda place: make(folder, place), (2, workers), 1000)
     other = loader(make(folder), 3)
     assert restore(other, states) == 3
 
 
-def test_states_that_cannot_be_merged_are_refused(folder: Path) -> None:
+def test_states_that_cannot_be_merged_are_refused(folder):
     read, states = stopped(lambda place: packed(folder, place), (2, 2), 3)
     assert read
     one = loader(packed(folder))
@@ -299,7 +291,7 @@ def test_states_that_cannot_be_merged_are_refused(folder: Path) -> None:
         merge([foreign.state_dict()])
 
 
-def test_states_of_different_steps_are_a_warning(folder: Path, log: list[str]) -> None:
+def test_states_of_different_steps_are_a_warning(folder, log):
     for make in (packed, mixed):
         states = [stopped(lambda place: make(folder, place), (2, 0), steps)[1] for steps in (2, 3)]  # noqa: B023
         merge([states[0][0], states[1][1]])
@@ -311,7 +303,7 @@ def test_states_of_different_steps_are_a_warning(folder: Path, log: list[str]) -
     assert len(said) == 2
 
 
-def test_a_merged_state_is_for_all_workers_and_for_one_epoch(folder: Path) -> None:
+def test_a_merged_state_is_for_all_workers_and_for_one_epoch(folder):
     """Loaded by hand into the dataset: workers have copies of it, and begin the next epoch from its
     beginning.
     """

@@ -39,7 +39,7 @@ def made(**columns: Any) -> Any:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> str:
+def saved(tmp_path):
     datasets.disable_progress_bars()
     path = (tmp_path / "saved").as_posix()
     made().save_to_disk(path, num_shards=3)
@@ -63,7 +63,7 @@ def whole(document: Any) -> Any:
     return document
 
 
-def test_documents_are_those_of_the_reader_and_come_in_the_order_of_the_dataset(saved: str) -> None:
+def test_documents_are_those_of_the_reader_and_come_in_the_order_of_the_dataset(saved):
     found = list(ReaderDataset(reader(saved, skip=3, limit=30), transform=whole))
     wanted = list(HuggingFaceDatasetReader(saved, load_from_disk=True, skip=3, limit=30).run())
     assert [(one.text, one.metadata["number"]) for one in found] == [
@@ -72,7 +72,7 @@ def test_documents_are_those_of_the_reader_and_come_in_the_order_of_the_dataset(
     assert len({one.id for one in found}) == 30
 
 
-def test_it_has_a_length_an_order_for_each_epoch_and_columns(saved: str) -> None:
+def test_it_has_a_length_an_order_for_each_epoch_and_columns(saved):
     one = loader(saved, columns=["input_ids", "text"])
     assert len(one) == 13
     assert len(one.dataset) == COUNT
@@ -86,7 +86,7 @@ def test_it_has_a_length_an_order_for_each_epoch_and_columns(saved: str) -> None
     assert [row["input_ids"].tolist() for row in rows] == [[n, n + 1] for n in range(COUNT)]
 
 
-def test_it_goes_on_with_other_ranks_and_workers_and_refuses_another_dataset(saved: str) -> None:
+def test_it_goes_on_with_other_ranks_and_workers_and_refuses_another_dataset(saved):
     read, states = [], []
     for rank in range(2):
         one = loader(saved, 2, rank, 2)
@@ -100,13 +100,13 @@ def test_it_goes_on_with_other_ranks_and_workers_and_refuses_another_dataset(sav
         restore(loader(saved), states)
 
 
-def test_only_the_files_of_the_dataset_are_read(saved: str) -> None:
+def test_only_the_files_of_the_dataset_are_read(saved):
     datasets.load_from_disk(saved).map(lambda row: {"text": row["text"].upper()})
     assert list(Path(saved).glob("cache-*.arrow")), "datasets keeps results beside the dataset"
     assert texts(loader(saved, shuffle_seed=None)) == TEXTS
 
 
-def test_rows_that_cannot_be_counted_are_refused(saved: str) -> None:
+def test_rows_that_cannot_be_counted_are_refused(saved):
     files = {"data_files": f"{saved}/data-*.arrow", "split": "train"}
     for given in (
         HuggingFaceDatasetReader(saved, load_from_disk=True),
@@ -119,8 +119,8 @@ def test_rows_that_cannot_be_counted_are_refused(saved: str) -> None:
             ReaderDataset(given)
 
 
-def test_a_stream_of_datasets_resumes_in_the_loader_without_a_reader(saved: str) -> None:
-    def make() -> Any:
+def test_a_stream_of_datasets_resumes_in_the_loader_without_a_reader(saved):
+    def make():
         stream = datasets.load_dataset(
             "arrow", data_files=f"{saved}/data-*.arrow", split="train", streaming=True
         )

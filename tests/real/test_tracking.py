@@ -6,14 +6,11 @@ They come from PyPI: pip install mlflow-skinny wandb.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.cli import track
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import ask, documents, fails_at, runner
 
 mlflow_tracking = pytest.importorskip("mlflow.tracking")
@@ -21,9 +18,7 @@ pytest.importorskip("wandb")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 
 
-def test_all_attempts_of_a_job_are_one_run_of_mlflow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
-) -> None:
+def test_all_attempts_of_a_job_are_one_run_of_mlflow(tmp_path, monkeypatch, server, command):
     monkeypatch.setenv("KEY_OF_TEST", "canary-of-a-key")
     monkeypatch.setattr(track, "_SENDING_SECONDS", 1.0)
     uri = (tmp_path / "runs").as_uri()
@@ -88,9 +83,7 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
             found = b""
 
 
-def test_wandb_takes_what_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: FakeServer, command: Command
-) -> None:
+def test_wandb_takes_what_it_is_given(tmp_path, monkeypatch, server, command):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,7 +11,6 @@ import itertools
 import multiprocessing
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ STOPS = [2, STEPS, STEPS + 3, 2 * STEPS + 3]  # in epoch 0, at its end, in epoch
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path):
     (tmp_path / "input").mkdir()
     return rows_as_parquet(tmp_path / "input")
 
@@ -59,8 +58,8 @@ class SavesAtStops(TrainerCallback):  # type: ignore[misc, unused-ignore]
         control.should_save = state.global_step in STOPS
 
 
-def test_trainer_resumes_in_every_epoch(folder: str, ram: Path) -> None:
-    def trained(resume_from: int | None) -> list[list[int]]:
+def test_trainer_resumes_in_every_epoch(folder, ram):
+    def trained(resume_from):
         arguments = TrainingArguments(
             output_dir=str(ram / "run"),
             num_train_epochs=EPOCHS,
@@ -97,7 +96,7 @@ def test_trainer_resumes_in_every_epoch(folder: str, ram: Path) -> None:
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
+def accelerator():
     """Its loaders keep the position, and each process reads for itself."""
     yield Accelerator(
         cpu=True,
@@ -112,16 +111,14 @@ def accelerator() -> Iterator[Accelerator]:
 @pytest.mark.parametrize(
     ("workers", "samples"), [(0, "tokens"), (0, "default"), (0, "columns"), (2, "default")]
 )
-def test_accelerate_resumes_in_every_epoch(
-    folder: str, accelerator: Accelerator, workers: int, samples: str
-) -> None:
+def test_accelerate_resumes_in_every_epoch(folder, accelerator, workers, samples):
     options = {
         "tokens": {},
         "default": {"transform": None},
         "columns": {"transform": None, "columns": ["text"]},
     }
 
-    def make() -> Any:
+    def make():
         loader = DataLoader(
             dataset(folder, **options[samples]), batch_size=BATCH, num_workers=workers
         )
@@ -135,15 +132,13 @@ def test_accelerate_resumes_in_every_epoch(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
-    folder: str, accelerator: Accelerator, workers: int
-) -> None:
-    def make() -> Any:
+def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(folder, accelerator, workers):
+    def make():
         return accelerator.prepare(
             DataLoader(dataset(folder), batch_size=BATCH, num_workers=workers)
         )
 
-    def epoch(loader: Any, number: int) -> list[int]:
+    def epoch(loader, number):
         loader.set_epoch(number)
         return [row for batch in loader for row in batch["input_ids"][:, 0].tolist()]
 
@@ -160,9 +155,7 @@ def test_accelerate_goes_on_with_the_next_epoch_after_the_last_batch(
 
 
 @pytest.mark.full
-def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(
-    folder: str, tmp_path: Path
-) -> None:
+def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder, tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [
@@ -179,7 +172,7 @@ def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(
         assert [resumed for _, resumed in ranks] == [whole for whole, _ in ranks]
 
 
-def test_batches_are_moved_to_the_device(folder: str) -> None:
+def test_batches_are_moved_to_the_device(folder):
     """Accelerate's dispatcher, its default, takes the size of a batch from a tensor; all else is
     moved as it is.
     """
@@ -198,9 +191,7 @@ def test_batches_are_moved_to_the_device(folder: str) -> None:
     PartialState._reset_state()
 
 
-def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(
-    folder: str, ram: Path
-) -> None:
+def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(folder, ram):
     arguments = TrainingArguments(
         output_dir=str(ram / "run"),
         max_steps=STEPS + 4,
@@ -214,12 +205,12 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
     )
     kept = ram / "kept"
 
-    def trained() -> list[list[int]]:
+    def trained():
         model, found = Recording(), list[Path]()
         with TrainingCheckpoints(kept, keep_last=3) as checkpoints:
 
             class Keeps(TrainerCallback):  # type: ignore[misc, unused-ignore]
-                def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+                def on_save(self, args, state, control, **others):
                     made = Path(args.output_dir, f"checkpoint-{state.global_step}")
                     step = state.global_step
                     checkpoints.save(
@@ -237,8 +228,8 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
     assert trained() == whole[STEPS + 2 :]
 
 
-def test_accelerate_saves_and_loads_through_the_writer(folder: str, ram: Path) -> None:
-    def trained(steps: int) -> list[list[int]]:
+def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
+    def trained(steps):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)

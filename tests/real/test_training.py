@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -35,7 +33,7 @@ TEXTS = [f"text {i}" for i in range(sum(SIZES))]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path):
     """Four Parquet files in small row groups."""
     path, first = tmp_path / "input", 0
     path.mkdir()
@@ -64,7 +62,7 @@ def texts(batches: Any) -> list[str]:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Iterator[Path]:
+def log(tmp_path):
     """A file of all warnings, those of workers included."""
     path = tmp_path / "log"
     sink = logger.add(path, format="{message}", level="WARNING")
@@ -77,7 +75,7 @@ def log(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
+def test_the_length_is_what_comes(folder, ranks, even):
     for options in ({}, {"shuffle_seed": None}):
         loaders = [
             loader(folder, 0, rank, ranks, even=even, batch_size=4, **options)
@@ -92,14 +90,12 @@ def test_the_length_is_what_comes(folder: str, ranks: int, even: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(
-    folder: str, workers: int
-) -> None:
+def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(folder, workers):
     one = loader(folder, workers, batch_size=4)
     assert len(list(one)) == len(one) == 25
 
 
-def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
+def test_a_readers_own_seed_shuffles_too(folder):
     reader = ParquetReader(folder, shuffle_seed=1)
     orders = [
         [sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)]
@@ -113,7 +109,7 @@ def test_a_readers_own_seed_shuffles_too(folder: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None) -> None:
+def test_a_state_from_before_the_epoch_works(folder, seed):
     options: dict[str, Any] = {"shuffle_seed": seed}
     first = dataset(folder, **options)
     state = json.loads(json.dumps(first.state_dict()))
@@ -131,7 +127,7 @@ def test_a_state_from_before_the_epoch_works(folder: str, seed: int | None) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_of_another_epoch_is_refused(folder: str, workers: int) -> None:
+def test_a_state_of_another_epoch_is_refused(folder, workers):
     one = loader(folder, workers)
     next(iter(one))
     state = one.state_dict()
@@ -146,8 +142,8 @@ def test_a_state_of_another_epoch_is_refused(folder: str, workers: int) -> None:
 
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at: str) -> None:
-    def epochs(first: int, state: Any = None) -> list[list[str]]:
+def test_no_epoch_is_skipped_after_the_end_of_one(folder, workers, at):
+    def epochs(first, state=None):
         one = loader(folder, workers)
         if state is not None:
             one.load_state_dict(state)
@@ -177,7 +173,7 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder: str, workers: int, at:
         assert second == whole[2]
 
 
-def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder: str) -> None:
+def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder):
     """torchdata keeps that the dataset has ended in a short batch, and then asks it for nothing."""
     one = loader(folder)
     one.dataset.set_epoch(0)
@@ -192,7 +188,7 @@ def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_forgotten_set_epoch_warns_once(folder: str, workers: int, log: Path) -> None:
+def test_a_forgotten_set_epoch_warns_once(folder, workers, log):
     one = loader(folder, workers)
     for _ in range(4):
         list(one)
@@ -202,12 +198,12 @@ def test_a_forgotten_set_epoch_warns_once(folder: str, workers: int, log: Path) 
     )
 
 
-def test_a_window_of_one_row_group_is_a_warning_once(tmp_path: Path, log: Path) -> None:
+def test_a_window_of_one_row_group_is_a_warning_once(tmp_path, log):
     folder = tmp_path / "one"
     folder.mkdir()
     pq.write_table(pa.table({"text": TEXTS[:50]}), folder / "a.parquet", row_group_size=10)
 
-    def warned(window: int | str, seed: int | None = 1, rank: int = 0) -> int:
+    def warned(window, seed=1, rank=0):
         before = len(log.read_text())
         one = ReaderDataset(ParquetReader(folder.as_posix()), rank, 2, seed, shuffle_window=window)
         for epoch in range(2):
@@ -233,7 +229,7 @@ def test_a_window_of_one_row_group_is_a_warning_once(tmp_path: Path, log: Path) 
     assert warned(5) == 0, "one row group is shuffled as a whole"
 
 
-def test_another_number_of_workers_is_refused_in_our_words(folder: str) -> None:
+def test_another_number_of_workers_is_refused_in_our_words(folder):
     one = loader(folder, 2)
     next(iter(one))
     for workers in (1, 3):
@@ -245,7 +241,7 @@ def test_another_number_of_workers_is_refused_in_our_words(folder: str) -> None:
             list(other)
 
 
-def test_a_state_for_running_workers_is_refused(folder: str) -> None:
+def test_a_state_for_running_workers_is_refused(folder):
     mine = dataset(folder)
     one = DataLoader(mine, batch_size=4, num_workers=1, persistent_workers=True)
     state = mine.state_dict()
@@ -256,7 +252,7 @@ def test_a_state_for_running_workers_is_refused(folder: str) -> None:
         list(one)
 
 
-def test_a_plain_loader_with_workers_gives_no_state(folder: str) -> None:
+def test_a_plain_loader_with_workers_gives_no_state(folder):
     """Its dataset does not know how far the workers are: a state would repeat what they have
     read.
     """
@@ -287,12 +283,12 @@ def stopped(
     ("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
 )
 def test_nothing_comes_twice_or_is_left_out(
-    folder: str,
-    tmp_path: Path,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    options: dict[str, Any],
-) -> None:
+    folder,
+    tmp_path,
+    before,
+    after,
+    options,
+):
     read, states = stopped(folder, *before, 3, **options)
     files = [tmp_path / f"{number}.pt" for number in range(before[0])]
     for state, file in zip(states, files, strict=True):
@@ -309,9 +305,7 @@ def test_nothing_comes_twice_or_is_left_out(
 
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(
-    folder: str, workers: int, at: str
-) -> None:
+def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder, workers, at):
     whole = loader(folder, workers)
     whole.dataset.set_epoch(3)
     wanted = texts(whole)
@@ -329,7 +323,7 @@ def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(
     assert seen == wanted
 
 
-def test_a_missing_rank_is_named(folder: str) -> None:
+def test_a_missing_rank_is_named(folder):
     _, states = stopped(folder, 2, 0, 2)
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
         restore(loader(folder), states[:1])

@@ -55,7 +55,7 @@ EVERY = 4
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> str:
+def documents(tmp_path):
     folder = tmp_path / "documents"
     folder.mkdir()
     for file in range(2):
@@ -65,7 +65,7 @@ def documents(tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _the_tests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def _the_tests_go_on(monkeypatch):
     """A process that a signal ends is killed seconds later if threads hold it; here it runs the
     other tests, too.
     """
@@ -73,7 +73,7 @@ def _the_tests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def log() -> Iterator[list[str]]:
+def log():
     lines: list[str] = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     yield lines
@@ -163,9 +163,7 @@ def trained(
         ),
     ],
 )
-def test_a_crash_at_every_effect_changes_no_loss(
-    documents: str, tmp_path: Path, ram: Path, remote: bool, torn: bool, every: int
-) -> None:
+def test_a_crash_at_every_effect_changes_no_loss(documents, tmp_path, ram, remote, torn, every):
     folder = ram / "run"
     settings = {"remote": str(folder / "remote")} if remote else {}
     expected = trained(documents, tmp_path / "undisturbed", 9)
@@ -191,7 +189,7 @@ def test_a_crash_at_every_effect_changes_no_loss(
     assert {crash.split()[0] for crash in crashes} >= {"write", "sync"}
 
 
-def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram: Path) -> None:
+def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram):
     folder, number, model = ram / "run", 0, nn.Linear(2, 2)
     while True:
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,7 +205,7 @@ def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram: 
     assert number > 20
 
 
-def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path) -> None:
+def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram):
     folder, number, model = ram / "run", 0, nn.Linear(2, 2)
     while True:
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,8 +226,8 @@ def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram: Path)
 
 
 def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_disturbs_none(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model, folder = nn.Linear(2, 2), tmp_path / "run"
     first, second = checkpoints(folder), checkpoints(folder)
     assert second.restore_latest(model=model) is None
@@ -247,7 +245,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     assert checkpoints(folder).restore_latest(model=model) == 2
 
 
-def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list[str]) -> None:
+def test_two_trainings_share_no_remote(documents, tmp_path, log):
     remote = str(tmp_path / "remote")
     trained(documents, tmp_path / "one", 24, remote=remote)
     with pytest.raises(ConfigError, match="remote, holds step-00000024 of an earlier training"):
@@ -263,7 +261,7 @@ def test_two_trainings_share_no_remote(documents: str, tmp_path: Path, log: list
     assert "step-00000024" in {path.name for path in Path(remote).iterdir()}
 
 
-def test_what_a_caller_forgets_is_said(tmp_path: Path, log: list[str]) -> None:
+def test_what_a_caller_forgets_is_said(tmp_path, log):
     model = nn.Linear(2, 2)
     with checkpoints(tmp_path) as saved:
         saved.save(8, model=model, optimizer=torch.optim.Adam(model.parameters()))
@@ -283,12 +281,10 @@ def test_what_a_caller_forgets_is_said(tmp_path: Path, log: list[str]) -> None:
     assert "metrics has no 'loss'" in log[-1]
 
 
-def test_a_signal_ends_the_wait_for_a_remote_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path, monkeypatch):
     hangs = threading.Event()
 
-    def put_file(self: Any, fs: Any, path: str, file: Path) -> None:
+    def put_file(self, fs, path, file):
         hangs.set()
         threading.Event().wait()
 
@@ -302,7 +298,7 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(
     assert "did not end" in str(saved.failure)
 
 
-def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path: Path) -> None:
+def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path):
     """Of a node that was given up for lost, and still trains."""
     model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
     lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
@@ -318,9 +314,7 @@ def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path:
     }
 
 
-def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(
-    documents: str, tmp_path: Path
-) -> None:
+def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(documents, tmp_path):
     found = set()
     for rank, seed in ((0, 0), (0, 1), (1, 0)):
         saved, training = checkpoints(tmp_path / f"{rank}-{seed}"), Training(documents)
@@ -336,7 +330,7 @@ def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(
     assert len(found) > 4
 
 
-def test_a_new_process_rolls_back_at_once(tmp_path: Path) -> None:
+def test_a_new_process_rolls_back_at_once(tmp_path):
     model, remote = nn.Linear(2, 2), str(tmp_path / "remote")
     with checkpoints(tmp_path / "run", remote=remote) as saved:
         for step in (4, 8):
@@ -346,7 +340,7 @@ def test_a_new_process_rolls_back_at_once(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "new node", remote=remote).restore_latest(model=model) == 4
 
 
-def test_conjugate_views_are_saved_as_they_are(tmp_path: Path) -> None:
+def test_conjugate_views_are_saved_as_they_are(tmp_path):
     value = torch.tensor([1 + 2j])
     holder = SimpleNamespace(
         state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict
@@ -374,7 +368,7 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("steps", [12, 16, 20])  # an epoch has 10
-def test_a_wrapped_loader_goes_on_in_its_epoch(documents: str, tmp_path: Path, steps: int) -> None:
+def test_a_wrapped_loader_goes_on_in_its_epoch(documents, tmp_path, steps):
     losses: dict[int, tuple[float, float]] = {}
     for until_step in (steps, 25):
         training = Training(documents)
@@ -419,7 +413,7 @@ def loops_over_numbers(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path: Path, workers: int) -> None:
+def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path, workers):
     for stop in (9, 10, 14, 20, 30):
         batches = loops_over_numbers(tmp_path / str(stop), workers, stop)
         batches += loops_over_numbers(tmp_path / str(stop), workers, 0)
@@ -431,7 +425,7 @@ def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path: Path, workers:
             assert sorted(seen) == list(range(50)), (stop, epoch)
 
 
-def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path: Path, log: list[str]) -> None:
+def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path, log):
     loops_over_numbers(tmp_path, 0, 14, epoch=None)
     assert [line for line in log if "give maybe_save and save epoch=" in line] == log
     assert len(log) == 1
@@ -439,9 +433,7 @@ def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path: Path, log: list[str])
         loops_over_numbers(tmp_path, 0, 20)
 
 
-def test_a_step_that_was_copied_to_another_name_is_passed_over(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path, log):
     model = nn.Linear(2, 2)
     with checkpoints(tmp_path) as saved:
         saved.save(4, model=model)
@@ -450,9 +442,7 @@ def test_a_step_that_was_copied_to_another_name_is_passed_over(
     assert "is a copy of step-00000004" in log[0]
 
 
-def test_another_trainings_steps_are_not_mixed_with_new_ones(
-    documents: str, tmp_path: Path
-) -> None:
+def test_another_trainings_steps_are_not_mixed_with_new_ones(documents, tmp_path):
     trained(documents, tmp_path / "run")
     with pytest.raises(
         ConfigError, match=r"step-00000024 of an earlier training\. Call restore_latest\(\)"
@@ -465,9 +455,7 @@ def flipped(data: bytes, place: int) -> bytes:
 
 
 @pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.full)])
-def test_every_damaged_byte_is_found_and_the_step_before_is_used(
-    documents: str, tmp_path: Path, log: list[str], every: int
-) -> None:
+def test_every_damaged_byte_is_found_and_the_step_before_is_used(documents, tmp_path, log, every):
     folder = tmp_path / "run"
     trained(documents, folder)
     newest, places = folder / "step-00000024", 0
@@ -494,9 +482,7 @@ def test_every_damaged_byte_is_found_and_the_step_before_is_used(
     assert checkpoints(folder).restore_latest(**Training(documents).states) == 24
 
 
-def test_without_any_whole_step_it_says_what_is_wrong_with_each(
-    documents: str, tmp_path: Path
-) -> None:
+def test_without_any_whole_step_it_says_what_is_wrong_with_each(documents, tmp_path):
     assert checkpoints(tmp_path / "run").restore_latest() is None
     trained(documents, tmp_path / "run")
     for manifest in Path(tmp_path, "run").glob("step-*/manifest.json"):
@@ -508,7 +494,7 @@ def test_without_any_whole_step_it_says_what_is_wrong_with_each(
         checkpoints(tmp_path / "run").restore_latest()
 
 
-def test_what_does_not_fit_is_named(documents: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named(documents, tmp_path):
     trained(documents, tmp_path / "run")
     saved, training = checkpoints(tmp_path / "run"), Training(documents)
     with pytest.raises(ConfigError, match="holds no 'ema': it was saved without"):
@@ -532,9 +518,7 @@ class Custom:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_state_that_no_restore_would_take_ends_the_first_save(
-    tmp_path: Path, asynchronous: bool
-) -> None:
+def test_a_state_that_no_restore_would_take_ends_the_first_save(tmp_path, asynchronous):
     with checkpoints(tmp_path / "run", asynchronous=asynchronous) as saved:
         saved.save(1, model=nn.Linear(2, 2))
         with pytest.raises(ConfigError, match=r"custom/path holds pathlib\.PosixPath"):
@@ -547,7 +531,7 @@ def test_a_state_that_no_restore_would_take_ends_the_first_save(
     assert [path.name for path in Path(tmp_path, "run").glob("step-*")] == ["step-00000001"]
 
 
-def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path):
     checkpoints(tmp_path, only_plain=False).save(1, custom=Custom())
     with pytest.raises(ConfigError, match="set only_plain=False"):
         checkpoints(tmp_path).restore_latest(custom=Custom())
@@ -555,7 +539,7 @@ def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../model", "", ".metadata"])
-def test_a_name_that_is_no_files_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_files_name_is_refused(tmp_path, name):
     calls: list[Callable[[Any, Any], object]] = [
         lambda saved, state: saved.save(1, **state),
         lambda saved, state: saved.restore_latest(**state),
@@ -567,7 +551,7 @@ def test_a_name_that_is_no_files_name_is_refused(tmp_path: Path, name: str) -> N
     assert not list(tmp_path.rglob("*.pt"))
 
 
-def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path: Path, log: list[str]) -> None:
+def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path, log):
     (tmp_path / "file").touch()
     remote, model = str(tmp_path / "file" / "run"), nn.Linear(2, 2)
     with pytest.raises(StorageFailed, match=f"{remote} cannot be listed: NotADirectoryError"):
@@ -579,7 +563,7 @@ def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path: Path, log: li
         checkpoints(tmp_path / "run", remote="nothing://x")
 
 
-def test_the_last_save_is_there_without_a_with_block(tmp_path: Path) -> None:
+def test_the_last_save_is_there_without_a_with_block(tmp_path):
     code = (
         "import sys, torch; from datatrove_ckpt.torch import TrainingCheckpoints as Saved;"
         "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=torch.nn.Linear(6000, 6000))"
@@ -610,9 +594,7 @@ class Small(files.Disk):
         super().write(fd, data, path)
 
 
-def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(tmp_path, monkeypatch):
     model = nn.Linear(100, 100)
     disk = Small(tmp_path, 10**6)
     monkeypatch.setattr(files, "disk", disk)
@@ -637,13 +619,13 @@ def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(
 # signals -----------------------------------------------------------------------------------------
 
 
-def test_a_signal_saves_and_ends_as_the_signal_would(documents: str, tmp_path: Path) -> None:
+def test_a_signal_saves_and_ends_as_the_signal_would(documents, tmp_path):
     expected = trained(documents, tmp_path / "undisturbed")
     training = Training(documents)
     before = signal.SIG_DFL
     signal.signal(signal.SIGTERM, before)
 
-    def interrupt(step: int) -> None:
+    def interrupt(step):
         if step == 9:
             signal.raise_signal(signal.SIGTERM)
 
@@ -657,9 +639,7 @@ def test_a_signal_saves_and_ends_as_the_signal_would(documents: str, tmp_path: P
     assert training.losses | losses == expected
 
 
-def test_the_end_of_slurms_time_limit_saves(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_slurms_time_limit_saves(documents, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     training = Training(documents)
@@ -671,9 +651,7 @@ def test_the_end_of_slurms_time_limit_saves(
 # the remote --------------------------------------------------------------------------------------
 
 
-def test_a_new_node_restores_from_the_remote(
-    documents: str, tmp_path: Path, log: list[str]
-) -> None:
+def test_a_new_node_restores_from_the_remote(documents, tmp_path, log):
     expected, remote = trained(documents, tmp_path / "undisturbed"), str(tmp_path / "remote")
     trained(documents, tmp_path / "run", 22, remote=remote)
     assert {path.name for path in Path(remote).iterdir()} >= {"step-00000020"}
@@ -699,7 +677,7 @@ def test_a_new_node_restores_from_the_remote(
     assert str(model) in log[0]
 
 
-def test_old_steps_leave_folder_and_remote(documents: str, tmp_path: Path) -> None:
+def test_old_steps_leave_folder_and_remote(documents, tmp_path):
     remote = tmp_path / "remote"
     losses = trained(
         documents, tmp_path / "run", 40, remote=str(remote), keep_last=2, keep_best=1, keep_every=16
@@ -726,9 +704,7 @@ class Held(files.Disk):
         super().rename(source, target)
 
 
-def test_the_training_waits_for_the_copy_in_memory_only(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_waits_for_the_copy_in_memory_only(documents, tmp_path, monkeypatch):
     training, disk = Training(documents), Held()
     batch = torch.ones(5, 2)
     with checkpoints(
@@ -754,7 +730,7 @@ def test_the_training_waits_for_the_copy_in_memory_only(
     assert all(torch.equal(value, before[name]) for name, value in again.model.state_dict().items())
 
 
-def test_tied_weights_and_metadata_are_kept(tmp_path: Path) -> None:
+def test_tied_weights_and_metadata_are_kept(tmp_path):
     model = nn.Sequential(
         nn.Linear(300, 300, bias=False), nn.Linear(300, 300, bias=False), nn.BatchNorm1d(300)
     )
@@ -784,9 +760,7 @@ class Full(files.Disk):
 
 
 @pytest.mark.parametrize("room", [0, 2000])
-def test_a_full_disk_is_named_and_the_training_goes_on(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str], room: int
-) -> None:
+def test_a_full_disk_is_named_and_the_training_goes_on(documents, tmp_path, monkeypatch, log, room):
     expected, disk = trained(documents, tmp_path / "undisturbed"), Full(room)
     trained(documents, tmp_path / "run", 6)
     monkeypatch.setattr(files, "disk", disk)
@@ -811,13 +785,11 @@ def test_a_full_disk_is_named_and_the_training_goes_on(
         saved.save(1, **training.states)  # the end of the block says that the last one is not there
 
 
-def test_a_slow_remote_holds_up_neither_the_training_nor_the_disk(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_remote_holds_up_neither_the_training_nor_the_disk(documents, tmp_path, monkeypatch):
     released = threading.Event()
     put = object_store.Effects.put_file
 
-    def slow(self: Any, fs: Any, path: str, file: Path) -> None:
+    def slow(self, fs, path, file):
         assert released.wait(60)
         put(self, fs, path, file)
 
@@ -831,10 +803,8 @@ def test_a_slow_remote_holds_up_neither_the_training_nor_the_disk(
     assert {path.parent.name for path in remote.glob("*/manifest.json")} >= {"step-00000024"}
 
 
-def test_a_remote_that_refuses_is_named(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
-    def refuses(self: Any, fs: Any, path: str, file: Path) -> None:
+def test_a_remote_that_refuses_is_named(documents, tmp_path, monkeypatch, log):
+    def refuses(self, fs, path, file):
         raise PermissionError("not allowed")
 
     monkeypatch.setattr(object_store.Effects, "put_file", refuses)
@@ -848,12 +818,10 @@ def test_a_remote_that_refuses_is_named(
     assert checkpoints(tmp_path / "run").restore_latest() == 8
 
 
-def test_a_copy_that_fails_once_is_no_failure(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_a_copy_that_fails_once_is_no_failure(documents, tmp_path, monkeypatch, log):
     put, failures = object_store.Effects.put_file, [OSError("away")]
 
-    def fails_once(self: Any, fs: Any, path: str, file: Path) -> None:
+    def fails_once(self, fs, path, file):
         if failures:
             raise failures.pop()
         put(self, fs, path, file)
@@ -867,14 +835,12 @@ def test_a_copy_that_fails_once_is_no_failure(
     }
 
 
-def test_an_unreachable_remote_is_no_damage(
-    documents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_remote_is_no_damage(documents, tmp_path, monkeypatch):
     remote = str(tmp_path / "remote")
     trained(documents, tmp_path / "run", remote=remote)
     shutil.rmtree(tmp_path / "run")
 
-    def away(self: Any, name: str) -> Iterator[bytes]:
+    def away(self, name):
         raise PermissionError("away")
 
     monkeypatch.setattr(object_store.ObjectStore, "get_file", away)
@@ -883,7 +849,7 @@ def test_an_unreachable_remote_is_no_damage(
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
-def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path) -> None:
+def test_auto_chooses_an_interval_from_the_pauses(documents, tmp_path):
     saved, training = (
         TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0),
         Training(documents),
@@ -907,9 +873,7 @@ def test_auto_chooses_an_interval_from_the_pauses(documents: str, tmp_path: Path
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_rollback_is_exact_with_the_input_again_or_skipped(
-    documents: str, tmp_path: Path, skip: bool, killed: bool
-) -> None:
+def test_a_rollback_is_exact_with_the_input_again_or_skipped(documents, tmp_path, skip, killed):
     expected = trained(documents, tmp_path / "undisturbed", 18)
     training = Training(documents)
     with checkpoints(tmp_path / "run") as saved:
@@ -951,10 +915,8 @@ def test_a_rollback_is_exact_with_the_input_again_or_skipped(
     assert len(model) == 4
 
 
-def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def writer(folder: Path) -> None:
+def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(tmp_path, monkeypatch):
+    def writer(folder):
         Path(folder, "deep").mkdir()
         Path(folder, "deep/file").write_text("content")
 
@@ -975,7 +937,7 @@ def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(
     assert Path(tmp_path, "step-00000001.1/writer/deep/file").read_text() == "content"
 
 
-def test_a_rollback_to_a_step_or_to_the_best(documents: str, tmp_path: Path) -> None:
+def test_a_rollback_to_a_step_or_to_the_best(documents, tmp_path):
     training = Training(documents)
     with checkpoints(tmp_path / "run", keep_last=6) as saved:
         training.run(saved, 25)
@@ -1048,10 +1010,10 @@ def losses_of(run: Path, rank: int = 0) -> dict[int, list[float]]:
 
 
 @pytest.fixture
-def ranks() -> Ranks:
+def ranks():
     import socket
 
-    def free_port() -> int:
+    def free_port():
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             return int(found.getsockname()[1])
@@ -1068,8 +1030,8 @@ def ranks() -> Ranks:
     ],
 )
 def test_killed_at_random_instants_two_ranks_see_the_same_losses(
-    documents: str, tmp_path: Path, ranks: Ranks, kills: int, steps: int, width: str
-) -> None:
+    documents, tmp_path, ranks, kills, steps, width
+):
     ranks.run(2, documents, tmp_path / "undisturbed", steps, WIDTH=width)
     run, dice = tmp_path / "run", random.Random(kills)
     for _ in range(kills):
@@ -1092,15 +1054,15 @@ def test_killed_at_random_instants_two_ranks_see_the_same_losses(
 
 
 def test_more_ranks_go_on_with_the_same_batches_and_a_lost_node_with_the_remote(
-    documents: str, tmp_path: Path, ranks: Ranks
-) -> None:
+    documents, tmp_path, ranks
+):
     ranks.run(2, documents, tmp_path / "undisturbed", 30)
     run, remote = tmp_path / "run", str(tmp_path / "remote")
     ranks.run(2, documents, run, 15, REMOTE=remote)
     shutil.rmtree(run)
     ranks.run(3, documents, run, 30, REMOTE=remote)
 
-    def batches(folder: Path, size: int) -> dict[int, float]:
+    def batches(folder, size):
         each = [losses_of(folder, rank) for rank in range(size)]
         return {step: sum(one[step][1] for one in each) for step in each[0]}
 
@@ -1108,9 +1070,7 @@ def test_more_ranks_go_on_with_the_same_batches_and_a_lost_node_with_the_remote(
     assert found == {step: expected[step] for step in range(16, 31)}
 
 
-def test_a_signal_to_one_rank_stops_all_at_one_step(
-    documents: str, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_signal_to_one_rank_stops_all_at_one_step(documents, tmp_path, ranks):
     ranks.run(2, documents, tmp_path / "undisturbed", 60)
     run = tmp_path / "run"
     processes = ranks.start(2, documents, run, 10**6, SLEEP="0.02", EVERY="100000")
@@ -1129,9 +1089,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(
     ]
 
 
-def test_ranks_that_restored_a_late_step_answer_a_signal_soon(
-    documents: str, tmp_path: Path, ranks: Ranks
-) -> None:
+def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents, tmp_path, ranks):
     run, late = tmp_path / "run", 100_000
     ranks.run(2, documents, run, late + 5, FIRST=str(late))
     processes = ranks.start(2, documents, run, late + 1000, SLEEP="0.3", EVERY="1000")
@@ -1143,9 +1101,7 @@ def test_ranks_that_restored_a_late_step_answer_a_signal_soon(
     assert checkpoints(run).restore_latest() == max(losses_of(run)) <= late + 15
 
 
-def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), checkpoints(tmp_path, every_steps=10**6) as saved:  # noqa: PT012
         monkeypatch.setattr(saved._ranks, "size", 2)
         for step in range(1, 2000):
@@ -1171,8 +1127,8 @@ def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(
     ],
 )
 def test_a_signal_to_all_processes_saves_and_ends_soon(
-    documents: str, tmp_path: Path, ranks: int, workers: int, number: signal.Signals, start: str
-) -> None:
+    documents, tmp_path, ranks, workers, number, start
+):
     """As torchrun, Slurm and a terminal send it: the workers of loaders get it, too."""
     run = tmp_path / "run"
     run.mkdir()
@@ -1290,9 +1246,7 @@ def assert_near(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(("size", "shard"), [(2, True), (1, True), (3, True), (1, False)])
-def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(
-    tmp_path: Path, ranks: Ranks, size: int, shard: bool
-) -> None:
+def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size, shard):
     expected = fsdp(ranks, 1, tmp_path / "whole", 7, shard=False)
     run = tmp_path / "run"
     fsdp(ranks, 2, run, 4)
@@ -1300,9 +1254,7 @@ def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(
     assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
 
 
-def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(
-    tmp_path: Path, ranks: Ranks
-) -> None:
+def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path, ranks):
     run = tmp_path / "run"
     expected = fsdp(ranks, 2, run, 4)
     fsdp(ranks, 2, run, 6)
@@ -1324,7 +1276,7 @@ def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(
         b"cbuiltins\neval",
     ],
 )
-def test_a_list_of_parts_runs_no_code(line: bytes) -> None:
+def test_a_list_of_parts_runs_no_code(line):
     with pytest.raises(pickle.UnpicklingError, match="it holds"):
         _Metadata(io.BytesIO(b"\x80\x04" + line + b"\n(S'true'\ntR.")).load()
 
@@ -1344,7 +1296,7 @@ def other_shapes(rank: int, size: int, port: int, run: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_state_of_one_rank_is_refused(tmp_path: Path, ranks: Ranks) -> None:
+def test_a_state_of_one_rank_is_refused(tmp_path, ranks):
     port = ranks._free_port()
     each = [
         ranks._context.Process(target=other_shapes, args=(rank, 2, port, str(tmp_path)))
@@ -1374,7 +1326,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_do_not_outlive_a_training_that_multiprocessing_started(tmp_path: Path) -> None:
+def test_workers_do_not_outlive_a_training_that_multiprocessing_started(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 0

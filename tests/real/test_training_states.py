@@ -29,7 +29,7 @@ TEXTS = [f"text {i}" for i in range(100)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
+def folder(tmp_path):
     path = tmp_path / "input"
     path.mkdir()
     for number in range(4):
@@ -61,7 +61,7 @@ def take(batches: Any, count: int | None = None) -> list[str]:
 # Snapshots that are older than the state ---------------------------------------------------------
 
 
-def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder: str) -> None:
+def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder):
     """torchdata keeps the workers' states of the snapshot, and how many batches it gave since."""
     saving = loader(folder, 2, snapshot_every_n_steps=4)
     read = take(iter(saving), 6)
@@ -99,15 +99,13 @@ def mix(folder: str, rank: int = 0, ranks: int = 1) -> Mix:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [pack, mix, lambda *place: Pack(mix(*place), 50)])
-def test_a_wrappers_state_of_one_rank_is_refused_on_two(
-    folder: str, make: Any, workers: int
-) -> None:
+def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder, make, workers):
     """Of the dataset alone such a state is one of all ranks.
 
     But tokens without a sample are of this rank.
     """
 
-    def loader_of(*place: int) -> Any:
+    def loader_of(*place):
         return StatefulDataLoader(make(folder, *place), 4, num_workers=workers, collate_fn=list)
 
     saving = loader_of()
@@ -127,7 +125,7 @@ def test_a_wrappers_state_of_one_rank_is_refused_on_two(
 # Two iterations over one dataset -----------------------------------------------------------------
 
 
-def test_two_iterations_at_once_have_no_state(folder: str) -> None:
+def test_two_iterations_at_once_have_no_state(folder):
     """The dataset has one position, and the loaders ask it for theirs."""
     train = loader(folder)
     batches = iter(train)
@@ -148,7 +146,7 @@ def test_two_iterations_at_once_have_no_state(folder: str) -> None:
     assert Counter(read) == Counter(take(iter(loader(folder)), 5) + take(resumed)) == Counter(TEXTS)
 
 
-def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
+def test_an_iteration_that_was_left_is_forgotten(folder):
     train = loader(folder)
     for _ in train:
         break
@@ -167,7 +165,7 @@ def test_an_iteration_that_was_left_is_forgotten(folder: str) -> None:
 @pytest.mark.parametrize(
     "wrap", [lambda one: Mix([one, one], [1, 1]), lambda one: Mix([one, Mix([one], [1])], [1, 1])]
 )
-def test_a_mix_of_one_dataset_with_itself_has_no_state(folder: str, wrap: Any) -> None:
+def test_a_mix_of_one_dataset_with_itself_has_no_state(folder, wrap):
     mix = wrap(dataset(folder))
     next(iter(mix))
     with pytest.raises(ConfigError, match=r"two iterations.*dataset of its own"):
@@ -187,8 +185,8 @@ def saved(make: Any, ranks: int, steps: list[int]) -> list[tuple[list[str], Any]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_states_of_different_steps_are_refused(folder: str, workers: int) -> None:
-    def make(rank: int, ranks: int) -> Any:
+def test_states_of_different_steps_are_refused(folder, workers):
+    def make(rank, ranks):
         return loader(folder, workers, rank, ranks)
 
     expected = r"not saved at the same step: rank 0 had 12 samples, rank 1 had 24"
@@ -201,7 +199,7 @@ def test_states_of_different_steps_are_refused(folder: str, workers: int) -> Non
 
 
 @pytest.mark.parametrize("ends", [[12, 13], [13, 12], [9, 9], [0, 0]])
-def test_states_of_one_step_are_merged_also_at_the_end(folder: str, ends: list[int]) -> None:
+def test_states_of_one_step_are_merged_also_at_the_end(folder, ends):
     """50 rows each: the ranks end after 13 batches."""
     found = saved(lambda rank, ranks: loader(folder, 0, rank, ranks), 2, ends)
     other = loader(folder, 2)
@@ -210,7 +208,7 @@ def test_states_of_one_step_are_merged_also_at_the_end(folder: str, ends: list[i
 
 
 @pytest.mark.parametrize("columns", [None, ["text"]])
-def test_damaged_lines_are_no_difference_between_steps(tmp_path: Path, columns: Any) -> None:
+def test_damaged_lines_are_no_difference_between_steps(tmp_path, columns):
     """Rank 1 reads over many of them in each of its batches."""
     (tmp_path / "a.jsonl").write_text(
         "".join(
@@ -219,7 +217,7 @@ def test_damaged_lines_are_no_difference_between_steps(tmp_path: Path, columns: 
         )
     )
 
-    def make(rank: int, ranks: int) -> Any:
+    def make(rank, ranks):
         as_text = None if columns is None else lambda row: row["text"]
         one = ReaderDataset(
             JsonlReader(tmp_path.as_posix()),
@@ -252,10 +250,8 @@ def as_texts(batch: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restore_refuses_another_input_or_setting_before_the_first_batch(
-    folder: str, workers: int
-) -> None:
-    def make(reader: Any = None, **options: Any) -> Any:
+def test_restore_refuses_another_input_or_setting_before_the_first_batch(folder, workers):
+    def make(reader=None, **options):
         one = ReaderDataset(
             reader or ParquetReader(folder), transform=text, **({"shuffle_seed": 1} | options)
         )

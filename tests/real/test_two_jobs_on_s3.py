@@ -5,8 +5,6 @@ they prove.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -15,7 +13,6 @@ from datatrove_ckpt.errors import OutputMismatch
 from tests.integration.test_owner import (
     UNOWNED,
     MemoryPlace,
-    Servers,
     job,
     servers,
     test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file,
@@ -25,7 +22,7 @@ from tests.integration.test_owner import (
     test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order,
     unowned,
 )
-from tests.real.s3 import Bucket, Relay
+from tests.real.s3 import Bucket
 from tests.real.test_s3 import bucket, relay, weed
 
 __all__ = [
@@ -58,17 +55,15 @@ class S3Place(MemoryPlace):
 
 
 @pytest.fixture
-def place(bucket: Bucket, relay: Relay) -> S3Place:
+def place(bucket, relay):
     return S3Place(bucket)
 
 
-def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(
-    tmp_path: Path, place: S3Place, servers: Servers
-) -> None:
+def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(tmp_path, place, servers):
     ended: list[BaseException | None] = []
     together = threading.Barrier(2)
 
-    def start(name: str, number: int) -> None:
+    def start(name, number):
         together.wait()
         try:
             job(tmp_path, name, servers[number], place).run(
@@ -93,12 +88,12 @@ def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(
 
 @UNOWNED
 def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
-    tmp_path: Path, place: S3Place, servers: Servers, relay: Relay
-) -> None:
+    tmp_path, place, servers, relay
+):
     """Both have looked, and found nothing."""
     both_have_looked = threading.Barrier(2)
 
-    def rule(request: Any) -> None:
+    def rule(request):
         if (
             request.kind == "HeadObject"
             and request.stage == "answered"
@@ -110,7 +105,7 @@ def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
     relay.rule = rule
     ended: list[BaseException | None] = []
 
-    def start(name: str, number: int) -> None:
+    def start(name, number):
         try:
             job(tmp_path, name, servers[number], place).run([Document("text", "id 0")])
             ended.append(None)

@@ -72,7 +72,7 @@ def stop_engine(process: JobProcess) -> None:
 
 
 @pytest.mark.full
-def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
+def test_a_plain_run_and_prompts_that_are_too_long(tmp_path):
     plain = job(tmp_path, too_long=2, max_concurrent_generations="auto")
     plain.run()
     plain.check("plain run", restarts=0)
@@ -82,19 +82,19 @@ def test_a_plain_run_and_prompts_that_are_too_long(tmp_path: Path) -> None:
 
 
 def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     faulty = job(tmp_path, documents=120, hang_timeout=30.0)  # for stop_engine
     check_faults(faulty, [kill_engine, stop_engine, terminate_server], every=25)
 
 
 @pytest.mark.full
-def test_a_killed_runner_resumes(tmp_path: Path) -> None:
+def test_a_killed_runner_resumes(tmp_path):
     check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
 
 
 @pytest.mark.full
-def test_a_signal_to_all_processes(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes(tmp_path):
     # Two requests at a time, so that some are always half done.
     kwargs = {"dtype": "bfloat16", "enforce-eager": True, "max-num-seqs": 2}
     preempted = job(tmp_path, documents=40, model_kwargs=kwargs, max_concurrent_generations=8)
@@ -186,16 +186,14 @@ def sampled(
 
 
 @pytest.mark.full
-def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(
-    tmp_path: Path, real_ready_window: None
-) -> None:
+def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path, real_ready_window):
     with vllm_server(tmp_path) as url:
         alone = sampled(tmp_path / "alone", url, 1)
         interrupted = sampled(tmp_path / "interrupted", url, 1, 20)
         together = sampled(tmp_path / "together", url, 16)
         together_interrupted = sampled(tmp_path / "together interrupted", url, 16, 20)
 
-    def equal(first: dict[str, str], second: dict[str, str]) -> int:
+    def equal(first, second):
         return sum(first[name] == text for name, text in second.items())
 
     print(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     # Without the flag, so small a model fills its answer with line breaks, which JSON allows.
     flags = (
         "--structured-outputs-config",
@@ -78,7 +77,7 @@ def results(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "openai"])
-def test_answers_follow_a_schema_in_its_order(tmp_path: Path, url: str, engine: Any) -> None:
+def test_answers_follow_a_schema_in_its_order(tmp_path, url, engine):
     rollout = PromptRollout(
         "Rate this text: {text}", json_schema=SCHEMA, engine=engine, answer_attempts=1
     )
@@ -87,9 +86,7 @@ def test_answers_follow_a_schema_in_its_order(tmp_path: Path, url: str, engine: 
 
 
 @pytest.mark.parametrize("use_chat", [True, False])
-def test_answers_match_a_regex_or_are_one_of_several(
-    tmp_path: Path, url: str, use_chat: bool
-) -> None:
+def test_answers_match_a_regex_or_are_one_of_several(tmp_path, url, use_chat):
     kind: Any = PromptRollout if use_chat else CompletionRollout
     asks = {"prompt": "When? {text}", "engine": "vllm", "answer_attempts": 1}
     years = results(
@@ -102,7 +99,7 @@ def test_answers_match_a_regex_or_are_one_of_several(
     assert {one["text"] for one in kinds} <= {"news", "a story"}
 
 
-def test_the_models_own_tokenizer_counts_what_the_server_counts(tmp_path: Path, url: str) -> None:
+def test_the_models_own_tokenizer_counts_what_the_server_counts(tmp_path, url):
     """A text of 20 times the context is cut so that the server takes it, and hardly more than it
     must.
     """
@@ -117,7 +114,7 @@ def test_the_models_own_tokenizer_counts_what_the_server_counts(tmp_path: Path, 
         assert 1024 - 100 - 64 - 40 < used <= 1024 - 100
 
 
-def test_an_answer_is_continued_and_a_conversation_carried(tmp_path: Path, url: str) -> None:
+def test_an_answer_is_continued_and_a_conversation_carried(tmp_path, url):
     text = "\n\n".join(f"Paragraph {number} tells how the bridge was built." for number in range(3))
     settings = {"max_chars_per_part": 60, "generation_params": {"max_tokens": 12}}
     for carry in ("continue", "conversation"):

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,7 +160,7 @@ needs_weights = pytest.mark.skipif(
 
 
 @needs_weights
-def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: Path) -> None:
+def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path):
     """The reference is llama.cpp's own call, in a process of its own and with one text at a
     time.
     """
@@ -186,7 +185,7 @@ def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path: 
 
 
 @needs_weights
-async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once() -> None:
+async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once():
     config = InferenceConfig(**EMBEDS)
     async with lent_client(config) as client:
         for text, problem in (("word " * 300, "301 tokens"), ("", "cannot be empty")):
@@ -198,13 +197,13 @@ async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once() -> None:
 
 
 @needs_weights
-def test_two_servers_of_llamacpp_write_and_judge(tmp_path: Path) -> None:
+def test_two_servers_of_llamacpp_write_and_judge(tmp_path):
     results = killed_twice(tmp_path, "judge", {"writer": WRITES, "judge": WRITES}, 12, requests=2)
     assert all(one["answer"]["text"] and one["grade"] for one in results)
 
 
 @pytest.fixture(scope="module")
-def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def vllms(tmp_path_factory):
     """The settings of a server for each kind, and the vectors of vLLM's offline API as
     ``offline``.
     """
@@ -246,9 +245,7 @@ def vllms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("real_ready_window")
-def test_vectors_of_vllm_are_those_of_its_offline_api(
-    tmp_path: Path, vllms: dict[str, Any]
-) -> None:
+def test_vectors_of_vllm_are_those_of_its_offline_api(tmp_path, vllms):
     found = [one["embedding"] for one in killed_twice(tmp_path, "embed", vllms["embed"])]
     crowd = Attempts(
         tmp_path / "crowd", "embed", {**vllms["embed"], "max_concurrent_generations": 16}
@@ -264,7 +261,7 @@ def test_vectors_of_vllm_are_those_of_its_offline_api(
 
 
 @pytest.mark.usefixtures("real_ready_window")
-def test_vllm_classifies(tmp_path: Path, vllms: dict[str, Any]) -> None:
+def test_vllm_classifies(tmp_path, vllms):
     results = killed_twice(tmp_path, "classify", vllms["classify"])
     for one in results:
         assert list(one["scores"]) == LABELS
@@ -274,7 +271,7 @@ def test_vllm_classifies(tmp_path: Path, vllms: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("real_ready_window")
-def test_vllm_looks_at_pictures(tmp_path: Path, vllms: dict[str, Any]) -> None:
+def test_vllm_looks_at_pictures(tmp_path, vllms):
     results = killed_twice(tmp_path, "picture", vllms["picture"])
     assert len({one["text"] for one in results}) > NUMBER // 2, (
         "the pictures differ, and so do the answers"

@@ -28,7 +28,7 @@ ROWS = {"web": 60, "code": 25}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two sources of three files.
 
     Row i of a source has i % 7 + 1 tokens, all of which tell source and row.
@@ -66,18 +66,16 @@ def packed(folder: Path, rank: int, ranks: int, at_end: Any) -> Pack:
 
 @pytest.mark.parametrize("at_end", ["drop", "repeat"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_packed_mixtures_resume_under_workers_in_every_epoch(
-    folder: Path, workers: int, at_end: str
-) -> None:
-    def make() -> StatefulDataLoader[Any]:
+def test_packed_mixtures_resume_under_workers_in_every_epoch(folder, workers, at_end):
+    def make():
         return StatefulDataLoader(packed(folder, 0, 1, at_end), batch_size=3, num_workers=workers)
 
     report = assert_resume_is_exact(make, [1, 4, (2, 3), 12], epochs=2)
     print(f"{workers} workers, at_end={at_end}: {report}")
 
 
-def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> None:
-    def epochs(**options: Any) -> list[list[int]]:
+def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder):
+    def epochs(**options):
         loader = StatefulDataLoader(
             packed(folder, 0, 1, "repeat"), batch_size=3, num_workers=2, **options
         )
@@ -94,8 +92,8 @@ def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder: Path) -> Non
     assert persistent == epochs()
 
 
-def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:
-    def make() -> Mix:
+def test_loaders_can_be_mixed_in_the_main_process(folder):
+    def make():
         loaders = [
             StatefulDataLoader(one, batch_size=4, num_workers=1, collate_fn=list)
             for one in sources(folder)
@@ -107,9 +105,7 @@ def test_loaders_can_be_mixed_in_the_main_process(folder: Path) -> None:
     assert len(list(itertools.islice(make(), 3))) == 3
 
 
-def test_the_example_in_the_docs_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_example_in_the_docs_runs(folder, monkeypatch, capsys):
     (block,) = [block for block in torch_examples() if block != torch_example()]
     (folder / "web").rename(folder / "documents")
     monkeypatch.chdir(folder)

@@ -5,7 +5,6 @@ are enough for it.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,9 +41,7 @@ LENGTHS: dict[str, Lengths] = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_the_engine_is_kept_busy_with_a_short_queue(
-    engine: Callable[[], Engine], lengths: Lengths, seed: int
-) -> None:
+def test_the_engine_is_kept_busy_with_a_short_queue(engine, lengths, seed):
     auto = Simulation(engine(), lengths, Admission(), seed=seed).run(40)
     most = max(
         Simulation(engine(), lengths, number, seed=seed).run(40).mean_running(15)
@@ -71,24 +68,22 @@ def test_the_engine_is_kept_busy_with_a_short_queue(
     ),
 )
 @hypothesis.settings(max_examples=20, derandomize=True, deadline=None, database=None)
-def test_the_queue_of_any_engine_is_short(
-    engine: Engine, prompt: int, answer: int, spread: float, times: dict[str, float]
-) -> None:
+def test_the_queue_of_any_engine_is_short(engine, prompt, answer, spread, times):
     """In 3100 random cases, two queues were longer: by one request for a step, and with answers of
     two tokens.
     """
 
-    def around(mean: int, chance: random.Random) -> int:
+    def around(mean, chance):
         return chance.randint(int(mean * (1 - spread)) + 1, int(mean * (1 + spread)) + 1)
 
-    def lengths(chance: random.Random, now: float) -> tuple[int, int]:
+    def lengths(chance, now):
         return around(prompt, chance), around(answer, chance)
 
     run = Simulation(engine, lengths, Admission(), **times).run(15)
     assert all(step.waiting <= 2 * step.target for step in run.steps)
 
 
-def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
+def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow():
     made = Admission()
     made.update(Metrics(100, 8, 1, 30), 108)  # of an earlier run on the same server
     assert made.limit == 113
@@ -104,8 +99,8 @@ def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(3))
-def test_the_queue_is_short_after_a_burst_of_short_answers(seed: int) -> None:
-    def lengths(chance: random.Random, now: float) -> tuple[int, int]:
+def test_the_queue_is_short_after_a_burst_of_short_answers(seed):
+    def lengths(chance, now):
         return chance.randint(50, 200), chance.randint(1, 4) if int(
             now / 5
         ) % 2 else chance.randint(100, 300)
@@ -120,7 +115,7 @@ def test_the_queue_is_short_after_a_burst_of_short_answers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 5, 60])
-def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(requests: int) -> None:
+def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(requests):
     auto = Simulation(
         ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests
     ).run(30)
@@ -137,9 +132,7 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
         ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),
     ],
 )
-def test_a_sample_that_shows_nothing_new_changes_no_limit(
-    seen: list[tuple[Metrics, int]], limit: int
-) -> None:
+def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
     made = Admission()
     for metrics, in_flight in seen:
         made.update(metrics, in_flight)
@@ -160,13 +153,11 @@ async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool])
     return target
 
 
-async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
-    monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(monkeypatch, log):
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
-    async def read(seconds: float) -> Metrics | None:
+    async def read(seconds):
         return None
 
     await adapted(read, lambda target: target.limit == 500)
@@ -177,14 +168,12 @@ async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(
     )
 
 
-async def test_metrics_that_stop_for_a_while_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
     reads: list[float] = []
 
-    async def read(seconds: float) -> Metrics | None:
+    async def read(seconds):
         reads.append(seconds)
         await asyncio.sleep(0.001)
         return Metrics(8, 8, 1) if len(reads) == 1 else None
@@ -275,9 +264,7 @@ async def with_other_work(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]
 )
-async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
-    rollout: Rollout, fewest: int, most: int
-) -> None:
+async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(rollout, fewest, most):
     work = Work(config(max_concurrent_generations="auto"), rollout)
     await work.run(500)
     assert work.most == 16
@@ -289,7 +276,7 @@ async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(
     assert work.documents <= 40 * most / 16
 
 
-async def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
+async def test_a_server_that_runs_nothing_more_gets_no_more_documents():
     work = Work(config(max_concurrent_generations="auto"), lambda ask: asyncio.sleep(3600))
     await work.run(500)
     assert work.documents <= 17  # only an answer shows that a document more would help
@@ -303,7 +290,7 @@ async def test_a_server_that_runs_nothing_more_gets_no_more_documents() -> None:
         ({"max_concurrent_generations": "auto", "max_concurrent_documents": 9}, 9),
     ],
 )
-async def test_a_number_is_kept(settings: dict[str, Any], documents: int) -> None:
+async def test_a_number_is_kept(settings, documents):
     work = Work(config(**settings), with_other_work)
     await work.run(500)
     assert most_documents(config(**settings)) == work.documents == documents

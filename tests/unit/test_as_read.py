@@ -27,7 +27,6 @@ from datatrove.data import Document, Media
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.output.documents import decode, encode, fingerprint
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, letters, runner
 
 
@@ -101,9 +100,7 @@ FINGERPRINTS = {
 
 
 @pytest.mark.parametrize(("value", "expected"), FINGERPRINTS.values(), ids=FINGERPRINTS.keys())
-def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(
-    value: Any, expected: str
-) -> None:
+def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(value, expected):
     assert digest(value) == expected
     assert as_read(document(value)).data == encode(document(value))
 
@@ -144,13 +141,13 @@ KINDS = ["images", "arrays of objects", "records", "buffers", "deques", "decoder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_values_have_equal_fingerprints_and_others_differ(kind: str) -> None:
+def test_equal_values_have_equal_fingerprints_and_others_differ(kind):
     values, again = differing()[kind], differing()[kind]
     assert [digest(value) for value in values] == [digest(value) for value in again]
     assert len({digest(value) for value in values}) == len(values)
 
 
-def test_an_image_is_its_pixels_however_it_came() -> None:
+def test_an_image_is_its_pixels_however_it_came():
     picture = image()
     for kind in ("PNG", "BMP"):
         lazy = opened(picture, kind)
@@ -163,13 +160,13 @@ def test_an_image_is_its_pixels_however_it_came() -> None:
     assert shown(picture).startswith("<PIL.Image.Image L 3x2 ")
 
 
-def test_a_decoder_without_bytes_counts_by_the_name_of_its_file_wherever_that_is_cached() -> None:
+def test_a_decoder_without_bytes_counts_by_the_name_of_its_file_wherever_that_is_cached():
     assert digest(Decoder("/node1/cache/a.mp4", None)) == digest(Decoder("/node2/a.mp4", None))
 
 
-def test_of_any_other_object_only_the_type_counts() -> None:
+def test_of_any_other_object_only_the_type_counts():
     class Any1:
-        def __init__(self, value: int) -> None:
+        def __init__(self, value):
             self.value = value
 
     assert digest(Any1(1)) == digest(Any1(2))
@@ -178,7 +175,7 @@ def test_of_any_other_object_only_the_type_counts() -> None:
 
 
 @pytest.mark.slow
-def test_the_fingerprint_is_the_same_in_another_process() -> None:
+def test_the_fingerprint_is_the_same_in_another_process():
     code = (
         "import json, sys\nfrom tests.unit.test_as_read import *\n"
         "print(json.dumps({kind: [digest(value) for value in differing()[kind]] for kind in KINDS}))"
@@ -198,14 +195,14 @@ def of_itself() -> dict[str, Any]:
     return value
 
 
-def test_containers_that_hold_themselves_are_looked_at_once() -> None:
+def test_containers_that_hold_themselves_are_looked_at_once():
     data = as_read(document(of_itself())).data
     assert data == as_read(document(of_itself())).data
     assert len(data) < 20_000
     assert decode(data).id == "id"
 
 
-def test_memory_of_images_counts_in_what_is_read_ahead() -> None:
+def test_memory_of_images_counts_in_what_is_read_ahead():
     assert as_read(document(image(mode="RGB", size=(100, 100)))).size > 30_000
     assert as_read(document("x" * 1000)).size == len(encode(document("x" * 1000)))
     media = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"x" * 3000)])
@@ -229,10 +226,10 @@ async def takes(document: Document, generate: Any) -> Any:
     return await ask(document, generate)
 
 
-def test_another_image_after_a_restart_is_another_input(tmp_path: Path, server: FakeServer) -> None:
+def test_another_image_after_a_restart_is_another_input(tmp_path, server):
     log = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
 
-    async def fails(document: Document, generate: Any) -> Any:
+    async def fails(document, generate):
         while document.id == "id 2":
             await asyncio.sleep(0.001)
             if log.exists() and log.stat().st_size:
@@ -246,10 +243,8 @@ def test_another_image_after_a_restart_is_another_input(tmp_path: Path, server: 
     runner(tmp_path, server, takes, accept_changes=True).run(with_images(3))
 
 
-def test_a_dead_letter_of_what_is_no_json_is_written_and_can_be_retried(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    async def fails(document: Document, generate: Any) -> Any:
+def test_a_dead_letter_of_what_is_no_json_is_written_and_can_be_retried(tmp_path, server):
+    async def fails(document, generate):
         raise ValueError("no")
 
     odd = with_images(1)
@@ -261,7 +256,7 @@ def test_a_dead_letter_of_what_is_no_json_is_written_and_can_be_retried(
     for part in ("PIL.Image.Image L 3x2", "<object, which cannot be kept>", "holds itself"):
         assert part in text
 
-    async def forgets(document: Document, generate: Any) -> Any:
+    async def forgets(document, generate):
         assert isinstance(document.metadata["image"], str)
         document.metadata.clear()
         return await ask(document, generate)

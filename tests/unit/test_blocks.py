@@ -36,7 +36,7 @@ SIZES = [40, 0, 25, 35]
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "MAX_ROWS", 6)
     monkeypatch.setattr(line_blocks, "GROUP_BYTES", 1000)
     monkeypatch.setattr(line_blocks, "_SKIP_BYTES", 300)
@@ -72,11 +72,11 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(params=FORMATS)
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+def reader(request, tmp_path):
     return write(tmp_path / "input", request.param)
 
 
-def test_a_stream_with_dictionaries_is_refused(tmp_path: Path) -> None:
+def test_a_stream_with_dictionaries_is_refused(tmp_path):
     write_table(
         tmp_path / "a.arrow", pa.table({"x": pa.array(["a", "b"]).dictionary_encode()}), stream=True
     )
@@ -91,9 +91,7 @@ def rows_of(read: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_each_row_is_in_one_block_in_the_order_of_the_files(
-    reader: SeekingReader, request: Any
-) -> None:
+def test_each_row_is_in_one_block_in_the_order_of_the_files(reader, request):
     is_sequential = request.node.callspec.params["reader"] == "jsonl.gz"
     found = BlockInput(reader)
     assert found.sequential - {1} == ({0, 2, 3} if is_sequential else set())  # 1 has no rows
@@ -109,7 +107,7 @@ def test_each_row_is_in_one_block_in_the_order_of_the_files(
     assert list(found) == list(BlockInput(reader)), "however the reader was used"
 
 
-def test_blocks_are_read_in_any_order_and_again(reader: SeekingReader) -> None:
+def test_blocks_are_read_in_any_order_and_again(reader):
     found = BlockInput(reader)
     starts = [sum(SIZES[: block.file]) + block.first for block in found]
     order = [*range(len(found)), *range(len(found))]
@@ -122,9 +120,7 @@ def test_blocks_are_read_in_any_order_and_again(reader: SeekingReader) -> None:
 
 
 @pytest.mark.matrix
-def test_large_rows_make_small_blocks(
-    reader: SeekingReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_rows_make_small_blocks(reader, monkeypatch):
     usual = list(BlockInput(reader))
     monkeypatch.setattr(blocks, "MAX_BYTES", max(block.bytes for block in usual) // 2)
     assert len(list(BlockInput(reader))) > len(usual)
@@ -133,7 +129,7 @@ def test_large_rows_make_small_blocks(
 
 
 @pytest.mark.matrix
-def test_a_copy_for_a_worker_opens_files_of_its_own(reader: SeekingReader) -> None:
+def test_a_copy_for_a_worker_opens_files_of_its_own(reader):
     found = BlockInput(reader)
     found.read(found[0])
     copy = pickle.loads(pickle.dumps(found))
@@ -143,7 +139,7 @@ def test_a_copy_for_a_worker_opens_files_of_its_own(reader: SeekingReader) -> No
 
 
 @pytest.mark.matrix
-def test_a_column_that_a_file_does_not_have_is_refused_by_name(reader: SeekingReader) -> None:
+def test_a_column_that_a_file_does_not_have_is_refused_by_name(reader):
     found = BlockInput(reader)
     with pytest.raises(
         ConfigError,
@@ -153,7 +149,7 @@ def test_a_column_that_a_file_does_not_have_is_refused_by_name(reader: SeekingRe
 
 
 @pytest.mark.matrix
-def test_a_damaged_file_is_named(reader: SeekingReader) -> None:
+def test_a_damaged_file_is_named(reader):
     [path] = Path(reader.data_folder.path).glob("2.*")
     path.write_bytes(path.read_bytes()[:-9])
     if path.name == "2.jsonl":
@@ -163,7 +159,7 @@ def test_a_damaged_file_is_named(reader: SeekingReader) -> None:
 
 
 @pytest.mark.matrix
-def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader: SeekingReader) -> None:
+def test_a_file_that_changed_after_its_rows_were_counted_is_refused(reader):
     found = BlockInput(reader)
     folder = Path(reader.data_folder.path)
     [old], [new] = folder.glob("0.*"), folder.glob("3.*")
@@ -193,9 +189,7 @@ ODD = [
 
 @pytest.mark.parametrize("size", [1, 64, 10_000])
 @pytest.mark.parametrize("lines", [ODD, ODD[::-1], [b"\n", b'{"text": "x"}', b"\n"]])
-def test_a_row_is_a_line_that_is_not_blank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, lines: list[bytes]
-) -> None:
+def test_a_row_is_a_line_that_is_not_blank(tmp_path, monkeypatch, size, lines):
     monkeypatch.setattr(line_blocks, "GROUP_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
@@ -215,7 +209,7 @@ def text_of(line: bytes) -> str | None:
     return row.get("text", "no text") if isinstance(row, dict) else None
 
 
-def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "to\n{"text": "b"}\n')
     reader = JsonlReader(tmp_path.as_posix())
     found = BlockInput(reader)
@@ -226,7 +220,7 @@ def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path: Path) -> 
         BlockInput(strict).read(found[0])
 
 
-def test_a_key_that_some_lines_lack_is_none_there(tmp_path: Path) -> None:
+def test_a_key_that_some_lines_lack_is_none_there(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(
         b'{"text": "a"}\n{"text": "b", "tag": 1}\n' + b'{"text": "c"}\n' * 20
     )
@@ -250,9 +244,7 @@ def converted(reader: Any, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
+def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(tmp_path, monkeypatch, stream):
     """A batch of millions of rows as Python objects would take gigabytes."""
     table = pa.table({"text": [f"text {i}" for i in range(5000)]})
     with (pa.ipc.new_stream if stream else pa.ipc.new_file)(

@@ -6,7 +6,6 @@ import copy
 import functools
 import importlib
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ LEFT = [
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def script(tmp_path, monkeypatch):
     return as_main(tmp_path, SCRIPT, monkeypatch)
 
 
@@ -113,9 +112,7 @@ def slurm_job(folder: Path, step: InferenceRunner) -> SlurmPipelineExecutor:
     return SlurmPipelineExecutor([[], step], 1, "1:00:00", "any", logging_dir=str(folder / "logs"))
 
 
-def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(
-    tmp_path: Path, script: types.ModuleType
-) -> None:
+def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not(tmp_path, script):
     found = script_names.collect(script.rollout)
     assert sorted(found.left) == LEFT
     assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
@@ -143,9 +140,7 @@ ROLLOUTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", ROLLOUTS)
-def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
-    tmp_path: Path, script: types.ModuleType, kind: str
-) -> None:
+def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(tmp_path, script, kind):
     make, place = ROLLOUTS[kind]
     step = step_of(tmp_path, make(script))
     with pytest.raises(ConfigError) as refused:
@@ -157,7 +152,7 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(
         dill.dumps(step)
 
 
-def test_a_secret_in_shared_context_is_refused(tmp_path: Path, script: types.ModuleType) -> None:
+def test_a_secret_in_shared_context_is_refused(tmp_path, script):
     step = step_of(
         tmp_path, script.plain, shared_context={"clients": [{"api_key": "objapikey123456"}]}
     )
@@ -167,15 +162,15 @@ def test_a_secret_in_shared_context_is_refused(tmp_path: Path, script: types.Mod
 
 
 def test_the_value_of_a_secret_variable_of_the_environment_is_found_under_any_name(
-    tmp_path: Path, script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, script, monkeypatch
+):
     monkeypatch.setenv("SOME_SERVICE_API_KEY", "quite-ordinary-text")
     step = step_of(tmp_path, script.plain, shared_context={"header": "x-quite-ordinary-text"})
     with pytest.raises(ConfigError, match="the environment variable SOME_SERVICE_API_KEY"):
         dill.dumps(step)
 
 
-def test_a_pickle_for_a_worker_process_is_no_file(tmp_path: Path, script: types.ModuleType) -> None:
+def test_a_pickle_for_a_worker_process_is_no_file(tmp_path, script):
     step = step_of(tmp_path, script.Client(api_key="objapikey123456"))
     executor = LocalPipelineExecutor([[], step], logging_dir=str(tmp_path / "logs"))
     loaded = ForkingPickler.loads(ForkingPickler.dumps(executor))
@@ -185,9 +180,7 @@ def test_a_pickle_for_a_worker_process_is_no_file(tmp_path: Path, script: types.
     assert "objapikey" not in (tmp_path / "logs" / "executor.json").read_text()
 
 
-def test_what_stays_behind_is_said_where_the_job_is_submitted(
-    tmp_path: Path, script: types.ModuleType, log: list[str]
-) -> None:
+def test_what_stays_behind_is_said_where_the_job_is_submitted(tmp_path, script, log):
     copy.deepcopy(slurm_job(tmp_path, step_of(tmp_path, script.rollout)))
     said = [
         line.removeprefix("WARNING The script's ").split()[0]
@@ -198,8 +191,8 @@ def test_what_stays_behind_is_said_where_the_job_is_submitted(
 
 
 def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
-    tmp_path: Path, script: types.ModuleType, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, script, log, monkeypatch
+):
     folder = tmp_path / "beside"
     folder.mkdir()
     (folder / "helper_beside.py").write_text("def helped(text):\n    return text\n")
@@ -219,9 +212,7 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
     assert f"`export PYTHONPATH={folder}` before you submit" in said[0]
 
 
-def test_a_module_that_does_not_go_along_with_jobs_is_said(
-    tmp_path: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_does_not_go_along_with_jobs_is_said(tmp_path, log, monkeypatch):
     for name in ("beside", "work", "elsewhere"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"own_{name}.py").write_text(
@@ -249,5 +240,5 @@ def test_a_module_that_does_not_go_along_with_jobs_is_said(
 @pytest.mark.parametrize(
     "url", ["https://TOKEN@host/x", "git+https://t0ken@host/x", "https://user:pw@host"]
 )
-def test_a_url_with_a_token_is_not_pickled(url: str) -> None:
+def test_a_url_with_a_token_is_not_pickled(url):
     assert secrets_in("x", {"text": url}) == ["x.text"]

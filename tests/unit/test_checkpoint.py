@@ -57,9 +57,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFa
 @pytest.mark.parametrize(
     "tail", [b"\0" * 100, b"\0\n\0\n", b'{"xxh":"0000000000000000","n":9}\n', b"\xff\n\n"]
 )
-def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(
-    tmp_path: Path, tail: bytes
-) -> None:
+def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, tail):
     good = seal(b'{"n":0}')
     (tmp_path / "file").write_bytes(good + tail)
     assert [line.body for line in read_lines(tmp_path / "file")] == [b'{"n":0}']
@@ -80,8 +78,8 @@ def finished(ordinal: int, outcome: str = "written") -> Finished:
     ("size", "spread"), [(1000, 40), (10, 1), (300_000, 10_000), (2_000_000, 1)]
 )
 def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, spread: int
-) -> None:
+    tmp_path, monkeypatch, size, spread
+):
     number = min(2000, 20_000_000 // size)
     random = Random(size + spread)
     expected = [
@@ -93,7 +91,7 @@ def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between
     read: list[int] = []
     pread = os.pread
 
-    def counting(fd: int, length: int, offset: int) -> bytes:
+    def counting(fd, length, offset):
         read.append(length)
         return pread(fd, length, offset)
 
@@ -106,7 +104,7 @@ def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between
         assert len(read) <= 2 + 2 * journal.size / max(2**20 - longest, longest)
 
 
-def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append([finished(0)])
     size = (tmp_path / "journal").stat().st_size
@@ -122,7 +120,7 @@ def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path: Path) -> None:
         assert (tmp_path / "journal").read_bytes() == content
 
 
-def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path: Path) -> None:
+def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path):
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append([finished(1)])
     with pytest.raises(CheckpointCorrupt, match="document 0 cannot be read back"):
@@ -130,8 +128,8 @@ def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path: Pa
 
 
 def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     ours = ChunkJournal(tmp_path / "journal", 0)
     theirs = ChunkJournal(tmp_path / "journal", 0)
     ours.append([finished(0)])
@@ -141,7 +139,7 @@ def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
     assert list(ChunkJournal(tmp_path / "journal", 0).read_in_order()) == [finished(0), finished(1)]
 
 
-def test_another_document_in_the_place_of_one_is_corrupt(tmp_path: Path) -> None:
+def test_another_document_in_the_place_of_one_is_corrupt(tmp_path):
     journal = ChunkJournal(tmp_path / "journal", 0)
     other = finished(0)
     other.fingerprint = "f" * 16
@@ -150,9 +148,7 @@ def test_another_document_in_the_place_of_one_is_corrupt(tmp_path: Path) -> None
         ChunkJournal(tmp_path / "journal", 0)
 
 
-def test_more_journals_than_open_files_are_all_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
     journals = [ChunkJournal(tmp_path / f"journal {index}", index) for index in range(5)]
     for turn in range(3):
@@ -189,9 +185,7 @@ def commit(chunk_index: int, read: int = 2) -> Commit:
         (b"a\nb", False),
     ],
 )
-def test_a_crash_tears_one_line_of_the_commit_log_at_most(
-    tmp_path: Path, tail: bytes, is_torn: bool
-) -> None:
+def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_torn):
     path = tmp_path / "commits.jsonl"
     CommitLog(path).append(Commit(0, 0, DocumentCounts(read=1)))
     whole = path.read_bytes()
@@ -207,7 +201,7 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
 
 
-def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path: Path) -> None:
+def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
     log = CommitLog(tmp_path / "commits.jsonl")
     log.append(commit(0))
     log.append(commit(0))
@@ -226,7 +220,7 @@ def request(
     return CachedRequest(chunk_index, ordinal, "same id", key, answer)
 
 
-def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: Path) -> None:
+def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path):
     cache = RequestCache(tmp_path / "cache")
     cache.put([request(0), request(0, 1), request(1, chunk_index=1), request(2, error="400 no")])
     cache.close()
@@ -241,7 +235,7 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_connection_is_locked_out(tmp_path: Path) -> None:
+def test_a_second_connection_is_locked_out(tmp_path):
     cache = RequestCache(tmp_path / "cache")
     cache.put([request(0)])
     connection = sqlite3.connect(tmp_path / "cache", timeout=0)
@@ -267,9 +261,7 @@ def make_storage(
     return StorageThread(rank_files, on_change), rank_files
 
 
-def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path, monkeypatch):
     storage, rank_files = make_storage(tmp_path)
     transactions: list[int] = []
     put = RequestCache.put
@@ -292,11 +284,11 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(
     assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
 
 
-def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Path) -> None:
+def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
     changed = threading.Event()
     storage, _ = make_storage(tmp_path, on_change=changed.set)
 
-    def full(*args: object) -> None:
+    def full(*args):
         raise StorageFailed("the disk is full")
 
     storage.start()
@@ -307,11 +299,9 @@ def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path: Pat
         storage.put_answer(request(0))
 
 
-def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):
     class Told(Interval):
-        def took(self, duration: float) -> None:
+        def took(self, duration):
             told.set()
 
     storage, _ = make_storage(tmp_path, Told(0.01, SYNC_TUNING))
@@ -325,8 +315,8 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(
 
 
 def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_end(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     storage, rank_files = make_storage(tmp_path)
     storage.start()
     storage.put_answer(request(7))
@@ -344,8 +334,8 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
 
 
 def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     numbers = [0, 7, 123_456]
     for number in numbers:
         rank_folder(tmp_path, number).mkdir()
@@ -365,7 +355,7 @@ def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
     assert retry_number("00000") is None
 
 
-def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
+def test_what_the_disk_refuses_names_file_and_advice(tmp_path):
     with pytest.raises(
         StorageFailed, match=r"Could not rename .*/missing to .*/target: No such file"
     ):
@@ -377,16 +367,14 @@ def test_what_the_disk_refuses_names_file_and_advice(tmp_path: Path) -> None:
         files.disk.append(full, b"x")
 
 
-def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     path.touch()
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)  # as lock_holder does
     waits = []
 
-    def look_away(seconds: float) -> None:
+    def look_away(seconds):
         waits.append(seconds)
         os.close(looking)
 
@@ -395,7 +383,7 @@ def test_a_rank_that_starts_while_its_lock_is_looked_at_is_not_refused(
     assert len(waits) == 1
 
 
-def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path: Path) -> None:
+def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_path):
     lock = files.Lock(tmp_path / "lock")
     code = f"from datatrove_ckpt.checkpoint.files import Lock, Path; Lock(Path({str(tmp_path / 'lock')!r}))"
     refused = subprocess.run(
@@ -415,11 +403,11 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
 
 
 def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_share(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     failures: list[StorageFailed] = []
 
-    def rank(number: int) -> None:
+    def rank(number):
         parent, disk = tmp_path / "staging", files.Disk()
         try:
             for _ in range(100):

@@ -8,10 +8,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,7 +24,6 @@ from datatrove_ckpt.claims.claims import (
     ClaimReader,
     Claims,
     ClaimStore,
-    Look,
     Mark,
     claimants,
     given_up,
@@ -123,7 +121,7 @@ made: list[Process] = []
 
 
 @pytest.fixture(autouse=True)
-def _ends_all() -> Iterator[None]:
+def _ends_all():
     """No thread and no lock of a test is left to the next."""
     yield
     while made:
@@ -151,9 +149,7 @@ def in_bucket(folder: Path) -> Callable[[str], ClaimStore]:
 
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("where", [on_disk, in_bucket])
-def test_after_a_crash_at_any_effect_another_process_does_what_is_left(
-    tmp_path: Path, where: Any, torn: bool
-) -> None:
+def test_after_a_crash_at_any_effect_another_process_does_what_is_left(tmp_path, where, torn):
     points: list[str] = []
     number = 0
     while len(points) == number:
@@ -199,13 +195,11 @@ def attempt(process: Process) -> None:
 
 
 @pytest.fixture(params=[on_disk, in_bucket])
-def job(tmp_path: Path, request: pytest.FixtureRequest) -> Job:
+def job(tmp_path, request):
     return Job(request.param(tmp_path))
 
 
-def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job, tmp_path):
     first, second = Process(job, alone=True), Process(job, alone=True)
     for process in (first, second):
         assert process.take_rank(0)
@@ -216,7 +210,7 @@ def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(
     assert second.take_rank(0)
 
 
-def test_progress_begins_the_count_anew(job: Job) -> None:
+def test_progress_begins_the_count_anew(job):
     process = Process(job, alone=True)
     for attempt in range(1, 5):
         assert process.take_rank(0)
@@ -227,9 +221,7 @@ def test_progress_begins_the_count_anew(job: Job) -> None:
     assert process.claims.given_up() == {0: "killed"}
 
 
-def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(job, monkeypatch):
     for launch in ("first", "second"):
         monkeypatch.setenv(LAUNCH, launch)
         process = Process(job)
@@ -242,9 +234,7 @@ def test_what_one_launch_gave_up_the_workers_of_the_next_one_try_again(
     assert not Process(job).take_rank(0)
 
 
-def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone(job, tmp_path):
     first = Process(job)
     assert [first.take(), first.take()] == [0, 1]
     first.die()
@@ -266,7 +256,7 @@ def test_a_death_with_several_ranks_counts_for_none_and_each_is_then_tried_alone
     assert last.take_rank(1)
 
 
-def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -> None:
+def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job):
     process = Process(job)
     assert process.take() == 0
     process.claims.lost(0)
@@ -275,13 +265,11 @@ def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job: Job) -
 
 # Botocore and httpx have errors that are no OSError.
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
-def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(
-    job: Job, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job, monkeypatch, error):
     process = Process(job)
     assert process.take() == 0
 
-    def fails() -> Look:
+    def fails():
         raise error("listing failed")
 
     with monkeypatch.context() as patch:
@@ -293,9 +281,7 @@ def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(
     assert process.claims.failures == 0
 
 
-def test_a_rank_that_another_process_takes_first_is_no_failure(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_another_process_takes_first_is_no_failure(job, monkeypatch):
     """However often it happens: a run that waits for others for days meets it."""
     process = Process(job)
     monkeypatch.setattr(process.store, "put", lambda mark, content: False)
@@ -304,13 +290,11 @@ def test_a_rank_that_another_process_takes_first_is_no_failure(
     assert process.claims.failures == 0
 
 
-def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(job, monkeypatch):
     process = Process(job)
     put = process.store.put
 
-    def fails(mark: Mark, content: bytes) -> bool:
+    def fails(mark, content):
         put(mark, content)
         raise OSError("no answer")
 
@@ -320,7 +304,7 @@ def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(
     assert [process.take() for _ in range(RANKS)] == [0, 1, 2, 3]
 
 
-def test_what_else_lies_among_the_workers_is_passed_over(job: Job, tmp_path: Path) -> None:
+def test_what_else_lies_among_the_workers_is_passed_over(job, tmp_path):
     process = Process(job)
     (tmp_path / "claims" / "workers").mkdir(parents=True, exist_ok=True)
     (tmp_path / "claims" / "workers" / "README").write_text("of a person")
@@ -330,7 +314,7 @@ def test_what_else_lies_among_the_workers_is_passed_over(job: Job, tmp_path: Pat
     assert (tmp_path / "claims" / "workers" / "README").exists()
 
 
-def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path) -> None:
+def test_ranks_that_a_dead_process_left_are_told_apart(job, tmp_path):
     first = Process(job)
     assert [first.take(), first.take()] == [0, 1]
     first.die()
@@ -341,9 +325,7 @@ def test_ranks_that_a_dead_process_left_are_told_apart(job: Job, tmp_path: Path)
     assert process.claims.free() == ([0, 1], True)
 
 
-def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(
-    job: Job, tmp_path: Path
-) -> None:
+def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(job, tmp_path):
     first, second, gone = Process(job), Process(job), Process(job)
     assert [first.take(), first.take(), gone.take(), second.take()] == [0, 1, 2, 3]
     second.claims.failed(3, "no memory", for_good=True)
@@ -365,9 +347,7 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_after_a_beat_what_others_have_completed_is_seen(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_beat_what_others_have_completed_is_seen(job, monkeypatch):
     looks: SimpleQueue[int] = SimpleQueue()
     monkeypatch.setattr(job, "incomplete", lambda: looks.put(1) or [])
     for store in (DiskClaims, ObjectClaims):
@@ -376,11 +356,11 @@ def test_after_a_beat_what_others_have_completed_is_seen(
     assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
 
 
-def test_beats_go_on_after_an_error_of_a_library(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beats_go_on_after_an_error_of_a_library(job, monkeypatch):
     """Of botocore or httpx, which have no base in common with OSError."""
     looks: SimpleQueue[int] = SimpleQueue()
 
-    def fails() -> list[int]:
+    def fails():
         looks.put(1)
         raise RuntimeError("no route to the store")
 
@@ -391,12 +371,12 @@ def test_beats_go_on_after_an_error_of_a_library(job: Job, monkeypatch: pytest.M
     assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
 
 
-def test_a_process_whose_file_a_power_loss_has_cut_has_no_name(tmp_path: Path) -> None:
+def test_a_process_whose_file_a_power_loss_has_cut_has_no_name(tmp_path):
     for content in (b"", b'{"host":', b"7"):
         assert stores._named(content) == "another process"
 
 
-def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
+def test_no_beat_comes_after_the_end(job, tmp_path):
     process = Process(job, runs_all=True)
     process.claims.close()
     process.claims._beat_once(process.claims._store.beat)
@@ -405,8 +385,8 @@ def test_no_beat_comes_after_the_end(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     job = Job(in_bucket(tmp_path))
     code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
     owner = subprocess.run(
@@ -556,8 +536,8 @@ class Workers(RuleBasedStateMachine):
 @pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
 def test_each_rank_is_completed_once_whatever_happens_to_workers(
-    kind: str, examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, examples, tmp_path, monkeypatch
+):
     monkeypatch.setenv("CLAIMS_TEST_FOLDER", str(tmp_path))
     if kind == "disk without locks":
         monkeypatch.setattr(files.fcntl, "flock", no_locks)
@@ -571,9 +551,7 @@ def no_locks(fd: int, how: int) -> None:
     raise OSError
 
 
-def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, monkeypatch):
     job = Job(on_disk(tmp_path))
     here = Process(job)
     assert here.take() == 0
@@ -595,7 +573,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(
     assert there.claims.free().ranks == [0]
 
 
-def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path: Path) -> None:
+def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path):
     process = Process(Job(on_disk(tmp_path)))
     (tmp_path / "claims" / "00000-000007").write_bytes(b"\0\0\0")
     assert process.take() == 0

@@ -55,7 +55,7 @@ Run = Callable[..., int]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(tmp_path, monkeypatch):
     """``datatrove-ckpt run job.yaml ...`` in this process, in a folder with JOB, its step and one
     document.
     """
@@ -76,9 +76,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
          "--pipeline.1.end=interrupt\n"),
     ],
 )  # fmt: skip
-def test_the_exit_code_and_the_last_line_say_how_a_run_ended(
-    run: Run, capsys: pytest.CaptureFixture[str], end: str, code: int, said: str
-) -> None:
+def test_the_exit_code_and_the_last_line_say_how_a_run_ended(run, capsys, end, code, said):
     assert run(f"--pipeline.1.end={end}") == code
     assert capsys.readouterr().err.endswith(said)
     assert Path("logs/completions/00000").exists() == (code == 0)
@@ -91,7 +89,7 @@ def test_the_exit_code_and_the_last_line_say_how_a_run_ended(
         ["--executor.init_args.tasks=3", "--executor.pipeline.1.init_args.size=8"],
     ],
 )
-def test_arguments_can_be_set_on_the_command_line(run: Run, overrides: list[str]) -> None:
+def test_arguments_can_be_set_on_the_command_line(run, overrides):
     assert run(*overrides) == 0
     assert [Path(f"seen-{rank}").read_text() for rank in range(3)] == ["8 of 3"] * 3
 
@@ -115,9 +113,7 @@ PROMPT = "--pipeline.2.rollout_fn.prompt="
         ),
     ],
 )
-def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(
-    run: Run, override: str, value: object
-) -> None:
+def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run, override, value):
     node = read_config("job.yaml", [override])["executor"]
     for key in override.partition("=")[0].removeprefix("--").removeprefix("executor.").split("."):
         node = node.get("init_args", node) if isinstance(node, dict) else node
@@ -142,24 +138,20 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(
          'pipeline[0] JsonlReader: data_folder: "{}/input" contains no files that match "*.gz".'),
     ],
 )  # fmt: skip
-def test_a_mistake_is_2_and_one_line(
-    run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path, override: str, message: str
-) -> None:
+def test_a_mistake_is_2_and_one_line(run, capsys, tmp_path, override, message):
     assert run(override) == 2
     assert capsys.readouterr().err == f"error: {message.replace('{}', str(tmp_path))}\n"
     assert not Path("logs").exists()
 
 
 @pytest.mark.slow
-def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run: Run) -> None:
+def test_an_input_that_another_executor_has_yet_to_make_is_not_looked_for(run):
     first = "{class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first, workers: 1}}"
     assert run("--pipeline.0.data_folder=later", f"--executor.depends={first}") == 0
 
 
 @pytest.mark.parametrize("end", ["own", "wrapped"])
-def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
-    run: Run, capsys: pytest.CaptureFixture[str], end: str
-) -> None:
+def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(run, capsys, end):
     assert run(f"--pipeline.1.end={end}") == 1
     said = capsys.readouterr().err
     assert said.endswith("\nerror: The prompt is another one.\n")
@@ -174,7 +166,7 @@ def test_our_errors_are_1_and_a_message_and_their_traceback_is_in_the_task_log(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("module", ["datatrove", "datatrove_ckpt.cli.run"])
-def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path: Path, module: str) -> None:
+def test_ctrl_c_while_the_command_imports_is_no_traceback(tmp_path, module):
     (tmp_path / "sitecustomize.py").write_text(f"""
 import signal, sys
 
@@ -203,7 +195,7 @@ sys.meta_path.insert(0, Finder())
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
 
 
-def test_help_and_status_start_without_datatrove(tmp_path: Path) -> None:
+def test_help_and_status_start_without_datatrove(tmp_path):
     (tmp_path / "checkpoints/00000").mkdir(parents=True)
     code = (
         "import sys\n"
@@ -254,9 +246,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
         ("import datatrove_ckpt.inference.servers.dummy", {"datatrove"}),
     ],
 )
-def test_what_a_run_needs_is_not_imported_before_it(
-    tmp_path: Path, code: str, later: set[str]
-) -> None:
+def test_what_a_run_needs_is_not_imported_before_it(tmp_path, code, later):
     code += f"; import sys; sys.exit(', '.join({later!r} & set(sys.modules)) or 0)"
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -265,7 +255,7 @@ def test_what_a_run_needs_is_not_imported_before_it(
 
 
 @pytest.mark.slow
-def test_what_ends_a_task_on_a_cluster_is_said_once(run: Run) -> None:
+def test_what_ends_a_task_on_a_cluster_is_said_once(run):
     assert run("--pipeline.1.end=own") == 1
     task = """
 import pickle
@@ -286,9 +276,7 @@ executor._run_for_rank(0)
 
 
 @pytest.mark.parametrize("ran_before", [False, True])
-def test_tasks_of_ray_that_failed_without_a_word_are_1(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ran_before: bool
-) -> None:
+def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch, ran_before):
     """Also where all tasks have markers of the run before, as in a retry of dead letters."""
     tasks = "    tasks: 3\n    skip_completed: false" if ran_before else "    tasks: 3"
     Path("job.yaml").write_text(
@@ -310,9 +298,7 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(
     )
 
 
-def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys):
     with pytest.raises(RuntimeError, match="a bug 7"):
         run("--pipeline.1.end=bug")
     for text in (capsys.readouterr().err, Path("logs/logs/task_00000.log").read_text()):
@@ -337,9 +323,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(
         (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),
     ],
 )
-def test_the_command_line_itself(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
-) -> None:
+def test_the_command_line_itself(capsys, arguments, code, says):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == code

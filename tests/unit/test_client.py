@@ -42,7 +42,7 @@ from tests.clients import client_of
 
 
 @pytest.fixture(params=["plain", "aiohttp"], autouse=True)
-def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def over(request, monkeypatch):
     """Every test runs over both transports."""
     if request.param == "aiohttp":
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
@@ -260,9 +260,7 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
         (choices({"message": {"content": "hi"}}), NULL_ACCEPTED, Completion("hi", None, {})),
     ],
 )  # fmt: skip
-def test_an_answer_is_parsed(
-    body: bytes | None, settings: dict[str, Any], result: Completion
-) -> None:
+def test_an_answer_is_parsed(body, settings, result):
     outcome = Outcome(chunked if body is None else answer(http(200, body)), **settings)
     assert outcome.result == result
     path = "chat/completions" if settings.get("use_chat", True) else "completions"
@@ -274,7 +272,7 @@ def test_an_answer_is_parsed(
 
 @pytest.mark.parametrize("base", ["http://h/v1", "http://h/a%2Fb/c", "http://h"])
 @pytest.mark.parametrize("whole", ["chat/completions", "completions", "embeddings"])
-def test_a_url_may_be_the_whole_address_of_a_path(base: str, whole: str) -> None:
+def test_a_url_may_be_the_whole_address_of_a_path(base, whole):
     url = HiddenUrl(f"{base}/{whole}")
     for path in ("chat/completions", "completions", "embeddings", "models"):
         assert str(url.api(path).reveal()) == f"{base}/{path}"
@@ -304,7 +302,7 @@ BEYOND = "1" + "0" * 30
         ("null", {}),
     ],
 )
-def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
+def test_token_counts_that_are_none_are_left_out(usage, kept):
     body = chat().replace(b'{"total_tokens": 3}', usage.encode())
     assert usage.encode() in body
     result = Outcome(answer(http(200, body))).result
@@ -314,7 +312,7 @@ def test_token_counts_that_are_none_are_left_out(usage: str, kept: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
+def test_a_request_that_can_never_succeed_is_not_repeated(status):
     outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
     assert isinstance(outcome.result, RequestRejected)
     assert outcome.result.status == status
@@ -325,7 +323,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
     )
 
 
-def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault() -> None:
+def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault():
     said = (
         b'{"error":{"code":500,"message":"input (601 tokens) is too large to process. increase the physical batch size '
         b'(current batch size: 512)","type":"server_error"}}'
@@ -342,7 +340,7 @@ def test_what_llamacpp_says_of_a_text_that_is_too_long_is_the_texts_fault() -> N
 
 
 @pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 407, 501])
-def test_a_server_that_refuses_every_request_is_asked_once(status: int) -> None:
+def test_a_server_that_refuses_every_request_is_asked_once(status):
     outcome = Outcome(answer(http(status, b"no way", "Location: /elsewhere")))
     assert isinstance(outcome.result, ServerRefused)
     for word in (
@@ -408,13 +406,11 @@ NOTHING = answer(http(200, chat("", None)))
         ([answer(http(503, b"BadRequestError: 400 404 Unauthorized"))], {}),
     ],
 )
-def test_a_server_that_comes_back_costs_nothing(
-    replies: list[Reply], settings: dict[str, Any]
-) -> None:
+def test_a_server_that_comes_back_costs_nothing(replies, settings):
     assert Outcome(*replies, GOOD, **settings).result == HI
 
 
-def test_what_may_pass_is_tried_again() -> None:
+def test_what_may_pass_is_tried_again():
     for name, reply in UNFINISHED.items():
         outcome = Outcome(reply, GOOD)
         assert outcome.result == HI, name
@@ -429,7 +425,7 @@ def test_what_may_pass_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])
-def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name: str) -> None:
+def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name):
     outcome = Outcome(UNFINISHED[name])
     assert isinstance(outcome.result, ServerUnavailable)
     assert "server_patience_seconds=600" in str(outcome.result)
@@ -438,7 +434,7 @@ def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name
 
 
 @pytest.mark.parametrize("server_type", ["endpoint", "custom"])
-def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: str) -> None:
+def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     outcome = Outcome(NO_REASON, **KINDS[server_type])
     assert isinstance(outcome.result, ServerRefused)
     assert "without a finish_reason" in str(outcome.result)
@@ -450,8 +446,8 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type: 
 
 @pytest.mark.parametrize("accepted", [False, True])
 async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_the_answer_off(
-    accepted: bool,
-) -> None:
+    accepted,
+):
     """Whatever the setting is."""
 
     settings = {"accept_null_finish_reason": accepted, **KINDS["endpoint"]}
@@ -464,13 +460,13 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
         assert len(server.requests) == 5
 
 
-async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed() -> None:
+async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed():
     """As vLLM does at a SIGTERM:
 
     200 with half a text. The next attempt meets the server's successor.
     """
 
-    async def until_all_are_cut_off(seconds: float) -> None:
+    async def until_all_are_cut_off(seconds):
         while len(server.requests) < 20:
             await asyncio.sleep(0)
 
@@ -484,7 +480,7 @@ async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed
         assert {one.finish_reason for one in answers} == {"stop"}
 
 
-async def test_the_wait_is_said_at_first_and_then_now_and_then(log: list[str]) -> None:
+async def test_the_wait_is_said_at_first_and_then_now_and_then(log):
     waited: list[float] = []
     async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
         await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
@@ -510,10 +506,8 @@ def only_others(status: int) -> Reply:
 
 
 @pytest.mark.parametrize(("status", "patience"), [(500, 100), (504, 100), (429, 1000), (503, 1000)])
-async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
-    status: int, patience: int
-) -> None:
-    async def sleep(seconds: float) -> None:
+async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status, patience):
+    async def sleep(seconds):
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
@@ -529,17 +523,17 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         assert patience <= sum(sleeps) <= patience + 60
 
 
-async def test_an_outage_is_no_mark_against_the_requests_that_it_hit() -> None:
+async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():
     """The server is away for almost all of the patience, and then fails this request a few times
     more.
     """
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         await sleeps(seconds)
         if sleeps.now > 550:
             await client.complete(b"{}")
 
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         fails = server.requests[-1][1] == BODY and sleeps.now < 900
         await (answer(http(500, b"")) if fails else GOOD)(server, writer)
 
@@ -558,9 +552,7 @@ class PatientlyConnecting(PlainTransport):
 
 
 @pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
-def test_an_answer_that_never_comes_is_given_up(
-    reply: Reply, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_never_comes_is_given_up(reply, monkeypatch):
     monkeypatch.setattr(transport, "PlainTransport", PatientlyConnecting)
     outcome = Outcome(reply, request_timeout=0.1, server_patience_seconds=0.4)
     assert isinstance(outcome.result, ServerUnavailable)
@@ -581,9 +573,7 @@ def test_an_answer_that_never_comes_is_given_up(
         ('RateLimit: "api";r=0;t=7', 7, 7),
     ],
 )
-def test_a_wait_that_the_server_asks_for_is_respected(
-    header: str | int, low: float, high: float
-) -> None:
+def test_a_wait_that_the_server_asks_for_is_respected(header, low, high):
     if isinstance(header, int):
         header = f"Retry-After: {formatdate(time.time() + header, usegmt=True)}"
     outcome = Outcome(answer(http(429, b"", header)), GOOD)
@@ -593,7 +583,7 @@ def test_a_wait_that_the_server_asks_for_is_respected(
 BUSY = answer(http(429, b"", "Retry-After: 3600"))
 
 
-def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: list[str]) -> None:
+def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log):
     outcome = Outcome(BUSY, server_patience_seconds=10.0)
     assert isinstance(outcome.result, ServerUnavailable)
     assert sum(outcome.sleeps) == pytest.approx(10)
@@ -602,13 +592,13 @@ def test_retry_after_does_not_outlast_the_patience_and_the_wait_is_shown(log: li
 
 
 @pytest.mark.parametrize("status", [429, 504])
-def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status: int) -> None:
+def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status):
     """As a gateway sends it that has given up a request: first its own answer, and then that of the
     server behind.
     """
     first: list[asyncio.StreamWriter] = []
 
-    async def gateway(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def gateway(server, writer):
         first.append(writer)
         late = len(first) > 1 and writer is first[0]
         writer.write(
@@ -632,9 +622,7 @@ def right(writers: list[asyncio.StreamWriter]) -> Reply:
     return reply
 
 
-async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third() -> (
-    None
-):
+async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third():
     writers: list[asyncio.StreamWriter] = []
     async with talking(right(writers)) as (server, client, _):
         for number in range(4):
@@ -658,13 +646,13 @@ async def turns() -> None:
 @pytest.mark.parametrize("first", ["own", "extra"])
 @pytest.mark.parametrize("moment", ["with it", "after it", "after the next request"])
 async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
-    first: str, moment: str, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    first, moment, log, monkeypatch
+):
     monkeypatch.setattr(plain_transport, "QUIET", 0.2)
     monkeypatch.setattr(plain_transport, "SHORT", 0.0)
     wrong_at = 2 if moment == "after the next request" else 1
 
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         own, extra = http(200, chat(server.requests[-1][1].decode())), http(200, chat("extra"))
         if len(server.requests) != wrong_at:
             writer.write(own)
@@ -691,11 +679,11 @@ def numbered(content: str) -> bytes:
     "body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])]
 )
 async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
-    body: Callable[[int], Any], log: list[str]
-) -> None:
+    body, log
+):
     """Whether the request is a text or has a picture."""
 
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         number = len(server.requests)
         writer.write(http(200, numbered(str(2 if number == 3 else number))))
 
@@ -710,8 +698,8 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
     assert "".join(log).count("has sent an answer without a request") == 1
 
 
-async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers() -> None:
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers():
+    async def reply(server, writer):
         writer.write(http(200, numbered("yes")))
 
     async with talking(reply) as (server, client, _):
@@ -721,7 +709,7 @@ async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers() -
         assert server.connections == 1
 
 
-async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next() -> None:
+async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next():
     writers: list[asyncio.StreamWriter] = []
     async with talking(right(writers)) as (server, client, _):
         await client.complete(BODY)
@@ -731,9 +719,7 @@ async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_
 
 
 @pytest.mark.parametrize("limit", [1 << 28, 300_000])
-def test_an_answer_that_is_compressed_or_too_long_is_refused(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_compressed_or_too_long_is_refused(limit, monkeypatch):
     """1 MB of zeros is 1 kB; decompressed for the client, less than 1 MB has become 4 GB."""
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", limit)
@@ -749,8 +735,8 @@ def test_an_answer_that_is_compressed_or_too_long_is_refused(
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_answered(
-    is_chunked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    is_chunked, monkeypatch
+):
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
     monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
     body = chat("x" * 20_000)
@@ -761,14 +747,14 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
         pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
     most = 0
 
-    async def large(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def large(server, writer):
         nonlocal most
         for piece in (head + pieces[0], b"".join(pieces[1:])):
             writer.write(piece)
             await asyncio.sleep(0.02)  # each half has arrived, or was refused
             most = max(most, sum(LargeAnswer._sizes.values()))
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         await asyncio.sleep(0.02)
 
     async with talking(large, sleep=sleep) as (_, client, _), asyncio.timeout(30):
@@ -782,8 +768,8 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
 
 
 def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 60_000)
     monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
@@ -794,10 +780,10 @@ def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(
     assert not small.refusal(10_000)
 
 
-async def test_a_slot_is_free_while_its_request_sleeps() -> None:
+async def test_a_slot_is_free_while_its_request_sleeps():
     asleep, wake = asyncio.Event(), asyncio.Event()
 
-    async def sleep(seconds: float) -> None:
+    async def sleep(seconds):
         asleep.set()
         await wake.wait()
 
@@ -812,7 +798,7 @@ async def test_a_slot_is_free_while_its_request_sleeps() -> None:
         assert (await first).text == "hi"
 
 
-async def test_a_cancelled_request_gives_its_slot_back() -> None:
+async def test_a_cancelled_request_gives_its_slot_back():
     async with talking(never, GOOD, max_concurrent_generations=1) as (server, client, _):
         stuck = asyncio.create_task(client.complete(BODY))
         await server.arrived.acquire()
@@ -822,7 +808,7 @@ async def test_a_cancelled_request_gives_its_slot_back() -> None:
         assert (await client.complete(BODY)).text == "hi"
 
 
-async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
+async def test_a_dead_server_does_not_draw_the_requests_to_itself():
     async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
         async with client_of(config(), [first, second], None, sleep=Sleeps()) as client:
             for _ in range(10):
@@ -831,7 +817,7 @@ async def test_a_dead_server_does_not_draw_the_requests_to_itself() -> None:
         assert len(alive.requests) == 10
 
 
-async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
+async def test_a_restarted_server_gets_few_requests_first_under_auto():
     settings = InferenceConfig("vllm", "m", max_concurrent_generations="auto")
     async with client_of(settings) as client:
         target = client.servers.add()
@@ -856,9 +842,7 @@ async def test_a_restarted_server_gets_few_requests_first_under_auto() -> None:
         ),
     ],
 )
-async def test_errors_show_no_credentials_and_no_query(
-    reply: Reply, error: type[CkptError], shown: str
-) -> None:
+async def test_errors_show_no_credentials_and_no_query(reply, error, shown):
     async with serving(reply) as (server, url):
         secret_url = url.replace("http://", "http://user:hush@") + "?code=hush"
         sleeps = Sleeps()
@@ -872,14 +856,14 @@ async def test_errors_show_no_credentials_and_no_query(
         assert b"POST /v1/chat/completions?code=hush " in server.requests[0][0]
 
 
-def test_two_kinds_of_credentials_are_refused_at_once() -> None:
+def test_two_kinds_of_credentials_are_refused_at_once():
     with pytest.raises(ConfigError, match="credentials"):
         ModelServers(config()).add_endpoints([HiddenUrl("http://user:hush@localhost")], Key("key"))
 
 
 async def test_proxies_of_the_environment_are_for_endpoints_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
         monkeypatch.setenv("http_proxy", proxy_url)
         monkeypatch.delenv("no_proxy", raising=False)
@@ -890,7 +874,7 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(
         assert (len(server.requests), len(proxy.requests)) == (1, 1)
 
 
-async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> None:
+async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
     async with (
         serving(GOOD) as (old, first),
         serving(answer(http(200, chat("right")))) as (new, second),
@@ -899,7 +883,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
         target = client.servers.add()
         client.servers.mark_up(target, HiddenUrl(first), None)
 
-        async def too_late(server: RawServer, writer: asyncio.StreamWriter) -> None:
+        async def too_late(server, writer):
             writer.write(http(200, chat("wrong")))
             assert client.servers.router.mark_dead(target, "stopped").in_flight == 1
 
@@ -914,8 +898,8 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away() -> 
 
 
 async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the_same_turn_of_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     async with (
         serving(answer(http(200, chat("wrong")))) as (_, first),
         serving(answer(http(200, chat("right")))) as (_, second),
@@ -925,7 +909,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         client.servers.mark_up(target, HiddenUrl(first), None)
         given_up = asyncio.Event()
 
-        async def posted_too_late(*request: Any) -> Any:
+        async def posted_too_late(*request):
             raw = await transport.post(*request)
             if not given_up.is_set():
                 # Its cancellation comes with the next turn.

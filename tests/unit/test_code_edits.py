@@ -159,7 +159,7 @@ def loading(folder: Path) -> Iterator[Load]:
 
 
 @pytest.fixture
-def load(ram: Path) -> Iterator[Load]:
+def load(ram):
     with loading(ram) as load_project:
         yield load_project
 
@@ -190,9 +190,7 @@ def is_seen(load: Load, row: Row) -> bool:
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["seen", "harmless"])
-def test_an_edit_that_changes_the_work_is_seen_and_no_other(
-    ram: Path, kind: str, first: bool
-) -> None:
+def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram, kind, first):
     """By default the first edit of each project; ``slow``: the others."""
     tried, wrong = 0, []
     for row in rows(kind):
@@ -284,7 +282,7 @@ def attempt(work: Callable[[], Any]) -> Any:
     "number",
     [4, pytest.param(12, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.full)],
 )
-def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(load: Load, number: int) -> None:
+def test_a_mutation_of_a_library_that_changes_its_answers_is_seen(load, number):
     project = library()
     before = load("before", project, set())
     identity, behaviour = before.identity(), before.behaviour()

@@ -78,7 +78,7 @@ def identity(folder: Path, start: str) -> str:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     (tmp_path / "pk").mkdir()
     (tmp_path / "pk" / "settings.py").write_text(
         'import os\nSTYLE = os.environ.get("EDITS_STYLE", "")\n'
@@ -104,8 +104,8 @@ def project(tmp_path: Path) -> Path:
     ],
 )
 def test_a_second_start_is_another_run_only_if_its_command_line_or_environment_changes_the_work(
-    project: Path, kind: str, seen: list[str], harmless: str
-) -> None:
+    project, kind, seen, harmless
+):
     first = identity(project, f"--kind={kind}")
     for start in seen:
         assert identity(project, f"--kind={kind} {start}") != first, start
@@ -121,12 +121,12 @@ CELLS = [
 
 
 @pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+def notebook(monkeypatch):
     """Runs cells as IPython does, and returns the identity of the ``rollout`` that they define."""
     cells: dict[str, Any] = {}
     monkeypatch.setattr(linecache, "cache", cells)
 
-    def run(pattern: str, sources: list[str]) -> dict[str, Any]:
+    def run(pattern, sources):
         main = types.ModuleType("__main__")
         monkeypatch.setitem(sys.modules, "__main__", main)
         cells.clear()
@@ -149,9 +149,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
         (3, ".text", ".id"),
     ],
 )
-def test_an_edit_in_any_cell_of_a_notebook_is_seen(
-    notebook: Any, pattern: str, cell: int, old: str, new: str
-) -> None:
+def test_an_edit_in_any_cell_of_a_notebook_is_seen(notebook, pattern, cell, old, new):
     first = notebook(pattern, CELLS)
     assert notebook(pattern, CELLS) == first
     edited = [*CELLS]
@@ -161,8 +159,8 @@ def test_an_edit_in_any_cell_of_a_notebook_is_seen(
 
 
 def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_from_its_top(
-    notebook: Any,
-) -> None:
+    notebook,
+):
     pattern = "<ipython-input-{0}-abc>"
     again = [*CELLS, CELLS[1].replace("PROMPT + text", "text + PROMPT")]
     from_the_top = [CELLS[0], again[-1], *CELLS[2:]]
@@ -170,9 +168,7 @@ def test_a_cell_that_was_edited_and_run_again_counts_as_if_the_notebook_was_run_
     assert notebook(pattern, again) != notebook(pattern, CELLS)
 
 
-def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_is_in_no_field_wherever_the_rollout_takes_it_from(tmp_path, monkeypatch):
     source = """
 import types
 TABLE = {"password": "s3cret", "headers": {"Authorization": "s3cret"}, "prompt": "Say"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from datatrove_ckpt.process.gc_tuning import gc_paused, gc_tuned
 
 
 @pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
+def settings():
     """Whatever a test does, the next one has Python's."""
     before = gc.get_threshold()
     gc.unfreeze()
@@ -22,11 +21,11 @@ def settings() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
+def test_ranks_in_threads_share_it_until_the_last_one_ends():
     before = gc.get_threshold()
     entered, leave = threading.Event(), threading.Event()
 
-    def other_rank() -> None:
+    def other_rank():
         with gc_tuned():
             entered.set()
             leave.wait()
@@ -42,7 +41,7 @@ def test_ranks_in_threads_share_it_until_the_last_one_ends() -> None:
     assert gc.get_threshold() == before
 
 
-def test_what_a_rank_leaves_behind_is_not_frozen_for_the_next() -> None:
+def test_what_a_rank_leaves_behind_is_not_frozen_for_the_next():
     with gc_tuned():
         frozen = gc.get_freeze_count()
         with gc_tuned():
@@ -51,12 +50,12 @@ def test_what_a_rank_leaves_behind_is_not_frozen_for_the_next() -> None:
             assert 0 < gc.get_freeze_count() < frozen + len(left_behind)
 
 
-def test_garbage_of_before_is_collected_and_not_kept_for_the_length_of_a_run() -> None:
+def test_garbage_of_before_is_collected_and_not_kept_for_the_length_of_a_run():
     class Cycle:
-        def __init__(self) -> None:
+        def __init__(self):
             self.me = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             freed.append(True)
 
     freed: list[bool] = []

@@ -46,7 +46,7 @@ def schema_of(*values: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory):
     """A file with two rows for each value."""
     folder = tmp_path_factory.mktemp("files")
     for name, value in VALUES.items():
@@ -74,7 +74,7 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[str, Path]) -> None:
+def test_files_that_fit_load_as_one_with_the_values_that_they_have(files):
     fitting = 0
     for first, later in itertools.permutations(files, 2):
         if not misfits(pq.read_schema(files[first]), pq.read_schema(files[later])):
@@ -85,13 +85,13 @@ def test_files_that_fit_load_as_one_with_the_values_that_they_have(files: dict[s
     assert fitting >= 27
 
 
-def test_all_misfits_are_found_also_inside_dicts_and_lists() -> None:
+def test_all_misfits_are_found_also_inside_dicts_and_lists():
     first = schema_of({"a": None, "b": [{"c": 1, "d": None}]})
     later = schema_of({"a": 1, "b": [{"c": 0.5, "d": b"x"}], "e": 2})
     assert [one.column for one in misfits(first, later)] == ["c.a", "c.b[].c", "c.b[].d", "c.e"]
 
 
-def test_any_two_types_are_united_in_either_order_or_in_none() -> None:
+def test_any_two_types_are_united_in_either_order_or_in_none():
     for one, other in itertools.combinations(VALUES.values(), 2):
         outcomes = []
         for pair in ((one, other), (other, one)):
@@ -108,9 +108,9 @@ def test_any_two_types_are_united_in_either_order_or_in_none() -> None:
         assert outcomes[0] == outcomes[1], (one, other)
 
 
-def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -> None:
+def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path):
     class Own(ParquetWriter):
-        def _write(self, document: Any, file_handler: Any, filename: str) -> None:
+        def _write(self, document, file_handler, filename):
             super()._write(document, file_handler, filename)
 
     class Renamed(ParquetWriter):
@@ -123,7 +123,7 @@ def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path: Path) -
     assert not infers_schema(JsonlWriter(str(tmp_path), "${rank}.jsonl"))
 
 
-def test_the_rank_is_warned_whichever_chunk_is_written_first() -> None:
+def test_the_rank_is_warned_whichever_chunk_is_written_first():
     whole, broken = schema_of(1), schema_of(0.5)
     columns = RankColumns()
     assert columns.add(1, broken) == []

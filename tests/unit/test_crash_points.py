@@ -53,9 +53,7 @@ def attempt(folder: Path) -> None:
         (CopyingPowerLossDisk, PowerLossDisk, 0, False),
     ],
 )
-def test_the_same_folders_are_tried(
-    ram: Path, copying: type[CopyingDisk], crashing: type[CrashingDisk], recoveries: int, torn: bool
-) -> None:
+def test_the_same_folders_are_tried(ram, copying, crashing, recoveries, torn):
     folder = ram / "job"
     folder.mkdir()
     copy_tree(folder, ram / "empty")

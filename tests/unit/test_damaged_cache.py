@@ -24,7 +24,7 @@ def request(ordinal: int, text: str = "{}") -> CachedRequest:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     """A cache of a few pages with answers of 40 documents."""
     path = tmp_path / "replay.sqlite3"
     cache = RequestCache(path)
@@ -60,7 +60,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_cache_is_set_aside_and_said_once(path: Path, log: list[str], name: str) -> None:
+def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
     DAMAGE[name](path)
     cache = RequestCache(path)
     for ordinal in cache.answer_counts():  # where the first page is whole, the first read shows it
@@ -78,9 +78,7 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path: Path, log: list[str], 
     assert len([line for line in log if "is damaged" in line]) == 1
 
 
-def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(
-    path: Path, log: list[str]
-) -> None:
+def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path, log):
     data = bytearray(path.read_bytes())
     # The pages of answers; those of the schema and the index stay.
     for page in range(3, len(data) // 4096):
@@ -98,7 +96,7 @@ def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(
 
 
 @pytest.mark.parametrize("column", ["doc_id", "payload_hash", "result"])
-def test_a_damaged_row_is_asked_again_and_said(path: Path, log: list[str], column: str) -> None:
+def test_a_damaged_row_is_asked_again_and_said(path, log, column):
     execute(path, f"UPDATE request_cache SET {column} = 9 WHERE ordinal = 7")
     cache = RequestCache(path)
     assert cache.answers(7) == {}
@@ -110,16 +108,14 @@ def test_a_damaged_row_is_asked_again_and_said(path: Path, log: list[str], colum
 
 
 @pytest.mark.parametrize("ordinal", ["9999999999", "'x'", "x'ff'"])
-def test_a_damaged_ordinal_does_not_mean_that_the_input_has_shrunk(
-    path: Path, ordinal: str
-) -> None:
+def test_a_damaged_ordinal_does_not_mean_that_the_input_has_shrunk(path, ordinal):
     execute(path, f"UPDATE request_cache SET ordinal = {ordinal} WHERE ordinal = 7")
     cache = RequestCache(path)
     assert cache.answer_counts().keys() == set(range(40)) - {7}
     cache.close()
 
 
-def test_any_flipped_bit_costs_answers_at_most(path: Path) -> None:
+def test_any_flipped_bit_costs_answers_at_most(path):
     whole, chance = path.read_bytes(), random.Random(1)
     for _ in range(50):
         data, at = bytearray(whole), chance.randrange(len(whole))
@@ -135,7 +131,7 @@ def test_any_flipped_bit_costs_answers_at_most(path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_disk_that_fails_is_no_damage(path: Path, code: int) -> None:
+def test_a_disk_that_fails_is_no_damage(path, code):
     cache = RequestCache(path)
     with disk_in_place(FailingDisk(0, code)), pytest.raises(StorageFailed):
         cache.put([request(50)])

@@ -30,7 +30,7 @@ def metric(name: str) -> str:
     return _PARTS.sub("", name) if name not in METRICS else name
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
+def test_every_metric_of_the_dashboard_exists():
     shown = {name for expression in expressions() for name in _NAME.findall(expression)}
     assert {metric(name) for name in shown} <= set(METRICS)
     for name in shown:
@@ -38,7 +38,7 @@ def test_every_metric_of_the_dashboard_exists() -> None:
     assert len(shown) > 15
 
 
-def test_every_label_of_the_dashboard_exists() -> None:
+def test_every_label_of_the_dashboard_exists():
     for expression in expressions():
         for name, matchers in re.findall(rf"({PREFIX}\w+)\{{([^}}]*)\}}", expression):
             used = set(re.findall(r"(\w+)=", matchers))
@@ -50,14 +50,14 @@ def test_every_label_of_the_dashboard_exists() -> None:
             assert set(group.split(", ")) <= {*RANK_LABELS, *known, "le"}, expression
 
 
-def test_rates_are_of_counters_and_counters_are_never_shown_as_they_are() -> None:
+def test_rates_are_of_counters_and_counters_are_never_shown_as_they_are():
     for expression in expressions():
         for function, name in re.findall(rf"(\w+)\(({PREFIX}\w+)", expression):
             kind = METRICS[metric(name)].kind
             assert (function in ("rate", "increase")) == (kind != "gauge"), expression
 
 
-def test_the_page_lists_every_metric_as_it_is_and_names_no_other() -> None:
+def test_the_page_lists_every_metric_as_it_is_and_names_no_other():
     kinds = {"this attempt": "counter", "histograms": "histogram"}
     shown = {}
     for about, metrics in table_rows(section("docs/monitoring.md", "### The metrics")):

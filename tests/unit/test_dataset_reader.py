@@ -37,7 +37,7 @@ KINDS = ["parquet", "json", "arrow"]
 
 
 @pytest.fixture(autouse=True)
-def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_caches(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -95,9 +95,7 @@ def assert_resumes_everywhere(
 @pytest.mark.matrix
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_and_resumes_are_those_of_datatrove(
-    kind: str, streaming: bool, tmp_path: Path
-) -> None:
+def test_documents_and_resumes_are_those_of_datatrove(kind, streaming, tmp_path):
     options = arguments(write(tmp_path / "in", kind), kind, streaming=streaming)
     for tasks in (1, 2):
         for rank in range(tasks):
@@ -112,8 +110,8 @@ def test_documents_and_resumes_are_those_of_datatrove(
 
 @pytest.mark.parametrize(("sizes", "tasks"), [((50,), 3), (SIZES, 4)])
 def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_documents(
-    tmp_path: Path, sizes: tuple[int, ...], tasks: int
-) -> None:
+    tmp_path, sizes, tasks
+):
     options = arguments(write(tmp_path / "in", "parquet", sizes), "parquet", streaming=True)
     for rank in range(tasks):
         documents = read(HuggingFaceDatasetReader, options, rank, tasks)
@@ -142,9 +140,7 @@ def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> 
     ],
     ids=" ".join,
 )
-def test_arguments_mean_what_they_mean_in_datatrove(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_arguments_mean_what_they_mean_in_datatrove(options, tmp_path):
     given = (
         arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=len(options) == 1)
         | options
@@ -170,9 +166,7 @@ def test_arguments_mean_what_they_mean_in_datatrove(
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("streaming", [True, False])
-def test_options_of_load_dataset_are_obeyed(
-    options: dict[str, Any], streaming: bool, tmp_path: Path
-) -> None:
+def test_options_of_load_dataset_are_obeyed(options, streaming, tmp_path):
     folder = write(tmp_path / "in", "parquet")
     # Which a stream refuses.
     given = arguments(folder, "parquet", streaming=streaming and "split" not in options)
@@ -188,7 +182,7 @@ def test_options_of_load_dataset_are_obeyed(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
-def test_a_dataset_on_disk(shuffle: bool, tasks: int, tmp_path: Path) -> None:
+def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
     datasets.Dataset.from_list(rows(40)).save_to_disk(tmp_path / "disk", num_shards=3)
     options = {
         "dataset": str(tmp_path / "disk"),
@@ -202,7 +196,7 @@ def test_a_dataset_on_disk(shuffle: bool, tasks: int, tmp_path: Path) -> None:
         assert_resumes_everywhere(options, documents, rank, tasks)
 
 
-def test_media_and_decoded_columns(tmp_path: Path) -> None:
+def test_media_and_decoded_columns(tmp_path):
     """An image becomes a PIL image, a struct a dict, a list of media the document's media."""
     image = io.BytesIO()
     Image.new("RGB", (2, 2), (1, 2, 3)).save(image, "PNG")
@@ -244,7 +238,7 @@ def test_media_and_decoded_columns(tmp_path: Path) -> None:
         assert ours[0].media[0].media_bytes == b"\0\1"
 
 
-def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path) -> None:
+def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path):
     """Damage behind the position is found; in row groups before it, it is not even read."""
     (tmp_path / "in").mkdir()
     path = tmp_path / "in/0.parquet"
@@ -267,7 +261,7 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_shards_without_rows(tmp_path: Path) -> None:
+def test_shards_without_rows(tmp_path):
     """datatrove's reader stops at a Parquet file whose first row group is empty."""
     write(tmp_path / "in", "parquet", (5, 0, 3))
     with pq.ParquetWriter(
@@ -295,7 +289,7 @@ def resume(
     return list(reader.run(None, rank, tasks))
 
 
-def test_changed_files_of_a_stream_are_refused(tmp_path: Path) -> None:
+def test_changed_files_of_a_stream_are_refused(tmp_path):
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
     last = read(HuggingFaceDatasetReader, options)[-1]
@@ -318,8 +312,8 @@ def test_changed_files_of_a_stream_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_other_rows_of_a_map_style_dataset_are_refused(on_disk: bool, tmp_path: Path) -> None:
-    def store(content: list[dict[str, Any]], name: str) -> dict[str, Any]:
+def test_other_rows_of_a_map_style_dataset_are_refused(on_disk, tmp_path):
+    def store(content, name):
         dataset = datasets.Dataset.from_list(content)
         if on_disk:
             dataset.save_to_disk(tmp_path / name)
@@ -342,7 +336,7 @@ def test_other_rows_of_a_map_style_dataset_are_refused(on_disk: bool, tmp_path: 
         resume(options, document)
 
 
-def test_changed_settings_are_refused_by_name(tmp_path: Path) -> None:
+def test_changed_settings_are_refused_by_name(tmp_path):
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
     document = read(HuggingFaceDatasetReader, options)[10]
@@ -353,7 +347,7 @@ def test_changed_settings_are_refused_by_name(tmp_path: Path) -> None:
             resume(options | change, document)
 
 
-def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
+def test_settings_that_choose_no_rows_may_change(tmp_path):
     options = arguments(write(tmp_path / "in", "parquet"), "parquet")
     documents = read(HuggingFaceDatasetReader, options)
     other = options | {"batch_size": 3, "doc_progress": True}
@@ -379,9 +373,7 @@ def test_settings_that_choose_no_rows_may_change(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_dataset_that_cannot_be_opened_is_one_error(
-    change: dict[str, Any], message: str, streaming: bool, tmp_path: Path
-) -> None:
+def test_a_dataset_that_cannot_be_opened_is_one_error(change, message, streaming, tmp_path):
     options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming)
     options["dataset_options"] |= change
     with pytest.raises(InputError, match=message):
@@ -389,8 +381,8 @@ def test_a_dataset_that_cannot_be_opened_is_one_error(
 
 
 def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = write(tmp_path / "in", "json")
     with pytest.raises(
         InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"
@@ -403,7 +395,7 @@ def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(
         read(HuggingFaceDatasetReader, arguments(folder, "json"))
 
 
-def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> None:
+def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made():
     with pytest.raises(ConfigError, match="streaming=False"):
         HuggingFaceDatasetReader("org/data", streaming=True, shuffle_files=True)
     with pytest.raises(ConfigError, match="HF_TOKEN"):
@@ -413,8 +405,8 @@ def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made() -> N
 # Commits and retries -----------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) -> None:
-    def slow() -> str:
+def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path):
+    def slow():
         Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
         return "b" * 40
 
@@ -422,12 +414,12 @@ def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path: Path) ->
 
 
 def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(os, "getpid", lambda: 7)
     link = os.link
 
-    def later(source: Path, target: Path) -> None:
+    def later(source, target):
         monkeypatch.setattr(os, "link", link)
         # On the other node.
         assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40
@@ -438,7 +430,7 @@ def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_fi
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_record_of_a_commit_is_an_error(tmp_path: Path) -> None:
+def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):
     Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
     (kept,) = tmp_path.iterdir()
     kept.write_text("{}")
@@ -471,7 +463,7 @@ def retried(errors: Iterator[Exception]) -> tuple[list[float], object]:
         return waits, error
 
 
-def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes() -> None:
+def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes():
     errors = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
     waits, done = retried(iter(errors))
     assert (len(waits), done) == (4, "done")
@@ -485,7 +477,7 @@ def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes() -> N
 # How much of the input is done -------------------------------------------------------------------
 
 
-def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path: Path) -> None:
+def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path):
     folder = write(tmp_path / "in", "parquet")
     options = arguments(folder, "parquet", streaming=True)
     size = sum(path.stat().st_size for path in folder.iterdir())

@@ -77,7 +77,7 @@ NOW = datetime.datetime(
     ],
     ids=repr,
 )
-def test_a_value_comes_back_equal_and_of_its_type(value: Any) -> None:
+def test_a_value_comes_back_equal_and_of_its_type(value):
     back = through(value)
     assert back == value
     assert type(back) is type(value)
@@ -87,7 +87,7 @@ def test_a_value_comes_back_equal_and_of_its_type(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [np.arange(6).reshape(2, 3), np.zeros(0), np.asfortranarray(np.eye(2, dtype="f2"))]
 )
-def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
+def test_a_numpy_array_keeps_shape_and_type(value):
     back = through([value])[0]
     np.testing.assert_array_equal(back, value)
     assert (back.dtype, back.shape) == (value.dtype, value.shape)
@@ -97,12 +97,12 @@ def test_a_numpy_array_keeps_shape_and_type(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, np.float64("nan"), {math.nan}, complex(0, math.inf)]
 )
-def test_what_json_would_turn_into_null_is_kept(value: object) -> None:
+def test_what_json_would_turn_into_null_is_kept(value):
     back = through({"x": [value, None]})["x"]
     assert repr(back) == repr([value, None])
 
 
-def test_a_value_is_the_same_beside_one_that_json_cannot_say() -> None:
+def test_a_value_is_the_same_beside_one_that_json_cannot_say():
     """True was 1 there; nanoseconds and an empty text of numpy were lost anywhere."""
     time = pd.Timestamp("2020-01-01T00:00:00.123456789+02:00")
     values = [True, False, 1, "x", time, np.str_("")]
@@ -110,14 +110,14 @@ def test_a_value_is_the_same_beside_one_that_json_cannot_say() -> None:
         assert repr(through([*values, beside])[:-1]) == repr([True, False, 1, "x", time, ""])
 
 
-def test_what_json_can_say_as_well_becomes_that() -> None:
+def test_what_json_can_say_as_well_becomes_that():
     class Text(str):
         pass
 
     assert through([Color.RED, Path("a/b"), (1, 2), Text("x")]) == ["red", "a/b", [1, 2], "x"]
 
 
-def test_what_cannot_be_kept_is_named() -> None:
+def test_what_cannot_be_kept_is_named():
     with pytest.raises(
         DocumentNotSerializable, match=r"'id' holds .*<object object .* of type object"
     ):
@@ -138,7 +138,7 @@ plain = st.recursive(
 
 @settings(max_examples=30)
 @given(texts, st.dictionaries(texts, plain, max_size=4))
-def test_any_plain_document_comes_back_equal(text: str, metadata: dict[str, Any]) -> None:
+def test_any_plain_document_comes_back_equal(text, metadata):
     document = Document(text, "id", metadata=metadata)
     assert decode(encode(document)) == document
     assert b"\n" not in encode(document)
@@ -146,7 +146,7 @@ def test_any_plain_document_comes_back_equal(text: str, metadata: dict[str, Any]
 
 
 @pytest.mark.parametrize("metadata", [{}, {1: "a key that is no string"}, {"nan": math.nan}])
-def test_an_encoded_document_takes_the_room_of_its_bytes(metadata: dict[Any, Any]) -> None:
+def test_an_encoded_document_takes_the_room_of_its_bytes(metadata):
     document = Document("x" * 100_000, "id", metadata=metadata)
     tracemalloc.start()
     try:
@@ -202,8 +202,8 @@ DOCUMENTS = {
 @pytest.mark.parametrize("save_media_bytes", [False, True])
 @pytest.mark.parametrize("writer_class", [JsonlWriter, ParquetWriter])
 def test_it_returns_what_the_default_one_returns(
-    tmp_path: Path, name: str, expand_metadata: bool, save_media_bytes: bool, writer_class: Any
-) -> None:
+    tmp_path, name, expand_metadata, save_media_bytes, writer_class
+):
     writer = writer_class(
         str(tmp_path),
         "${rank}",
@@ -269,32 +269,30 @@ def check_finished(document: Document) -> bytes:
 @given(
     texts, st.lists(results, max_size=3), st.dictionaries(texts | st.just("$py"), plain, max_size=4)
 )
-def test_the_line_of_a_finished_document_is_what_the_writer_writes(
-    text: str, found: list[InferenceResult], metadata: dict[str, Any]
-) -> None:
+def test_the_line_of_a_finished_document_is_what_the_writer_writes(text, found, metadata):
     check_finished(finished_document(text, "id", found, metadata, []))
 
 
 @pytest.mark.parametrize(
     "metadata", [{}, {"none": None, "$results": "x", "text": 'of ,"$results":"y"}'}]
 )
-def test_of_a_usual_document_the_line_is_known(metadata: dict[str, Any]) -> None:
+def test_of_a_usual_document_the_line_is_known(metadata):
     assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_of_any_other_document_it_is_not(name: str) -> None:
+def test_of_any_other_document_it_is_not(name):
     assert line_of(check_finished(finished_document(*UNUSUAL[name]))) is None
 
 
-def test_a_finished_document_is_checked_like_any_other() -> None:
+def test_a_finished_document_is_checked_like_any_other():
     with pytest.raises(DocumentNotSerializable, match="its text is of type list"):
         encode_finished(finished_document(["text"], "id", USUAL, {}, []), KEY)  # type: ignore[arg-type]
 
 
-def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path: Path) -> None:
+def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path):
     class Named(JsonlWriter):  # type: ignore[misc]
-        def _get_output_filename(self, document: Document, *rank: Any, **fields: Any) -> str:
+        def _get_output_filename(self, document, *rank, **fields):
             return f"{document.id}.jsonl"
 
     writer = Named(str(tmp_path), "${rank}_${chunk_index}", None)
@@ -304,12 +302,12 @@ def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path: Path) -> No
     assert set(writer.output_mg.get_open_files()) == {"a.jsonl", "b.jsonl"}
 
 
-def test_other_adapters_are_left_alone(tmp_path: Path) -> None:
+def test_other_adapters_are_left_alone(tmp_path):
     class Own(JsonlWriter):  # type: ignore[misc]
-        def _default_adapter(self, document: Document) -> dict[str, Any]:
+        def _default_adapter(self, document):
             return {"own": document.id}
 
-    def adapter(self: Any, document: Document) -> dict[str, Any]:
+    def adapter(self, document):
         return {"given": document.id}
 
     for writer in (

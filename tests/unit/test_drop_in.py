@@ -7,14 +7,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, writer
 
 
@@ -26,12 +24,12 @@ def fields(config: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def test_the_config_has_datatroves_fields_first_in_its_order_and_with_its_defaults() -> None:
+def test_the_config_has_datatroves_fields_first_in_its_order_and_with_its_defaults():
     expected = fields(theirs.InferenceConfig)
     assert fields(InferenceConfig)[: len(expected)] == expected
 
 
-def test_values_that_datatrove_derives_are_the_same() -> None:
+def test_values_that_datatrove_derives_are_the_same():
     for settings in (
         {},
         {"rollouts_per_document": 7},
@@ -42,7 +40,7 @@ def test_values_that_datatrove_derives_are_the_same() -> None:
         assert dataclasses.asdict(InferenceConfig(**common)).items() >= expected.items()
 
 
-def test_the_runner_takes_datatroves_arguments_first() -> None:
+def test_the_runner_takes_datatroves_arguments_first():
     expected = list(inspect.signature(theirs.InferenceRunner.__init__).parameters.values())
     ours = list(inspect.signature(InferenceRunner.__init__).parameters.values())
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [
@@ -60,12 +58,12 @@ def test_the_runner_takes_datatroves_arguments_first() -> None:
     ],
 )
 @pytest.mark.parametrize("config", [theirs.InferenceConfig, InferenceConfig])
-def test_what_datatrove_refuses_is_refused_by_name(config: Any, name: str, value: int) -> None:
+def test_what_datatrove_refuses_is_refused_by_name(config, name, value):
     with pytest.raises(ValueError, match=name):
         config(server_type="dummy", model_name_or_path="m", **{name: value})
 
 
-def test_a_config_object_of_datatroves_runs(tmp_path: Path, server: FakeServer) -> None:
+def test_a_config_object_of_datatroves_runs(tmp_path, server):
     config = theirs.InferenceConfig(
         server_type="endpoint",
         model_name_or_path="fake",

@@ -32,7 +32,6 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.llamacpp import flags_set
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
-from tests.hub import FakeHub
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)
@@ -92,8 +91,8 @@ def any_command(engine: str, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
 def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
-    engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, monkeypatch
+):
     started = any_command(engine, monkeypatch, a_b=3)
     assert " ".join(started.argv) == COMMANDS[engine][1]
     assert started.takes_key
@@ -101,7 +100,7 @@ def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
     assert SECRET not in repr(started)
 
 
-def test_an_engine_stands_everywhere_where_it_is_named() -> None:
+def test_an_engine_stands_everywhere_where_it_is_named():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     said = InferenceConfig.__doc__ or ""
     for name, engine in ENGINES.items():
@@ -121,19 +120,17 @@ def test_an_engine_stands_everywhere_where_it_is_named() -> None:
         (Nodes(1, ("a", "b")), ("vllm.entrypoints.cli.main", "serve", "org/model")),
     ],
 )
-def test_vllm_without_an_executable_is_started_as_a_module(
-    nodes: Nodes, arguments: tuple[str, ...]
-) -> None:
+def test_vllm_without_an_executable_is_started_as_a_module(nodes, arguments):
     assert command_of(config(), None, nodes).argv[:5] == (sys.executable, "-m", *arguments)
 
 
-def test_sglang_with_several_tokenizers_takes_no_key() -> None:
+def test_sglang_with_several_tokenizers_takes_no_key():
     started = command_of(config("sglang", model_kwargs={"tokenizer_worker_num": 4}))
     assert not started.takes_key
     assert SECRET not in started.env.values()
 
 
-def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key() -> None:
+def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key():
     key = Hidden(SECRET)
     assert f"Bearer {key}" == f"Bearer {SECRET}"  # it works as a key
     for settings in ({"api_key": key}, copy.deepcopy({"api_key": key}), copy.copy([key])):
@@ -153,8 +150,8 @@ def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key() -> None:
     ],
 )
 def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
-    settings: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    settings, flag, monkeypatch
+):
     monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
     argv = command_of(config("llamacpp", **settings), "/m.gguf").argv
     assert f" {flag} " in f"{' '.join(argv)} "
@@ -162,8 +159,8 @@ def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
 
 
 def test_the_llamacpp_servers_of_all_models_divide_the_cores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
     models = {
         "writer": config("llamacpp"),
@@ -175,7 +172,7 @@ def test_the_llamacpp_servers_of_all_models_divide_the_cores(
         assert ("--threads 2" in argv) == (name != "other")
 
 
-def test_llamacpp_embeds_each_text_in_one_batch() -> None:
+def test_llamacpp_embeds_each_text_in_one_batch():
     """See tests/real/test_ways.py for what it answers otherwise."""
     settings = config(
         "llamacpp", model_max_context=700, model_kwargs={"embedding": True, "n_batch": 900}
@@ -186,7 +183,7 @@ def test_llamacpp_embeds_each_text_in_one_batch() -> None:
     assert "--kv-unified" not in command_of(config("llamacpp"), "/m.gguf").argv
 
 
-def test_llamacpps_flags_set_enums() -> None:
+def test_llamacpps_flags_set_enums():
     xllamacpp = pytest.importorskip("xllamacpp")
     needed = ["--model=m", "--alias=a", "--port=1"]
     params = flags_set(
@@ -201,9 +198,7 @@ def test_llamacpps_flags_set_enums() -> None:
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away"
 )
-def test_the_cores_are_those_that_this_process_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
     monkeypatch.setattr(inference_config, "find_spec", lambda name: True)
     (tmp_path / "m.gguf").touch()
     settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
@@ -216,7 +211,7 @@ def test_the_cores_are_those_that_this_process_may_use(
     assert argv[argv.index("--threads") + 1] == "1"
 
 
-def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone() -> None:
+def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone():
     kwargs = {"server_script": "serve.py", "my_flag": 3, "verbose": True}
     settings = config("custom", model_kwargs=kwargs)
     started = command_of(settings, "serve.py")
@@ -233,9 +228,7 @@ def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone(
 
 @pytest.mark.parametrize("name", ["host", "api_key"])
 @pytest.mark.parametrize("engine", [name for name in LAUNCHED if name != "dummy"])
-def test_model_kwargs_may_not_name_the_address_or_the_key(
-    engine: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_kwargs_may_not_name_the_address_or_the_key(engine, name, monkeypatch):
     with pytest.raises(ConfigError, match=f"model_kwargs: '{name}'"):
         any_command(engine, monkeypatch, **{name: "x"})
 
@@ -251,7 +244,7 @@ def test_model_kwargs_may_not_name_the_address_or_the_key(
         ({"k": [1]}, ('--a-b={"k": [1]}',)),
     ],
 )
-def test_model_kwargs_become_flags(value: Any, expected: tuple[str, ...]) -> None:
+def test_model_kwargs_become_flags(value, expected):
     plain = command_of(config()).argv
     assert command_of(config(model_kwargs={"a_b": value})).argv == (*plain, *expected)
 
@@ -298,17 +291,13 @@ OF_OTHERS = {
         ),
     ],
 )
-def test_settings_become_the_flags_of_their_engine(
-    engine: str, settings: dict[str, Any], nodes: Nodes, end: str
-) -> None:
+def test_settings_become_the_flags_of_their_engine(engine, settings, nodes, end):
     argv = " ".join(command_of(config(engine, **settings), None, nodes).argv)
     assert argv.endswith(f" {end}")
     assert "parallel" not in argv or "tp" in settings
 
 
-def test_several_nodes_get_no_ray_beside_our_flags(
-    monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch, log):
     monkeypatch.setattr(Vllm, "find", lambda self, config: "vllm")
     nodes = Nodes(1, ("10.0.0.1", "10.0.0.2"))
     with_ray = config(tp=8, pp=2, model_kwargs={"distributed_executor_backend": "ray", "seed": 1})
@@ -327,15 +316,13 @@ def test_several_nodes_get_no_ray_beside_our_flags(
         ("0", "localhost", SINGLE_NODE),
     ],
 )
-def test_the_nodes_of_a_task_are_those_that_datatrove_names(
-    rank: str, hosts: str, expected: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_nodes_of_a_task_are_those_that_datatrove_names(rank, hosts, expected, monkeypatch):
     monkeypatch.setenv("DATATROVE_NODE_RANK", rank)
     monkeypatch.setenv("DATATROVE_NODE_IPS", hosts)
     assert Nodes.from_environment() == expected
 
 
-def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path: Path) -> None:
+def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path):
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.touch(0o755)
@@ -376,19 +363,17 @@ AUTO = {"max_concurrent_generations": "auto"}
         ),
     ],
 )
-def test_settings_of_the_servers_that_cannot_work_are_named(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_settings_of_the_servers_that_cannot_work_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         config(**{"server_type": "vllm", **settings})
 
 
-def test_model_kwargs_win_over_our_flags() -> None:
+def test_model_kwargs_win_over_our_flags():
     argv = command_of(config(tp=2, model_kwargs={"tensor_parallel_size": 4})).argv
     assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
 
 
-def test_remote_code_is_off_unless_asked_for() -> None:
+def test_remote_code_is_off_unless_asked_for():
     assert "--trust-remote-code" not in command_of(config()).argv
     assert "--trust-remote-code" in command_of(config(trust_remote_code=True)).argv
     assert "--trust-remote-code" in command_of(config("sglang", trust_remote_code=True)).argv
@@ -405,12 +390,12 @@ def test_remote_code_is_off_unless_asked_for() -> None:
         ),
     ],
 )
-def test_a_missing_model_file_is_named(model: str, message: str) -> None:
+def test_a_missing_model_file_is_named(model, message):
     with pytest.raises(ConfigError, match=message):
         resolve_model_path(model)
 
 
-def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub: FakeHub) -> None:
+def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub):
     hub.create_repo("o/m", "model")
     with pytest.raises(
         ConfigError, match="needs a GGUF file, and the hub has none in o/m or o/m-GGUF"
@@ -429,9 +414,7 @@ def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     "server_type", [name for name, engine in ENGINES.items() if engine.package]
 )
-def test_a_missing_engine_says_what_to_install(
-    server_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_engine_says_what_to_install(server_type, monkeypatch):
     for module in (inference_config, sys.modules[type(ENGINES[server_type]).__module__]):
         monkeypatch.setattr(module, "find_spec", lambda name: None, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -439,7 +422,7 @@ def test_a_missing_engine_says_what_to_install(
         launch(config(server_type))
 
 
-def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none() -> None:
+def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none():
     with pytest.raises(
         ConfigError, match="model_kwargs: 'hf_token' is a secret, and would be in the process list"
     ):
@@ -449,7 +432,7 @@ def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none() -> None
     )
 
 
-def test_secrets_in_flags_are_not_shown() -> None:
+def test_secrets_in_flags_are_not_shown():
     argv = (
         "x",
         "--hf-token=abc",
@@ -497,13 +480,11 @@ def test_secrets_in_flags_are_not_shown() -> None:
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )
-def test_well_known_causes_are_explained(
-    exit_code: int, log: str, words: str, permanent: bool
-) -> None:
+def test_well_known_causes_are_explained(exit_code, log, words, permanent):
     cause = find_cause(exit_code, log)
     assert words in cause.text
     assert cause.permanent is permanent
 
 
-def test_an_unknown_death_has_no_cause() -> None:
+def test_an_unknown_death_has_no_cause():
     assert find_cause(1, "Segmentation fault") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 from datatrove.io import get_datafolder
@@ -21,7 +20,7 @@ class Recording(LocalPipelineExecutor):
         return super()._run_for_rank(rank, local_rank, node_rank)
 
 
-def test_each_rank_has_listings_of_its_own_of_a_remote_logging_dir() -> None:
+def test_each_rank_has_listings_of_its_own_of_a_remote_logging_dir():
     """huggingface_hub looks into what it has just listed, and another thread may have dropped
     that.
     """
@@ -31,7 +30,7 @@ def test_each_rank_has_listings_of_its_own_of_a_remote_logging_dir() -> None:
     assert step.get_incomplete_ranks() == []
 
 
-def test_the_folder_is_the_same(tmp_path: Path) -> None:
+def test_the_folder_is_the_same(tmp_path):
     remote = get_datafolder("hf://buckets/org/job/logs")
     assert _own_listings(remote).resolve_paths("completions") == remote.resolve_paths("completions")
     local = get_datafolder(str(tmp_path))

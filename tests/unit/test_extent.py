@@ -44,9 +44,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_share_of_the_bytes_is_near_that_of_the_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_the_share_of_the_bytes_is_near_that_of_the_documents(tmp_path, monkeypatch, kind):
     if kind == "jsonl":
         monkeypatch.setattr(jsonl, "_BLOCK", 2000)
     write(tmp_path, kind)
@@ -75,7 +73,7 @@ class ManyFiles:
         return 100 + index % 2
 
 
-def test_of_many_files_some_are_measured_in_a_thread() -> None:
+def test_of_many_files_some_are_measured_in_a_thread():
     inputs = ManyFiles()
     extent = InputExtent(inputs, -1, is_near=False)
     assert not inputs.asked, "nobody wants to know yet"
@@ -91,7 +89,7 @@ def source(done: Reached, handed_over: int, is_at_end: bool = False) -> Any:
     return SimpleNamespace(reached=lambda: done, handed_over=handed_over, is_at_end=is_at_end)
 
 
-def test_documents_in_work_are_not_done() -> None:
+def test_documents_in_work_are_not_done():
     read = source(Reached(600, 1000, "bytes"), 30)
     assert input_position(read, 30, 45) == InputPosition(450, 1000, "bytes")
     assert input_position(read, 30, 60) == InputPosition(600, 1000, "bytes")

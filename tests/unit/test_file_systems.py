@@ -30,14 +30,12 @@ tmpfs /scratch/inner tmpfs rw 0 0
         ("/with space/run", "/with space", "nfs"),
     ],
 )
-def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(
-    path: str, point: str, kind: str
-) -> None:
+def test_a_path_lies_on_the_deepest_mount_above_it_and_the_last_one_there(path, point, kind):
     mount = find_mount(Path(path), TEXT)
     assert (str(mount.point), mount.kind) == (point, kind)
 
 
-def test_this_machines_own_mounts_can_be_read(tmp_path: Path) -> None:
+def test_this_machines_own_mounts_can_be_read(tmp_path):
     assert find_mount(tmp_path.resolve(), MOUNTS.read_text()) is not None
     assert find_mount(tmp_path, "") is None
     assert find_mount(tmp_path, "a line of another kind\n") is None
@@ -64,9 +62,7 @@ def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemT
         ("lustre", "rw,flock", None),
     ],
 )
-def test_what_is_wrong_with_a_file_system_is_said(
-    kind: str, options: str, says: str | None
-) -> None:
+def test_what_is_wrong_with_a_file_system_is_said(kind, options, says):
     found = of(kind, options)
     if says is not None:
         assert says in " ".join(found.concerns)
@@ -76,7 +72,7 @@ def test_what_is_wrong_with_a_file_system_is_said(
         assert (found.shared, found.concerns) == (True, ())
 
 
-def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported() -> None:
+def test_only_what_outlives_the_machine_lasts_and_only_object_stores_are_unsupported():
     assert [kind for kind in ("tmpfs", "ramfs", "overlay", "ext4", "nfs4") if of(kind).lasts] == [
         "ext4",
         "nfs4",

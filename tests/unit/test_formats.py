@@ -4,13 +4,11 @@ read again.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.cli.yaml_config import SHORT_NAMES
-from datatrove_ckpt.output.formats import FORMATS, Format, format_of_file, is_known
+from datatrove_ckpt.output.formats import FORMATS, format_of_file, is_known
 from datatrove_ckpt.output.names import stem, writer_name
 
 TEXTS = ["one", "two\nlines", "dreiß"]
@@ -24,9 +22,7 @@ TEXTS = ["one", "two\nlines", "dreiß"]
         for how in ((None,) if known.is_compressed else (None, "gzip", "zstd"))
     ],
 )
-def test_what_a_writer_has_written_is_counted_and_read(
-    known: Format, compression: str | None, tmp_path: Path
-) -> None:
+def test_what_a_writer_has_written_is_counted_and_read(known, compression, tmp_path):
     writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=compression)
     with writer:
         for index, text in enumerate(TEXTS):
@@ -56,6 +52,6 @@ def test_what_a_writer_has_written_is_counted_and_read(
         ("ajsonl", None),
     ],
 )
-def test_a_format_is_known_by_the_name_of_a_file(name: str, suffix: str | None) -> None:
+def test_a_format_is_known_by_the_name_of_a_file(name, suffix):
     found = format_of_file(name)
     assert (None if found is None else found.suffix) == suffix

@@ -31,9 +31,7 @@ from datatrove_ckpt.common.formatting import (
         ([error_text(ValueError("no such thing.")), error_text(KeyError())], ["ValueError: no such thing", "KeyError"]),
     ],
 )  # fmt: skip
-def test_numbers_and_errors_are_written_as_people_read_them(
-    written: list[str], texts: list[str]
-) -> None:
+def test_numbers_and_errors_are_written_as_people_read_them(written, texts):
     assert written == texts
 
 
@@ -48,11 +46,11 @@ def test_numbers_and_errors_are_written_as_people_read_them(
         (f"{10**400}B", None),
     ],
 )
-def test_sizes_are_read_with_their_units(text: str, size: int | None) -> None:
+def test_sizes_are_read_with_their_units(text, size):
     assert parse_bytes(text) == size
 
 
-def test_a_missing_package_is_named_with_our_extra() -> None:
+def test_a_missing_package_is_named_with_our_extra():
     assert missing_package("Install ray to use it") == (
         "the Python package 'ray' is not installed. Run: pip install 'datatrove-ckpt[ray]'."
         if find_spec("ray") is None

@@ -45,9 +45,7 @@ Printed = Callable[..., str]
 
 
 @pytest.fixture
-def printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Printed:
+def printed(tmp_path, monkeypatch, capsys):
     """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -55,7 +53,7 @@ def printed(
     write_job(tmp_path, JOB, [f"Rain {number}." for number in range(5)])
     Path("my_module.py").write_text(MINE)
 
-    def dry_run(file: Path | str = "job.yaml", *overrides: str) -> str:
+    def dry_run(file="job.yaml", *overrides):
         capsys.readouterr()
         assert main(["run", str(file), "--dry-run", *overrides]) == 0, capsys.readouterr().err
         return capsys.readouterr().out
@@ -91,9 +89,7 @@ def kept() -> dict[str, bytes]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_is_printed_and_what_is_printed_prints_itself(
-    printed: Printed, path: Path
-) -> None:
+def test_every_config_is_printed_and_what_is_printed_prints_itself(printed, path):
     Path("configs").symlink_to(CONFIGS)  # an input of one of them
     before = sorted(Path().rglob("*"))
     text = printed(path)
@@ -102,7 +98,7 @@ def test_every_config_is_printed_and_what_is_printed_prints_itself(
     assert printed("full.yaml") == text
 
 
-def test_what_is_printed_runs_as_the_file_itself(printed: Printed) -> None:
+def test_what_is_printed_runs_as_the_file_itself(printed):
     changes = [
         "--pipeline.1.rollout_fn.prompt=Summarise: {text}",
         "--pipeline.1.records_per_chunk=3",
@@ -116,8 +112,8 @@ def test_what_is_printed_runs_as_the_file_itself(printed: Printed) -> None:
 
 
 def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_given(
-    printed: Printed, capsys: pytest.CaptureFixture[str]
-) -> None:
+    printed, capsys
+):
     rollout = "{class_path: my_module.Rollout, init_args: {token: hunter2, auth: {password: p4ss}}}"
     reader = "{class_path: my_module.Reader, init_args: {data_folder: input, text_key: body, auth_key: s3cret}}"
     changes = [f"--pipeline.1.rollout_fn={rollout}", f"--pipeline.0={reader}"]
@@ -146,7 +142,7 @@ def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_gi
     assert printed("full.yaml") == text
 
 
-def test_a_script_for_slurm_shows_no_secret(printed: Printed) -> None:
+def test_a_script_for_slurm_shows_no_secret(printed):
     text = printed(
         CONFIGS / "slurm.yaml", "--executor.env_command=export HF_TOKEN=hf_abcdefghijklmnop"
     )

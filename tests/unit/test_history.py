@@ -60,7 +60,7 @@ def written(path: Path, content: list[Record]) -> Path:
     return path
 
 
-def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path: Path) -> None:
+def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
     later = (
         b'{"k":"weather","at":1.0,"n":1}',
         b'{"k":"end","at":1.0,"n":1,"why":"eaten"}',
@@ -76,14 +76,14 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path: Path
 @pytest.mark.parametrize(
     "bad", [b'"at":-1', b'"at":null', b'"n":"1"', b'"pid":-1', b'"host":7', b'"slot":true']
 )
-def test_values_of_other_types_are_no_record(tmp_path: Path, bad: bytes) -> None:
+def test_values_of_other_types_are_no_record(tmp_path, bad):
     # The last of two equal keys counts.
     body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad
     (tmp_path / "history.jsonl").write_bytes(seal(body))
     assert read_history(tmp_path / "history.jsonl").records == []
 
 
-def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path: Path) -> None:
+def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path):
     event = ServerEvent(at=1.0, attempt=1, what="death", why="\x1b[2J\r" + "x" * 5000)
     found = read_history(written(tmp_path / "history.jsonl", [event])).records[0]
     assert isinstance(found, ServerEvent)
@@ -125,12 +125,12 @@ def progress_of(path: Path) -> list[Progress]:
 
 
 @pytest.fixture
-def path(ram: Path) -> Path:
+def path(ram):
     return ram / "history.jsonl"
 
 
 @pytest.mark.parametrize("tail", [b'{"xxh":"0123', b"\0" * 30, b"x"])
-def test_a_torn_tail_is_cut_before_the_next_append(path: Path, tail: bytes) -> None:
+def test_a_torn_tail_is_cut_before_the_next_append(path, tail):
     HistoryLog(path, 1).append([Start(at=1.0, host="h", pid=1)])
     whole = path.read_bytes()
     path.write_bytes(whole + tail)
@@ -142,7 +142,7 @@ def test_a_torn_tail_is_cut_before_the_next_append(path: Path, tail: bytes) -> N
     assert history.damaged == 0
 
 
-def test_damage_in_the_middle_stays_and_costs_no_other_line(path: Path) -> None:
+def test_damage_in_the_middle_stays_and_costs_no_other_line(path):
     HistoryLog(path, 1).append([minute(1), minute(2), minute(3)])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1].replace(b"progress", b"prigress") + lines[2])
@@ -152,7 +152,7 @@ def test_damage_in_the_middle_stays_and_costs_no_other_line(path: Path) -> None:
     assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
 
 
-def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
+def test_a_week_of_minutes_is_less_than_a_megabyte(path):
     log, largest = HistoryLog(path, 1), 0
     log.append([Start(at=1.8e9, host="node", pid=1)])
     for number in range(_MINUTES_OF_A_WEEK):
@@ -179,7 +179,7 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path: Path) -> None:
     assert attempt.spread is not None
 
 
-def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
+def test_thinning_keeps_events_and_the_ends_of_attempts():
     content: list[Record] = []
     for attempt in (1, 2, 3):
         lines = [minute(attempt * 1500 + number) for number in range(1000)]
@@ -201,7 +201,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts() -> None:
     )
 
 
-def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path: Path) -> None:
+def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path):
     skipped = SkippedLines(damaged=3, without_text=4)
     HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
     assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped

@@ -94,7 +94,7 @@ def feed(pieces: list[bytes]) -> ResponseParser:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_the_same_however_it_is_cut(name: str) -> None:
+def test_an_answer_is_the_same_however_it_is_cut(name):
     raw, expected, reusable = ANSWERS[name]
     cuts = [[raw], [raw[i : i + 1] for i in range(len(raw))]]
     cuts += [[raw[:i], raw[i:]] for i in range(1, len(raw))]
@@ -108,7 +108,7 @@ def test_an_answer_is_the_same_however_it_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_connection_that_ends_inside_an_answer_gives_none(name: str) -> None:
+def test_a_connection_that_ends_inside_an_answer_gives_none(name):
     raw, _, _ = ANSWERS[name]
     for size in range(len(raw)):
         parser = ResponseParser()
@@ -118,7 +118,7 @@ def test_a_connection_that_ends_inside_an_answer_gives_none(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_with_which_more_comes_is_none(name: str) -> None:
+def test_an_answer_with_which_more_comes_is_none(name):
     with pytest.raises(UnaskedBytes):
         ResponseParser().feed(ANSWERS[name][0] + b"H")
     assert usual_response(ANSWERS[name][0] + b"H") is None
@@ -127,7 +127,7 @@ def test_an_answer_with_which_more_comes_is_none(name: str) -> None:
 @pytest.mark.parametrize(
     "head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nServer: x\r\n\r\n"]
 )
-def test_without_a_length_the_end_of_the_connection_ends_the_answer(head: bytes) -> None:
+def test_without_a_length_the_end_of_the_connection_ends_the_answer(head):
     parser = ResponseParser()
     for piece in (head, b"hel", b"lo"):
         assert not parser.feed(piece)
@@ -137,7 +137,7 @@ def test_without_a_length_the_end_of_the_connection_ends_the_answer(head: bytes)
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_answer_is_an_error_however_it_is_cut(name: str) -> None:
+def test_what_is_no_answer_is_an_error_however_it_is_cut(name):
     raw = BAD[name]
     steps = [1] if len(raw) < 1000 else [4096]
     for step in [len(raw), *steps]:
@@ -147,7 +147,7 @@ def test_what_is_no_answer_is_an_error_however_it_is_cut(name: str) -> None:
                 assert not parser.feed(raw[start : start + step])
 
 
-def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_a_length_has_a_limit(monkeypatch):
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 10)
     for head, body in (
@@ -169,7 +169,7 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         (CHUNKED + b"0\r\n", b"A: b\r\n"),
     ],
 )
-def test_framing_without_end_has_a_limit(head: bytes, endless: bytes) -> None:
+def test_framing_without_end_has_a_limit(head, endless):
     parser = ResponseParser()
     assert not parser.feed(head)
     with pytest.raises(RemoteProtocolError, match="longer than 65536"):  # noqa: PT012 (one of the pieces)
@@ -177,7 +177,7 @@ def test_framing_without_end_has_a_limit(head: bytes, endless: bytes) -> None:
             assert not parser.feed(endless)
 
 
-def test_a_parser_is_freed_without_a_collector() -> None:
+def test_a_parser_is_freed_without_a_collector():
     gc.disable()
     gc.freeze()  # what other tests have left
     try:

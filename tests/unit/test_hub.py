@@ -44,7 +44,7 @@ from datatrove_ckpt.preflight.doctor import check_commits
         ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
     ],
 )
-def test_a_url_names_a_folder_and_the_folder_its_url(url: str, folder: HubFolder) -> None:
+def test_a_url_names_a_folder_and_the_folder_its_url(url, folder):
     assert HubFolder.parse(url) == folder
     assert HubFolder.parse(folder.url) == folder
 
@@ -52,12 +52,12 @@ def test_a_url_names_a_folder_and_the_folder_its_url(url: str, folder: HubFolder
 @pytest.mark.parametrize(
     "url", ["hf://", "hf://datasets", "hf://datasets/org", "hf://datasets/org/@v1", "hf://org"]
 )
-def test_a_url_without_a_repository_is_refused(url: str) -> None:
+def test_a_url_without_a_repository_is_refused(url):
     with pytest.raises(ConfigError, match="names no repository"):
         HubFolder.parse(url)
 
 
-def test_a_writers_folder_is_recognised() -> None:
+def test_a_writers_folder_is_recognised():
     writer = ParquetWriter("hf://datasets/org/name@branch/part", "${rank}_${chunk_index}.parquet")
     folder = HubFolder.of(writer.output_folder)
     assert (folder.repo, folder.branch, folder.path) == ("org/name", "branch", "part")
@@ -94,7 +94,7 @@ def answer(status: int, text: str = "", url: str = "https://hub/api/x", **header
         (ConnectionResetError("reset"), None),
     ],
 )
-def test_the_hubs_advice_is_found_wherever_it_stands(error: OSError, seconds: float | None) -> None:
+def test_the_hubs_advice_is_found_wherever_it_stands(error, seconds):
     assert advised_seconds(error) == seconds
 
 
@@ -108,11 +108,11 @@ def test_the_hubs_advice_is_found_wherever_it_stands(error: OSError, seconds: fl
         (TimeoutError("no answer within 600 s"), False),
     ],
 )
-def test_what_no_retry_can_help_is_known(error: OSError, final: bool) -> None:
+def test_what_no_retry_can_help_is_known(error, final):
     assert HUB.passes(error) is not final
 
 
-def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
+def test_waiting_that_the_hub_asked_for_costs_no_patience():
     now = [1000.0]
     attempts = Attempts(replace(HUB, clock=lambda: now[0]))
     for _ in range(20):
@@ -133,7 +133,7 @@ def test_waiting_that_the_hub_asked_for_costs_no_patience() -> None:
     assert attempts.failed("a commit", answer(503)) <= 1
 
 
-def test_a_storage_that_goes_on_refusing_is_final() -> None:
+def test_a_storage_that_goes_on_refusing_is_final():
     attempts, refused = Attempts(HUB), answer(403, url="https://storage/bucket/abc")
     for _ in range(5):
         attempts.failed("an upload", refused)
@@ -144,13 +144,13 @@ def test_a_storage_that_goes_on_refusing_is_final() -> None:
     )
 
 
-def test_ranks_that_were_refused_together_do_not_return_together() -> None:
+def test_ranks_that_were_refused_together_do_not_return_together():
     waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
     waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
     assert len(waits) == 40
 
 
-def test_messages_show_no_signatures_and_say_what_comes_next(log: list[str]) -> None:
+def test_messages_show_no_signatures_and_say_what_comes_next(log):
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
     assert "secret" not in failure_line(error)
     assert "https://storage/abc?***" in failure_line(error)
@@ -177,7 +177,7 @@ def made(ages: list[float], ranks: int = 1) -> CommitHistory:
     )
 
 
-def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
+def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old():
     for _ in range(20):
         assert (
             600
@@ -186,7 +186,7 @@ def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old() -> None:
         )
 
 
-def test_ranks_wait_for_different_turns() -> None:
+def test_ranks_wait_for_different_turns():
     ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
     waits = {
         round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1)
@@ -195,7 +195,7 @@ def test_ranks_wait_for_different_turns() -> None:
     assert waits == {10, 20, 30}
 
 
-def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together() -> None:
+def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together():
     waits = [CommitPace(300).seconds_of_next() for _ in range(100)]
     assert min(waits) >= 150
     assert max(waits) <= 300
@@ -203,7 +203,7 @@ def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together(
     assert CommitPace(0).seconds_of_next() == 0
 
 
-def test_numbers_that_cannot_be() -> None:
+def test_numbers_that_cannot_be():
     for seconds in (-1, float("nan")):
         with pytest.raises(ConfigError, match=f"hub_commit_seconds: must be >= 0; it is {seconds}"):
             CommitPace(seconds)
@@ -214,8 +214,8 @@ def test_numbers_that_cannot_be() -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("ranks", [30, 1, 300])
 def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(
-    ranks: int,
-) -> None:
+    ranks,
+):
     # Ten hours, in which each rank always has a file to commit.
     random.seed(ranks)
     pace = CommitPace(seconds=300, per_hour=112)
@@ -246,7 +246,7 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
     assert looks < 15 * len(times)  # each is a request or three
 
 
-def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
+def test_some_commits_of_an_hour_are_for_ranks_that_end():
     pace, history = CommitPace(per_hour=3), made([600, 700])
     assert pace.seconds_until_turn(history) > 0
     assert pace.seconds_until_turn(history, ends=True) == 0
@@ -257,7 +257,7 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end() -> None:
 # What the hub's rules mean for a job -------------------------------------------------------------
 
 
-def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning() -> None:
+def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning():
     few, many = (check_commits(tasks, CommitPace()) for tasks in (2688, 2689))
     assert (few.state, few.message) == (
         "ok",

@@ -86,9 +86,7 @@ def load_changed(folder: Path, name: str, *changes: tuple[str, str], source: str
     return load(path)
 
 
-def test_a_setting_that_json_cannot_express_counts_with_its_type(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path, server):
     runner(tmp_path, server, config={"model_kwargs": {"tokenizer": Path("a"), "seed": 1}}).run(
         documents(1)
     )
@@ -127,12 +125,12 @@ def tree_hash(source: str) -> str:
         ("from . import a", "from .. import a"),
     ],
 )
-def test_other_code_has_another_hash(one: str, other: str) -> None:
+def test_other_code_has_another_hash(one, other):
     assert tree_hash(one) != tree_hash(other)
 
 
-def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> None:
-    def wrapped(body: str, file: str) -> Any:
+def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path):
+    def wrapped(body, file):
         lines = [
             "import functools",
             "def wrap(f):",
@@ -150,7 +148,7 @@ def test_a_wrapper_of_an_installed_package_does_not_count(tmp_path: Path) -> Non
     assert wrapped("return f()", "own/a.py") != wrapped("return f() or None", "own/b.py")
 
 
-def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_path: Path) -> None:
+def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_path):
     rollout = load_changed(tmp_path, "first").rollout
     before = code_of(rollout)
     assert before.startswith("source ")
@@ -160,8 +158,8 @@ def test_source_that_was_edited_after_the_import_is_not_taken_for_the_code(tmp_p
     assert code_of(rollout).startswith("bytecode ")
 
 
-def test_a_type_has_one_name_on_all_python_versions() -> None:
-    def of_module(module: str, name: str) -> type:
+def test_a_type_has_one_name_on_all_python_versions():
+    def of_module(module, name):
         return types.new_class(
             name, exec_body=lambda namespace: namespace.update(__module__=module)
         )
@@ -243,7 +241,7 @@ PYTHONS = {minor: path for minor in range(11, 16) if (path := python(minor))}
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("minor", PYTHONS)
-def test_code_has_the_same_hash_on_every_python(minor: int) -> None:
+def test_code_has_the_same_hash_on_every_python(minor):
     path = PYTHONS[minor]
     command = [path, "-W", "error", "-c", DESCRIBE_SHAPES, FOLDER, str(DATA / "code_shapes.py")]
     version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -252,9 +250,7 @@ def test_code_has_the_same_hash_on_every_python(minor: int) -> None:
     assert code_text.digest(json.dumps(found, sort_keys=True)) == SHAPES
 
 
-def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python() -> (
-    None
-):
+def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python():
     found = {
         processes.run(
             [sys.executable, "-c", DESCRIBE_WITHOUT_SOURCE, FOLDER],
@@ -266,7 +262,7 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
     assert found.pop().startswith(f"bytecode {sys.implementation.cache_tag} ")
 
 
-def test_a_refusal_says_that_bytecode_was_compared(tmp_path: Path, server: FakeServer) -> None:
+def test_a_refusal_says_that_bytecode_was_compared(tmp_path, server):
     first: dict[str, Any] = {}
     second: dict[str, Any] = {}
     exec("async def rollout(document, generate): return document.text", first)
@@ -295,9 +291,7 @@ def fields_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_the_code_of_an_earlier_version_is_not_compared_once(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_the_code_of_an_earlier_version_is_not_compared_once(tmp_path, server, log):
     """Its checkpoint holds a committed chunk, a journal, and an answer of a document that is not
     finished.
     """
@@ -320,9 +314,7 @@ def test_the_code_of_an_earlier_version_is_not_compared_once(
     assert not any("another version" in line for line in log)
 
 
-def test_a_run_that_the_version_before_described_goes_on(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_a_run_that_the_version_before_described_goes_on(tmp_path, server, log):
     rollout = load_changed(tmp_path, "first").rollout
     runner(tmp_path, server, rollout).run(documents(1))
     kept = fields_of(tmp_path)
@@ -338,7 +330,7 @@ def test_a_run_that_the_version_before_described_goes_on(
         )
 
 
-def test_rollout_version_replaces_the_code(tmp_path: Path, server: FakeServer) -> None:
+def test_rollout_version_replaces_the_code(tmp_path, server):
     first, second = (
         load_changed(tmp_path, "first"),
         load_changed(tmp_path, "second", ("Rewrite", "Write")),
@@ -373,9 +365,7 @@ def secret_runner(folder: Path, server: FakeServer, **settings: Any) -> Inferenc
     return step
 
 
-def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(tmp_path, server):
     step = secret_runner(tmp_path, server)
     text = json.dumps(step, cls=ExecutorJSONEncoder)
     assert "s3cret" not in text
@@ -395,8 +385,8 @@ def test_executor_json_shows_no_secret_no_file_holds_it_and_a_worker_has_it(
 @pytest.mark.matrix
 @pytest.mark.parametrize("is_hashed", [False, True])
 def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
-    tmp_path: Path, server: FakeServer, is_hashed: bool
-) -> None:
+    tmp_path, server, is_hashed
+):
     job = run_json(tmp_path).parent.parent / "job.json"
     step = secret_runner(tmp_path, server)
     step.run(documents(2))
@@ -422,10 +412,8 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 
 
-def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    def run(end: str) -> None:
+def test_of_two_mappings_what_differs_is_named_even_where_it_is_cut(tmp_path, server):
+    def run(end):
         params = {"stop": "x" * 400 + end, "top_p": 0.5}
         runner(tmp_path, server, config={"default_generation_params": params}).run(documents(1))
 

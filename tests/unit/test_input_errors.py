@@ -12,8 +12,6 @@ import json
 import lzma
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -106,14 +104,14 @@ def read_until(error: type[Exception], reader: SeekingReader) -> list[Document]:
     ],
 )
 def test_lines_that_are_no_documents_are_an_error_that_shows_them(
-    tmp_path: Path, content: bytes, options: dict[str, Any], message: str
-) -> None:
+    tmp_path, content, options, message
+):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-def test_only_the_first_damaged_lines_are_logged(tmp_path: Path, log: list[str]) -> None:
+def test_only_the_first_damaged_lines_are_logged(tmp_path, log):
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": "caf\xe9"}\n' * 9)
     reader = JsonlReader(tmp_path.as_posix())
     assert len(list(reader.run())) == 1
@@ -124,7 +122,7 @@ def test_only_the_first_damaged_lines_are_logged(tmp_path: Path, log: list[str])
     assert warned[-1].endswith("; others are only counted\n")
 
 
-def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path: Path) -> None:
+def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path):
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(
         InputError, match=r"text_key='text'. The first row has the keys 'content', 'lang'"
@@ -140,16 +138,14 @@ def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_p
     "content", [b"", b"\n\r\n  \n", b'{"text": "", "id": 1}\n{"text": null}\n']
 )
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_an_input_that_is_empty_is_no_error(tmp_path: Path, content: bytes, suffix: str) -> None:
+def test_an_input_that_is_empty_is_no_error(tmp_path, content, suffix):
     compress = COMPRESS.get(suffix[1:], bytes) if content else bytes
     (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(content))
     assert texts(JsonlReader(tmp_path.as_posix())) == []
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_byte_order_mark_costs_no_document_and_moves_no_position(tmp_path, suffix):
     content = (
         codecs.BOM_UTF8 + LINES[0] + LINES[1] + codecs.BOM_UTF8 + LINES[2] + codecs.BOM_UTF8 + b"\n"
     )
@@ -168,8 +164,8 @@ def test_a_byte_order_mark_costs_no_document_and_moves_no_position(
 
 
 def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_damaged_line(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'[]\n["c"]\n[1,\n')
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "b"}\n[{"text": "c"}]')
     with pytest.raises(
@@ -180,7 +176,7 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
 
 
-def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path: Path) -> None:
+def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": 5, "id": "five"}\n')
     with pytest.raises(
         DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"
@@ -189,9 +185,7 @@ def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_pa
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
-def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
+def test_a_line_that_does_not_end_is_an_error_that_names_the_file(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
     monkeypatch.setattr(no_document.read_line, "__defaults__", (2**21,))
     name = f"a.jsonl.{suffix}".rstrip(".")
@@ -206,9 +200,7 @@ def test_a_line_that_does_not_end_is_an_error_that_names_the_file(
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(tmp_path, suffix):
     whole = COMPRESS[suffix](b"".join(LINES))
     changed = bytearray(whole)
     changed[len(changed) // 2] ^= 255
@@ -221,8 +213,8 @@ def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_plain_file_with_the_name_of_a_compressed_one_is_an_error_that_says_how_to_correct_it(
-    tmp_path: Path, suffix: str
-) -> None:
+    tmp_path, suffix
+):
     (tmp_path / f"a.jsonl.{suffix}").write_bytes(LINES[0])
     with pytest.raises(
         InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: .* or correct its name if"
@@ -231,7 +223,7 @@ def test_a_plain_file_with_the_name_of_a_compressed_one_is_an_error_that_says_ho
 
 
 @pytest.mark.parametrize("names", ["0bc", "c"], ids=["a new file", "a file is gone"])
-def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path: Path, names: str) -> None:
+def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path, names):
     for name in "bc":
         (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
     reader = JsonlReader(str(tmp_path))
@@ -257,8 +249,8 @@ def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path: Path, names: 
 
 
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = tmp_path / "a.jsonl.zst"
     frame = zstandard.ZstdCompressor().compressobj()
     half = frame.compress(b"".join(LINES[:1000])) + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -272,7 +264,7 @@ def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_a
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind: str) -> None:
+def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path, kind):
     path = tmp_path / f"a.{kind}"
     write_table(path, pa.table({"text": [str(i) for i in range(1000)]}), 100, stream=True)
     content = path.read_bytes()
@@ -282,7 +274,7 @@ def test_a_table_that_is_cut_off_is_an_error_that_names_it(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("read", [lambda reader: list(reader.run()), BlockInput])
-def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path: Path, read: Any) -> None:
+def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path, read):
     # Beside the streams of ``datasets``.
     (tmp_path / "dataset_info.json").write_text('{"features": {}}')
     with pytest.raises(
@@ -293,9 +285,7 @@ def test_what_is_no_arrow_file_is_named_with_what_it_begins_with(tmp_path: Path,
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path, suffix):
     lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * 5000) for i in range(500)]
     whole, path = COMPRESS[suffix](b"".join(lines)), tmp_path / f"a.jsonl.{suffix}"
     path.write_bytes(whole[: len(whole) - 100])
@@ -313,7 +303,7 @@ def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
-def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path: Path, size: int) -> None:
+def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * size) for i in range(6)]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join([*lines[:3], b"torn\n", *lines[4:]]))
@@ -328,8 +318,8 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path: Path, siz
 
 
 def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES[:3]))
     state = json.loads(json.dumps(position_state(next(JsonlReader(tmp_path.as_posix()).run()))))
     other = JsonlReader(tmp_path.as_posix(), text_key="id")

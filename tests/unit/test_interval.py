@@ -5,7 +5,6 @@ the time.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,14 +27,14 @@ TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
         ([5.0], 30.0),
     ],
 )
-def test_the_rule(durations: list[float], seconds: float) -> None:
+def test_the_rule(durations, seconds):
     assert TUNING.interval(durations) == pytest.approx(seconds)
 
 
 @given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))
 def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(
-    durations: list[float],
-) -> None:
+    durations,
+):
     """Except the last few saves, whose interval has not passed yet."""
     interval = Interval("auto", TUNING)
     elapsed = 0.0
@@ -46,7 +45,7 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(
 
 
 @pytest.mark.parametrize("value", ["fast", -1, math.nan, True, None])
-def test_what_is_no_seconds_is_refused_by_name(value: Any) -> None:
+def test_what_is_no_seconds_is_refused_by_name(value):
     for fine in ("auto", 0, 0.5, 3):
         check_seconds("sync_seconds", fine)
     with pytest.raises(

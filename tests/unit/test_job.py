@@ -43,12 +43,12 @@ class Rank:
         self.lock.release(remove=True)
 
 
-def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
+def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path):
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
     errors: list[Exception] = []
     waits = threading.Event()
 
-    def start_second() -> None:
+    def start_second():
         waits.set()
         try:
             second.start(identity(tasks=4))
@@ -68,7 +68,7 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "job.json").read_bytes())["tasks"] == 3
 
 
-def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path: Path) -> None:
+def test_ranks_that_hold_nothing_and_have_ended_refuse_nobody(tmp_path):
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
     first.start(identity())
     second.start(identity())

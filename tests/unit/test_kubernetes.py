@@ -12,7 +12,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
+from tests.commands import Printed
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +41,7 @@ kubernetes:
 
 
 @pytest.fixture(autouse=True)
-def _here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _here(here, monkeypatch):
     """No test leaves its modules to the next."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -85,7 +84,7 @@ def on_volume(rollout: str | None = None, more: str = "") -> None:
 # what is printed ---------------------------------------------------------------------------------
 
 
-def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
+def test_the_config_is_a_job_that_the_api_takes(command):
     config_map, job = manifests(command("k8s", CONFIG))
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 8, 8)
@@ -107,7 +106,7 @@ def test_the_config_is_a_job_that_the_api_takes(command: Command) -> None:
     assert container["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
 
 
-def test_the_schema_refuses_what_the_api_would_refuse(command: Command) -> None:
+def test_the_schema_refuses_what_the_api_would_refuse(command):
     text = json.dumps(job_of(command("k8s", CONFIG)))
     for right, wrong in (
         ('"completions"', '"completion"'),
@@ -119,7 +118,7 @@ def test_the_schema_refuses_what_the_api_would_refuse(command: Command) -> None:
             check("batch.v1.Job", json.loads(text.replace(right, wrong)))
 
 
-def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
+def test_rules_are_those_that_the_schema_cannot_say(command):
     """The API server checks them:
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
     """
@@ -131,7 +130,7 @@ def test_rules_are_those_that_the_schema_cannot_say(command: Command) -> None:
         assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
 
 
-def test_what_follows_from_an_exit_code(command: Command) -> None:
+def test_what_follows_from_an_exit_code(command):
     rules = job_of(command("k8s", CONFIG))["spec"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules if "onPodConditions" in rule] == ["Ignore"]
     found = {
@@ -142,7 +141,7 @@ def test_what_follows_from_an_exit_code(command: Command) -> None:
     assert found == {**dict.fromkeys((129, 130, 138, 143), "Ignore"), 2: "FailJob", 3: "FailIndex"}
 
 
-def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
+def test_the_file_in_the_config_map_is_the_same_run(command):
     config_map, _ = manifests(command("k8s", CONFIG, "--pipeline.1.records_per_chunk=10"))
     Path("job.yaml").write_text(config_map["data"]["job.yaml"])
     read = build(read_config("job.yaml", []))
@@ -156,7 +155,7 @@ def test_the_file_in_the_config_map_is_the_same_run(command: Command) -> None:
     assert manifests(command("k8s", "job.yaml"))[0] == config_map
 
 
-def test_modules_beside_the_file_go_along_and_others_are_named(command: Command) -> None:
+def test_modules_beside_the_file_go_along_and_others_are_named(command):
     Path("k8s_mine.py").write_text(
         "import k8s_helper\nasync def rollout(document, generate): ...\n"
     )
@@ -177,7 +176,7 @@ def test_modules_beside_the_file_go_along_and_others_are_named(command: Command)
     )
 
 
-def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -> None:
+def test_packages_beside_the_file_lie_where_pods_import_them(command):
     for name in ("k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text("é")
@@ -212,7 +211,7 @@ def test_packages_beside_the_file_lie_where_pods_import_them(command: Command) -
         Path("k8s_odd", name).unlink()
 
 
-def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> None:
+def test_settings_of_the_section_are_settings_of_the_pod(command):
     on_volume(
         more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n"
     )
@@ -239,7 +238,7 @@ def test_settings_of_the_section_are_settings_of_the_pod(command: Command) -> No
     assert named["work"]["emptyDir"] == {}
 
 
-def test_absolute_checkpoints_are_on_the_empty_disk_too(command: Command) -> None:
+def test_absolute_checkpoints_are_on_the_empty_disk_too(command):
     on_volume()
     (container,) = pod_of(command("k8s", "job.yaml", "--pipeline.1.checkpoints_local_dir=/tmp/c"))[
         "containers"
@@ -249,7 +248,7 @@ def test_absolute_checkpoints_are_on_the_empty_disk_too(command: Command) -> Non
     ]
 
 
-def test_the_short_form_runs_on_a_volume(command: Command) -> None:
+def test_the_short_form_runs_on_a_volume(command):
     Path("data/input").mkdir(parents=True)
     for name in "abc":
         Path(f"data/input/{name}.jsonl").write_text('{"text": "x", "id": "x"}\n')
@@ -302,12 +301,12 @@ def test_the_short_form_runs_on_a_volume(command: Command) -> None:
         ("--executor.logging_dir=hf://datasets/org/job/logs", "Set it to a bucket: hf://buckets/org/job/logs"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(command: Command, change: str, says: str) -> None:
+def test_what_cannot_work_is_refused(command, change, says):
     on_volume()
     assert re.search(says, command("k8s", "job.yaml", change, code=2).error)
 
 
-def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command: Command) -> None:
+def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command):
     on_volume()
     step = "      - {class_path: JsonlWriter, init_args: {output_folder: here}}\n"
     Path("job.yaml").write_text(
@@ -319,7 +318,7 @@ def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command: Command) 
     )
 
 
-def test_a_key_in_a_module_is_refused(command: Command) -> None:
+def test_a_key_in_a_module_is_refused(command):
     Path("k8s_key.py").write_text(
         "KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n"
     )
@@ -330,7 +329,7 @@ def test_a_key_in_a_module_is_refused(command: Command) -> None:
     )
 
 
-def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None:
+def test_a_pod_that_has_too_little_time_does_not_start(command):
     """Somebody may change the ConfigMap."""
     on_volume()
     assert (
@@ -339,7 +338,7 @@ def test_a_pod_that_has_too_little_time_does_not_start(command: Command) -> None
     )
 
 
-def test_only_tasks_of_this_machine_are_run_by_workers(command: Command) -> None:
+def test_only_tasks_of_this_machine_are_run_by_workers(command):
     Path("bad.yaml").write_text("executor: 3")
     assert "executor: needs class_path" in command("run", "bad.yaml", "--worker", code=2).error
     slurm = str(ROOT / "configs/slurm.yaml")
@@ -352,9 +351,7 @@ def test_only_tasks_of_this_machine_are_run_by_workers(command: Command) -> None
 # exit codes --------------------------------------------------------------------------------------
 
 
-def test_the_exit_code_of_a_worker_tells_what_happened(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_code_of_a_worker_tells_what_happened(command, monkeypatch):
     statuses = {"document 2": 400, "document 3": 503}
     with FakeServer(
         status=lambda payload, times: statuses.get(payload["messages"][-1]["content"][4:])
@@ -386,10 +383,8 @@ def from_network(error: errors.CkptError) -> errors.CkptError:
     return error
 
 
-def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(executor: object) -> None:
+def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command, monkeypatch):
+    def check(executor):
         raise from_network(errors.ConfigError("generation_config: the hub does not give it"))
 
     monkeypatch.setattr("datatrove_ckpt.cli.execution.check_before_run", check)
@@ -420,5 +415,5 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_exit_codes_of_a_worker_are_told_apart(error: errors.CkptError, code: int) -> None:
+def test_exit_codes_of_a_worker_are_told_apart(error, code):
     assert code_of_rank(error) == code

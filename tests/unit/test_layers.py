@@ -97,7 +97,7 @@ def own_imports(name: str) -> set[str]:
     return (found & set(modules())) - {name}
 
 
-def test_the_name_of_a_class_has_one_meaning() -> None:
+def test_the_name_of_a_class_has_one_meaning():
     # A rank raises errors under their own names, as datatrove's.
     of_rank = "generation.raised_errors"
     names = [one for name, module in modules().items() if name != of_rank for one in module.classes]
@@ -111,7 +111,7 @@ def room(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "inference" else parts[0]
 
 
-def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them() -> None:
+def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them():
     rooms = {room(name) for name in modules() if name not in NOT_ROOMS}
     assert rooms <= set(ROOMS), "a module has no place in the house: add a row to ROOMS"
     above: set[str] = set()
@@ -127,7 +127,7 @@ def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them()
         assert used - {name} == set(row.split()), name
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_import_each_other_in_no_circle():
     waiting = {name: own_imports(name) for name in modules() if name}
     while free := [name for name, needed in waiting.items() if not needed & set(waiting)]:
         for name in free:
@@ -135,9 +135,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     assert waiting == {}
 
 
-def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove() -> (
-    None
-):
+def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_no_datatrove():
     for name, module in modules().items():
         ours = module.imports
         roots = {imported.split(".")[0] for imported in ours}
@@ -155,7 +153,7 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
             assert not any(imported.startswith("datatrove_ckpt.testing") for imported in ours), name
 
 
-def test_the_public_names_are_there_and_no_others() -> None:
+def test_the_public_names_are_there_and_no_others():
     ours = {
         "CkptError",
         "InferenceConfig",
@@ -181,5 +179,5 @@ def test_the_public_names_are_there_and_no_others() -> None:
         _ = datatrove_ckpt.nothing
 
 
-def test_every_module_says_what_its_reader_needs() -> None:
+def test_every_module_says_what_its_reader_needs():
     assert [name for name, module in modules().items() if not module.docstring] == []

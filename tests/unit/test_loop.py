@@ -16,12 +16,12 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 
 def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def signalled() -> None:
+    caplog,
+):
+    async def signalled():
         raise KeyboardInterrupt
 
-    async def main() -> None:
+    async def main():
         async with asyncio.TaskGroup() as group:
             group.create_task(signalled())
 
@@ -48,7 +48,7 @@ class Watch(LoopWatch):
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short(monkeypatch):
     for name, seconds in (("_GRACE", 0.2), ("_GRACE_FAST", 0.2), ("_AGAIN", 0.01)):
         monkeypatch.setattr(preemption, name, seconds)
 
@@ -67,12 +67,12 @@ async def stopping(shutdown: Shutdown, fast: bool = False) -> Watch:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast: bool) -> None:
+async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast):
     watch = await stopping(Shutdown(600 if fast else 0), fast)
     assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end() -> None:
+async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end():
     shutdown = Shutdown(0)
     watch = await stopping(shutdown)
     with shutdown.closing():
@@ -83,7 +83,7 @@ async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_thei
     assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch):
     began, late = time.monotonic(), threading.Event()
     clock = lambda: began + 600 * late.is_set()  # noqa: E731 (it stands until the loop has ended)
     monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))

@@ -5,7 +5,6 @@ there.
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 from datatrove.io import DataFolder, get_datafolder
@@ -24,9 +23,7 @@ from tests.disk_errors import FailingDisk
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(
-    tmp_path: Path, code: int
-) -> None:
+def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path, code):
     number = 0
     while True:
         disk = FailingDisk(number, code)
@@ -60,15 +57,15 @@ def upload_fails(folder: DataFolder, kind: type[Exception], said: str) -> None:
 
 
 def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     folder = get_datafolder("memory://measures/refuses")
 
-    def short(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+    def short(self, path, value, **settings):
         with self.open(path, "wb") as file:
             file.write(value[:-1])
 
-    def refuse(self: MemoryFileSystem, path: str, value: object = None, **settings: object) -> None:
+    def refuse(self, path, value=None, **settings):
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", short)
@@ -84,18 +81,18 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
 
 
 def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     made: list[str] = []
     folders = {"bucket"}
 
-    def pipe(self: MemoryFileSystem, path: str, value: bytes, **settings: object) -> None:
+    def pipe(self, path, value, **settings):
         if self._parent(path).lstrip("/") not in folders:
             raise FileNotFoundError(path)
         with self.open(path, "wb") as file:
             file.write(value)
 
-    def makedirs(self: MemoryFileSystem, path: str, exist_ok: bool = False) -> None:
+    def makedirs(self, path, exist_ok=False):
         made.append(path)
         folders.add(path.lstrip("/"))
 

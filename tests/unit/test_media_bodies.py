@@ -6,9 +6,8 @@ import asyncio
 import base64
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -46,7 +45,7 @@ def body(data: bytes = DATA, text: str = "What is it?") -> tuple[Body, bytes]:
 
 
 @pytest.mark.parametrize("size", [8, 9, 10, 49_151, 49_152, 49_153, 98_304, 100_000])
-def test_the_pieces_are_the_json_of_the_whole(size: int) -> None:
+def test_the_pieces_are_the_json_of_the_whole(size):
     made, expected = body(DATA[:size], 'a "NUL" \0 and "\\u0000"')
     assert b"".join(made) == expected == b"".join(made)
     assert len(made) == len(expected)
@@ -55,7 +54,7 @@ def test_the_pieces_are_the_json_of_the_whole(size: int) -> None:
 
 
 @pytest.fixture(params=["plain", "plain on uvloop", "aiohttp"])
-def over(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+def over(request, monkeypatch):
     if request.param == "aiohttp":
         monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
     if request.param.endswith("uvloop"):
@@ -96,11 +95,11 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
 
 
 def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_serves_on(
-    over: Callable[[Any], Any],
-) -> None:
+    over,
+):
     came, connections = [], []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         connections.append(1)
         for _ in range(3):
             await asyncio.sleep(0.05)  # the socket's buffers are full by then
@@ -110,7 +109,7 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
 
     made, expected = body()
 
-    async def use(sending: Transport) -> None:
+    async def use(sending):
         for one in (made, b"{}", made):
             assert await sending.send(one) == Response(200, b"{}")  # type: ignore[arg-type]
 
@@ -119,22 +118,22 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
     assert len(connections) == 1
 
 
-def test_no_more_is_encoded_than_the_server_takes(over: Callable[[Any], Any]) -> None:
+def test_no_more_is_encoded_than_the_server_takes(over):
     read = asyncio.Event()
     encoded = []
 
     class Counted(Body):
-        def __iter__(self) -> Iterator[bytes]:
+        def __iter__(self):
             for piece in super().__iter__():
                 encoded.append(len(piece))
                 yield piece
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         await read.wait()
         await read_request(reader)
         writer.write(ANSWER)
 
-    async def use(sending: Transport) -> None:
+    async def use(sending):
         data = DATA * 8  # more than the buffers of sockets take
         task = asyncio.create_task(sending.send(Counted([b"", b""], [data])))
         before = -1
@@ -150,12 +149,10 @@ def test_no_more_is_encoded_than_the_server_takes(over: Callable[[Any], Any]) ->
 
 
 @pytest.mark.parametrize("status", [b"200", b"413"])
-def test_an_answer_before_the_end_of_the_body_closes_the_connection(
-    over: Callable[[Any], Any], status: bytes
-) -> None:
+def test_an_answer_before_the_end_of_the_body_closes_the_connection(over, status):
     connections = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         connections.append(1)
         await reader.readuntil(b"\r\n\r\n")
         if len(connections) == 1:
@@ -165,7 +162,7 @@ def test_an_answer_before_the_end_of_the_body_closes_the_connection(
             writer.write(ANSWER)
         await writer.drain()
 
-    async def use(sending: Transport) -> None:
+    async def use(sending):
         assert (await sending.send(body(DATA * 8)[0])).status == int(status)
         assert (await sending.send(b"{}")).status == 200
 
@@ -173,12 +170,12 @@ def test_an_answer_before_the_end_of_the_body_closes_the_connection(
     assert len(connections) == 2
 
 
-def test_a_server_that_dies_within_the_body_is_an_error(over: Callable[[Any], Any]) -> None:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def test_a_server_that_dies_within_the_body_is_an_error(over):
+    async def serve(reader, writer):
         await reader.readexactly(100_000)
         writer.transport.abort()
 
-    async def use(sending: Transport) -> None:
+    async def use(sending):
         with pytest.raises(sending.errors):
             await sending.send(body()[0])
 
@@ -188,10 +185,10 @@ def test_a_server_that_dies_within_the_body_is_an_error(over: Callable[[Any], An
 # budgets -----------------------------------------------------------------------------------------
 
 
-async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone() -> None:
+async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone():
     budget, went = ByteBudget(10), []
 
-    async def go(name: str, size: int) -> None:
+    async def go(name, size):
         await budget.acquire(size)
         went.append(name)
 
@@ -216,7 +213,7 @@ async def test_a_budget_lets_those_go_that_fit_in_order_and_a_large_one_alone() 
     assert budget.held == 1
 
 
-async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
+async def test_who_is_cancelled_gives_his_room_to_the_next():
     budget = ByteBudget(10)
     await budget.acquire(10)
     waiting, granted, last = (asyncio.create_task(budget.acquire(size)) for size in (10, 10, 3))
@@ -229,7 +226,7 @@ async def test_who_is_cancelled_gives_his_room_to_the_next() -> None:
     assert budget.held == 3
 
 
-async def test_large_documents_wait_for_bytes_and_small_ones_do_not() -> None:
+async def test_large_documents_wait_for_bytes_and_small_ones_do_not():
     config = InferenceConfig(
         "endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100
     )
@@ -245,7 +242,7 @@ async def test_large_documents_wait_for_bytes_and_small_ones_do_not() -> None:
     await third
 
 
-async def test_ranks_that_share_a_process_share_the_bytes() -> None:
+async def test_ranks_that_share_a_process_share_the_bytes():
     config = InferenceConfig(
         "endpoint", "m", endpoint_url="http://127.0.0.1:1", max_concurrent_documents=100
     )
@@ -276,7 +273,7 @@ CGROUPS = {
 
 
 @pytest.mark.parametrize("name", CGROUPS)
-def test_the_memory_of_this_process_is_what_its_cgroups_leave(tmp_path: Path, name: str) -> None:
+def test_the_memory_of_this_process_is_what_its_cgroups_leave(tmp_path, name):
     groups, files, expected = CGROUPS[name]
     for path, text in {
         "proc/self/cgroup": groups,

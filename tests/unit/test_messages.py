@@ -12,7 +12,7 @@ from datatrove_ckpt.generation.rank import RankMessages
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_nothing_is_called_saved_that_is_not(full: bool, log: list[str]) -> None:
+def test_nothing_is_called_saved_that_is_not(full, log):
     checkpoint = SimpleNamespace(error=StorageFailed("The disk is full.") if full else None)
     shutdown = SimpleNamespace(cause="SIGTERM", seconds=1.0, given_up=0)
     progress = cast("Any", SimpleNamespace(own=SimpleNamespace(documents=24)))

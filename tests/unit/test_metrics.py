@@ -85,7 +85,7 @@ def samples(text: str, **wanted: str) -> dict[str, float]:
 # names and text ----------------------------------------------------------------------------------
 
 
-def test_names_follow_the_conventions_of_prometheus() -> None:
+def test_names_follow_the_conventions_of_prometheus():
     for name, metric in METRICS.items():
         assert re.fullmatch(r"datatrove_ckpt(_[a-z]+)+", name)
         assert name.endswith("_total") == (metric.kind == "counter"), name
@@ -98,7 +98,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert metric.help.endswith(".")
 
 
-def test_the_text_says_what_the_rank_did() -> None:
+def test_the_text_says_what_the_rank_did():
     found = samples(exposition([metrics()]).decode(), run="my run", rank="3")
     assert found[f"rank_info node7 4711_5 {__version__}"] == 1
     assert [found[f"rank_state {state}"] for state in ("starting", "running", "done")] == [0, 1, 0]
@@ -126,7 +126,7 @@ def test_the_text_says_what_the_rank_did() -> None:
     assert found["updated_timestamp_seconds"] == 1234.5
 
 
-def test_a_histogram_has_every_value_below_its_ends() -> None:
+def test_a_histogram_has_every_value_below_its_ends():
     found = samples(exposition([metrics()]).decode())
     ends = {
         name.split()[1]: value
@@ -146,7 +146,7 @@ def test_a_histogram_has_every_value_below_its_ends() -> None:
     assert found["request_completion_tokens_bucket 8.0"] == 1
 
 
-def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
+def test_every_metric_is_shown_and_each_family_once_for_all_ranks():
     text = exposition([metrics(3), metrics(5)]).decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
     assert types == [*METRICS]
@@ -167,12 +167,12 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks() -> None:
         ({"run_name": " "}, "monitoring.run_name: is empty"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], error: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings, error):
     with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
         MonitoringConfig(**settings)
 
 
-def test_a_run_is_named_after_its_folder() -> None:
+def test_a_run_is_named_after_its_folder():
     assert (
         name_of_folder("/a/books/checkpoints")
         == name_of_folder("/a/books")
@@ -199,7 +199,7 @@ def waited_for(condition: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> str:
+def host(monkeypatch):
     """An address of this machine's own that no other test has."""
     monkeypatch.setattr(prometheus, "_KEEP_ENDED_SECONDS", LONG)
     chance = random.SystemRandom()
@@ -227,7 +227,7 @@ def shown(host: str, rank: int, state: str = "running") -> contextlib.AbstractCo
     return port.shows(lambda: metrics(rank, state))
 
 
-def test_openmetrics_is_sent_to_who_asks_for_it(host: str) -> None:
+def test_openmetrics_is_sent_to_who_asks_for_it(host):
     accepts = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
     with shown(host, 1):
         request = urllib.request.Request(
@@ -243,8 +243,8 @@ def test_openmetrics_is_sent_to_who_asks_for_it(host: str) -> None:
 
 
 def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(
-    host: str,
-) -> None:
+    host,
+):
     with shown(host, 1), shown(host, 2):
         assert set(re.findall(r'rank_info{.*rank="(\d+)"', get(host))) == {"1", "2"}
     assert samples(get(host), rank="1")["documents_total"] == 7
@@ -256,13 +256,13 @@ def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_
         assert samples(get(host), rank="1")["rank_state running"] == 1
 
 
-def test_where_a_port_is_taken_the_next_one_is(host: str, log: list[str]) -> None:
+def test_where_a_port_is_taken_the_next_one_is(host, log):
     with socket.create_server((host, PORT)), socket.create_server((host, PORT + 1)), shown(host, 2):
         assert samples(get(host, PORT + 2), rank="2")["documents_total"] == 7
     assert f"{PORT} is taken; this process has {host}:{PORT + 2}" in log[0]
 
 
-def test_an_address_that_cannot_be_used_is_said_once(log: list[str]) -> None:
+def test_an_address_that_cannot_be_used_is_said_once(log):
     for _ in range(2):
         assert metrics_port("192.0.2.1", PORT) is None
     (line,) = log

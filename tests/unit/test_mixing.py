@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def mix(at_end: Any = "stop", counts: tuple[int, ...] = (20, 5, 0), seed: int = 
     )
 
 
-def test_samples_come_in_the_shares_of_the_weights() -> None:
+def test_samples_come_in_the_shares_of_the_weights():
     drawn = Counter(
         name[0] for name in itertools.islice(mix(counts=(10_000, 10_000, 10_000)), 8000)
     )
@@ -41,7 +40,7 @@ def test_samples_come_in_the_shares_of_the_weights() -> None:
     assert drawn["b"] == pytest.approx(2000, rel=0.05)
 
 
-def test_draws_depend_on_seed_and_epoch_alone_and_each_source_keeps_its_order() -> None:
+def test_draws_depend_on_seed_and_epoch_alone_and_each_source_keeps_its_order():
     first, again, other = (list(mix("drop", (50, 50), seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert sorted(first) == sorted(other)
@@ -51,8 +50,8 @@ def test_draws_depend_on_seed_and_epoch_alone_and_each_source_keeps_its_order() 
     assert [name for name in first if name[0] == "a"] == list(source("a", 50))
 
 
-def test_ranks_draw_different_sources_also_of_packed_rows() -> None:
-    def draws(rank: int) -> list[int]:
+def test_ranks_draw_different_sources_also_of_packed_rows():
+    def draws(rank):
         sources = [Rows([[number, number]] * 100) for number in (0, 1)]
         for one in sources:
             vars(one).update(rank=rank, world_size=2)
@@ -62,14 +61,14 @@ def test_ranks_draw_different_sources_also_of_packed_rows() -> None:
     assert draws(0) == draws(0) != draws(1)
 
 
-def test_stop_ends_with_the_first_source_that_ends() -> None:
+def test_stop_ends_with_the_first_source_that_ends():
     samples = list(mix("stop", (100, 5)))
     assert Counter(name[0] for name in samples)["b"] == 5
     assert 5 < len(samples) < 50
     assert list(mix("stop", (5, 0))) == list(mix("stop", (5, 0)))
 
 
-def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
+def test_repeat_begins_short_sources_again_until_each_has_ended_once():
     samples = list(mix("repeat", (40, 4)))
     counts = Counter(samples)
     assert all(counts[f"a{i}"] == 1 for i in range(40))
@@ -93,14 +92,12 @@ def test_repeat_begins_short_sources_again_until_each_has_ended_once() -> None:
     ],
     ids=str,
 )
-def test_every_stop_resumes_exactly_with_a_state_that_is_json(
-    at_end: str, counts: tuple[int, ...]
-) -> None:
+def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end, counts):
     class ThroughJson(Mix):
-        def load_state_dict(self, state_dict: Any) -> None:
+        def load_state_dict(self, state_dict):
             super().load_state_dict(json.loads(json.dumps(state_dict)))
 
-    def make() -> Mix:
+    def make():
         sources = [source(name, count) for name, count in zip("abc", counts, strict=False)]
         return ThroughJson(sources, [2, 1, 1][: len(counts)], 3, at_end)  # type: ignore[arg-type]
 
@@ -112,17 +109,17 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(
 
 
 @pytest.mark.parametrize("at_end", ENDS)
-def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
+def test_packs_of_mixes_and_mixes_of_packs_resume(at_end):
     rows = [
         [[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in ((1, 6), (2, 4))
     ]
 
-    def packed_mix() -> Any:
+    def packed_mix():
         return Pack(
             Mix([Rows(these, shuffles=True) for these in rows], [3, 1], at_end=at_end), 5, pad=0
         )
 
-    def mixed_packs() -> Any:
+    def mixed_packs():
         return Mix([Pack(Rows(these, shuffles=True), 3) for these in rows], [3, 1], at_end=at_end)
 
     for make in (packed_mix, mixed_packs):
@@ -130,14 +127,14 @@ def test_packs_of_mixes_and_mixes_of_packs_resume(at_end: Any) -> None:
         assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
 
 
-def test_a_source_that_has_ended_is_not_asked_for_its_state() -> None:
+def test_a_source_that_has_ended_is_not_asked_for_its_state():
     class Restarting(Rows):
-        def _read(self, order: list[int]) -> Iterator[Any]:
+        def _read(self, order):
             """As some loaders: at the end, the state is the beginning of the next epoch."""
             yield from super()._read(order)
             self._at = 0
 
-    def make() -> Mix:
+    def make():
         return Mix([Restarting(["a"]), Rows(["b"] * 9)], [1, 1], at_end="drop")
 
     whole = list(make())
@@ -149,7 +146,7 @@ def test_a_source_that_has_ended_is_not_asked_for_its_state() -> None:
         assert list(resumed) == whole[stop:]
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused():
     for weights, message in [
         ([1], "one number for each source: 2, not 1"),
         ([1, 0], "above 0"),
@@ -165,7 +162,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         len(mix("stop"))
 
 
-def test_states_of_other_weights_or_seeds_are_refused() -> None:
+def test_states_of_other_weights_or_seeds_are_refused():
     one = mix()
     next(iter(one))
     state = one.state_dict()
@@ -177,7 +174,7 @@ def test_states_of_other_weights_or_seeds_are_refused() -> None:
         mix("drop").load_state_dict(state)
 
 
-def test_a_source_without_samples_is_a_warning_once(log: list[str]) -> None:
+def test_a_source_without_samples_is_a_warning_once(log):
     mixed = mix("drop", (20, 5, 0))
     for epoch in range(2):
         mixed.set_epoch(epoch)

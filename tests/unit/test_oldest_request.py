@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +15,14 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @pytest.fixture
-def eager_threads() -> Iterator[None]:
+def eager_threads():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-async def test_the_oldest_of_a_rank_is_found() -> None:
+async def test_the_oldest_of_a_rank_is_found():
     router = Router(9)
     own = Sender()
     other = Sender()
@@ -35,7 +34,7 @@ async def test_the_oldest_of_a_rank_is_found() -> None:
     assert router.oldest_of(own) is first
 
 
-async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads: None) -> None:
+async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads):
     """The set of attempts changes at each request.
 
     A program that iterated over it would raise RuntimeError.
@@ -48,7 +47,7 @@ async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads: 
     errors: list[Exception] = []
     ended = threading.Event()
 
-    def ask() -> None:
+    def ask():
         try:
             for _ in range(300):
                 router.oldest_of(own)
@@ -63,7 +62,7 @@ async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads: 
     assert errors == []
 
 
-async def test_a_long_id_is_cut() -> None:
+async def test_a_long_id_is_cut():
     """The history has a line for each minute, and a line beyond its limit would hide the whole
     attempt.
     """
@@ -76,12 +75,12 @@ async def test_a_long_id_is_cut() -> None:
     assert document == "word " * 40
 
 
-def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads: None) -> None:
+def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads):
     checkpoint: Any = SimpleNamespace(resumed=SimpleNamespace(finished=SimpleNamespace(read=0)))
     rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
     ended = threading.Event()
 
-    def ask() -> None:
+    def ask():
         while not ended.is_set():
             rank.progress()
             rank.spread()

@@ -45,8 +45,8 @@ def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
 
 
 def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     done = {1: Commit(1, 2, DocumentCounts(read=1), last_input="input 2")}
     chunks, complete = tracker(tmp_path, ResumePoint(done=done))
     first = [admit(chunks, ordinal) for ordinal in range(2)]
@@ -62,7 +62,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
         chunks.admit("another", no_position)
 
 
-def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path: Path) -> None:
+def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path):
     chunks, _ = tracker(tmp_path, ResumePoint(cached={0, 1}))
     assert admit(chunks, 0).cached
     with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
@@ -133,8 +133,8 @@ class TakenOver(Placement):
 
 
 def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     placement = TakenOver(tmp_path)
     older = opened(tmp_path, placement=placement)
@@ -150,13 +150,13 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
 
 
-def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path: Path) -> None:
+def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):
     """A power loss may otherwise leave the output of documents that nothing remembers, and that are
     paid once more.
     """
     before: dict[int, str] = {}
 
-    def write_chunk_and_look(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+    def write_chunk_and_look(index, documents):
         effects = [label for label in disk.happened if label.endswith(f"chunk_0000{index}.jsonl")]
         before[index] = effects[-1]
         return write_chunk(index, documents)
@@ -170,14 +170,14 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path: Path) -
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_may_still_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
-) -> None:
+    tmp_path, monkeypatch, locks
+):
     if not locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     checkpoint = opened(tmp_path)
     run(checkpoint, 2)
 
-    def known() -> set[int]:
+    def known():
         found = checkpoint.lease.read_rank("", 0, tmp_path / "00000", Want.COMMITS)
         assert found.run
         return set(found.commits)
@@ -189,9 +189,7 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     checkpoint.close(completed=True)
 
 
-def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     mirror = Mock()
     checkpoint = opened(tmp_path, mirror=mirror)
@@ -229,8 +227,8 @@ READS = [
     "want", [CHECKED | Want.HISTORY, Want.HISTORY | Want.JOURNALS], ids=["checked", "summed"]
 )
 def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: Want
-) -> None:
+    tmp_path, monkeypatch, want
+):
     for moment in itertools.count():
         folder = tmp_path / str(moment)
         reads = ledger_reads(folder, moment, want, monkeypatch)

@@ -27,9 +27,7 @@ from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
-from tests.patience import ChangePolicy
 
 Put = Callable[[str], None]
 
@@ -53,7 +51,7 @@ class Breaking(MemoryFileSystem):
 
 
 @pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
+def files(monkeypatch):
     fsspec.register_implementation("breaking", Breaking, clobber=True)
     monkeypatch.setattr(Breaking, "before", Breaking.before)
     monkeypatch.setattr(Breaking, "after", Breaking.after)
@@ -72,20 +70,18 @@ def remote_folder(scratch: Path, lease: Any, calls: StoppableCalls) -> RemoteTar
 
 
 @pytest.fixture
-def calls() -> StoppableCalls:
+def calls():
     return StoppableCalls()
 
 
 @pytest.fixture
-def folder(
-    files: type[Breaking], tmp_path: Path, policy: ChangePolicy, calls: StoppableCalls
-) -> RemoteTarget:
+def folder(files, tmp_path, policy, calls):
     policy("STORAGE", first=0.001)
     return remote_folder(tmp_path, leased(), calls)
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Path:
+def local(tmp_path):
     (tmp_path / "staged").write_text("content")
     return tmp_path / "staged"
 
@@ -105,9 +101,7 @@ class OssError(Exception):
     """As the errors of some libraries: no OSError."""
 
 
-def test_temporary_errors_are_retried(
-    files: type[Breaking], folder: RemoteTarget, local: Path, log: list[str]
-) -> None:
+def test_temporary_errors_are_retried(files, folder, local, log):
     files.before = failing(
         ConnectionResetError("reset"), TimeoutError(), OSError(16, "SlowDown"), OssError()
     )
@@ -130,13 +124,13 @@ def test_temporary_errors_are_retried(
     ],
 )
 def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
-    files: type[Breaking],
-    folder: RemoteTarget,
-    local: Path,
-    log: list[str],
-    error: Exception,
-    advice: str,
-) -> None:
+    files,
+    folder,
+    local,
+    log,
+    error,
+    advice,
+):
     files.before = failing(error)
     with pytest.raises(
         OutputFailed, match=r"breaking://.*output/a could not be uploaded"
@@ -148,9 +142,9 @@ def test_a_permanent_error_ends_the_upload_at_once_and_says_what_to_do(
 
 
 def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
-    files: type[Breaking], local: Path, tmp_path: Path, calls: StoppableCalls, policy: ChangePolicy
-) -> None:
-    def taken() -> None:
+    files, local, tmp_path, calls, policy
+):
+    def taken():
         raise Fenced("Another process has taken over")
 
     policy("STORAGE", first=0.001)
@@ -162,9 +156,7 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
     assert files.store.keys() == {"/output/a"}
 
 
-def test_retrying_ends(
-    files: type[Breaking], folder: RemoteTarget, local: Path, policy: ChangePolicy
-) -> None:
+def test_retrying_ends(files, folder, local, policy):
     policy("STORAGE", patience=0.05)
     files.before = failing(*[ConnectionError("refused")] * 10_000)
     with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
@@ -172,20 +164,16 @@ def test_retrying_ends(
     assert files.store == {}
 
 
-def test_a_file_of_another_size_is_refused(
-    files: type[Breaking], folder: RemoteTarget, local: Path
-) -> None:
+def test_a_file_of_another_size_is_refused(files, folder, local):
     files.after = lambda path: files().pipe_file(path, b"of another")
     with pytest.raises(OutputFailed, match="a has 10 bytes after its upload instead of 7"):
         folder.upload(local, "a")
 
 
-def test_a_stop_ends_the_wait_for_an_upload(
-    files: type[Breaking], folder: RemoteTarget, calls: StoppableCalls, local: Path
-) -> None:
+def test_a_stop_ends_the_wait_for_an_upload(files, folder, calls, local):
     begun, release = threading.Event(), threading.Event()
 
-    def hang(path: str) -> None:
+    def hang(path):
         begun.set()
         release.wait()
 
@@ -199,15 +187,15 @@ def test_a_stop_ends_the_wait_for_an_upload(
 
 
 def test_a_stop_ends_the_pause_between_attempts(
-    files: type[Breaking],
-    folder: RemoteTarget,
-    calls: StoppableCalls,
-    local: Path,
-    policy: ChangePolicy,
-) -> None:
+    files,
+    folder,
+    calls,
+    local,
+    policy,
+):
     policy("STORAGE", first=1000.0, longest=1000.0, patience=1000.0)
 
-    def fail(path: str) -> None:
+    def fail(path):
         threading.Timer(0.05, calls.stop).start()
         raise ConnectionError
 
@@ -249,7 +237,7 @@ def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
         (Answered(response=Answered(status_code=412)), False),
     ],
 )
-def test_which_errors_are_permanent(error: Exception, permanent: bool) -> None:
+def test_which_errors_are_permanent(error, permanent):
     assert retrying.STORAGE.passes(error) is not permanent
 
 
@@ -305,8 +293,8 @@ def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
 
 
 def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     mine, others = (
         ["output/a", "output/a", "output/b", "output/a"],
         ["output/ab", "output/c", "a", "elsewhere/a"],
@@ -316,7 +304,7 @@ def test_open_uploads_of_exactly_these_names_are_aborted_however_many_there_are(
     assert [key for key, _ in uploads.open] == others
 
 
-def test_after_a_good_end_no_open_uploads_are_listed(tmp_path: Path) -> None:
+def test_after_a_good_end_no_open_uploads_are_listed(tmp_path):
     uploads = Uploads("output/a")
     uploads.refuses = "list_multipart_uploads"
     on_s3(uploads, tmp_path).prepare()
@@ -324,16 +312,14 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(
-    tmp_path: Path, refused: str
-) -> None:
+def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path, refused):
     uploads = Uploads("output/a")
     uploads.refuses = refused
     with pytest.raises(OutputFailed, match="s3:ListBucketMultipartUploads"):
         on_s3(uploads, tmp_path, "a").prepare()
 
 
-def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: list[str]) -> None:
+def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path, log):
     uploads = Uploads()
     uploads.refuses = "create_multipart_upload"
     with pytest.raises(
@@ -344,8 +330,8 @@ def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path: Path, log: lis
 
 
 def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
-    files: type[Breaking], tmp_path: Path, server: FakeServer
-) -> None:
+    files, tmp_path, server
+):
     files.before = failing(PermissionError("Access Denied"))
     output = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
     with pytest.raises(OutputFailed, match=r"00000_00000\.jsonl could not be uploaded"):
@@ -367,9 +353,7 @@ def test_an_upload_that_can_never_succeed_stops_the_rank_and_keeps_every_answer(
         ({"token": "hunter2"}, "'token'"),
     ],
 )
-def test_secrets_among_the_storage_options_are_refused_and_not_repeated(
-    options: dict[str, Any], named: str
-) -> None:
+def test_secrets_among_the_storage_options_are_refused_and_not_repeated(options, named):
     folder = DataFolder("memory://x", fs=MemoryFileSystem(**options, skip_instance_cache=True))
     for refuse in (
         lambda: check_writer(JsonlWriter(folder, "${rank}_${chunk_index}.jsonl"), checkpoints=True),
@@ -380,7 +364,7 @@ def test_secrets_among_the_storage_options_are_refused_and_not_repeated(
         assert "hunter2" not in str(refused.value)
 
 
-def test_options_that_are_no_secrets_are_fine() -> None:
+def test_options_that_are_no_secrets_are_fine():
     check_options(
         {"endpoint_url": "http://x", "profile": "me", "anon": False}, "s3://b", "data_folder"
     )
@@ -403,8 +387,8 @@ NAMES += ["p-00004-0.jsonl", "fr/00003_0.jsonl"]
     ],
 )
 def test_a_rank_looks_only_at_files_that_it_may_have_named_or_committed(
-    tmp_path: Path, template: str, looked_at: list[str]
-) -> None:
+    tmp_path, template, looked_at
+):
     for name in [*NAMES, "old/7.jsonl"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

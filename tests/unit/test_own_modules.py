@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,13 @@ Write = Callable[..., None]
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+def write(tmp_path, monkeypatch):
     """Writes empty files beside a script in script/; the working folder is another one."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "script"), *sys.path])
 
-    def write(*names: str, content: str = "", folder: str = "script") -> None:
+    def write(*names, content="", folder="script"):
         for name in names:
             (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / folder / name).write_text(content)
@@ -38,8 +38,8 @@ def names() -> set[str]:
 
 
 def test_imported_modules_and_packages_go_along_and_no_environment_or_hidden_file(
-    write: Write,
-) -> None:
+    write,
+):
     package = {"own_a/__init__.py", "own_a/deep/b.py", "own_a/prompts/one.txt"}
     space = {
         "own_space/c.py",
@@ -68,8 +68,8 @@ def test_imported_modules_and_packages_go_along_and_no_environment_or_hidden_fil
 
 
 def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
-    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    write, tmp_path, monkeypatch
+):
     write("own_work.py", folder="work")
     write("own_path.py", folder="elsewhere")
     write("own_installed.py", folder="venv/site-packages")
@@ -82,7 +82,7 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
     assert names() == set()
 
 
-def test_what_is_too_large_or_secret_is_refused(write: Write) -> None:
+def test_what_is_too_large_or_secret_is_refused(write):
     write("own_b/__init__.py", "own_b/small.txt")
     write("own_b/table.bin", content="x" * _MOST_BYTES)
     importlib.import_module("own_b")

@@ -51,7 +51,7 @@ def imported() -> set[str]:
 
 
 @pytest.mark.slow
-def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported() -> None:
+def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported():
     distributions, found = packages_distributions(), imported()
     by_name = {
         name: {normalized(one) for one in distributions.get(name, _FROM.get(name, [name]))}
@@ -64,12 +64,12 @@ def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported() -> No
     assert plain <= set().union(*by_name.values())
 
 
-def test_the_version_is_the_installed_one() -> None:
+def test_the_version_is_the_installed_one():
     assert version("datatrove-ckpt") == datatrove_ckpt.__version__
 
 
 @pytest.mark.slow
-def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -> None:
+def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path):
     (tmp_path / "job.py").write_text(
         "from datatrove_ckpt import InferenceConfig, run\n"
         "from datatrove_ckpt.rollouts import Document, Generate\n"
@@ -101,7 +101,7 @@ def test_a_type_checker_finds_the_package_outside_its_checkout(tmp_path: Path) -
 
 
 @pytest.mark.real_process
-def test_an_import_leaves_no_thread_that_spins() -> None:
+def test_an_import_leaves_no_thread_that_spins():
     """Those of numpy's OpenBLAS did, for 0.1 s on each other core.
 
     Needs Linux, and two cores to fail.

@@ -32,7 +32,7 @@ def tokens(samples: Any) -> list[list[int]]:
     return [sample["input_ids"].tolist() for sample in samples]
 
 
-def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_filled_up() -> None:
+def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_filled_up():
     rows = rows_of([3, 1, 5, 2])
     assert tokens(Pack(Rows(rows), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert tokens(Pack(Rows(rows), 4, pad=-1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]
@@ -51,7 +51,7 @@ def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_fille
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 23), max_size=12), st.integers(1, 9), st.booleans())
-def test_no_token_is_lost_or_moved(lengths: list[int], length: int, pads: bool) -> None:
+def test_no_token_is_lost_or_moved(lengths, length, pads):
     rows = rows_of(lengths)
     samples = tokens(Pack(Rows(rows), length, pad=-1 if pads else None))
     got = [token for sample in samples for token in sample if token != -1]
@@ -65,14 +65,14 @@ def test_no_token_is_lost_or_moved(lengths: list[int], length: int, pads: bool) 
 @pytest.mark.parametrize(
     "options", [{"pad": 0, "positions": True, "separator": 7}, {}, {"separator": 7}], ids=str
 )
-def test_every_stop_resumes_exactly_with_a_state_that_is_json(options: dict[str, Any]) -> None:
+def test_every_stop_resumes_exactly_with_a_state_that_is_json(options):
     lengths = [random.Random(0).choice([0, 1, 3, 4, 9, 30]) for _ in range(12)]
 
     class ThroughJson(Pack):
-        def load_state_dict(self, state_dict: Any) -> None:
+        def load_state_dict(self, state_dict):
             super().load_state_dict(json.loads(json.dumps(state_dict)))
 
-    def make() -> Pack:
+    def make():
         return ThroughJson(Rows(rows_of(lengths), shuffles=True), 4, **options)
 
     count = len(list(make()))
@@ -81,7 +81,7 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(options: dict[str,
     assert report.samples == [count, count]
 
 
-def test_several_columns_are_cut_at_the_same_places() -> None:
+def test_several_columns_are_cut_at_the_same_places():
     rows = [
         {"input_ids": [1, 2, 3], "mask": [0, 1, 1], "text": "a"},
         {"input_ids": [4, 5], "mask": [1, 0]},
@@ -98,7 +98,7 @@ def test_several_columns_are_cut_at_the_same_places() -> None:
     assert [sample["mask"].tolist() for sample in samples] == [[0, 1, 1], [1, 1, 0], [1, 0, 0]]
 
 
-def test_positions_begin_again_in_each_row_and_each_sample() -> None:
+def test_positions_begin_again_in_each_row_and_each_sample():
     samples = list(Pack(Rows(rows_of([3, 7, 1, 2])), 5, pad=-1, positions=True))
     assert [sample["position_ids"].tolist() for sample in samples] == [
         [0, 1, 2, 0, 1],
@@ -108,17 +108,17 @@ def test_positions_begin_again_in_each_row_and_each_sample() -> None:
     assert all(set(sample) == {"input_ids", "position_ids"} for sample in samples)
 
 
-def test_lists_arrays_and_plain_rows_give_the_same_integers() -> None:
+def test_lists_arrays_and_plain_rows_give_the_same_integers():
     rows = [[1, 2], np.array([3], np.uint16), {"input_ids": np.array([4, 5], np.int32)}, (6,)]
     (sample,) = Pack(Rows(rows), 6)
     assert sample["input_ids"].tolist() == [1, 2, 3, 4, 5, 6]
     assert sample["input_ids"].dtype == np.int64
 
 
-def test_values_with_fractions_keep_their_type_through_a_state() -> None:
+def test_values_with_fractions_keep_their_type_through_a_state():
     rows = [{"input_ids": [1, 2, 3], "weight": np.array([0.5, 1, 0.25], np.float32)}] * 3
 
-    def make() -> Pack:
+    def make():
         return Pack(Rows(rows), 4, ["input_ids", "weight"])
 
     whole = list(make())
@@ -131,13 +131,13 @@ def test_values_with_fractions_keep_their_type_through_a_state() -> None:
     assert last["weight"].tolist() == whole[1]["weight"].tolist()
 
 
-def test_a_state_holds_the_tokens_that_are_in_no_sample_in_few_bytes() -> None:
+def test_a_state_holds_the_tokens_that_are_in_no_sample_in_few_bytes():
     pack = Pack(Rows(rows_of([5000, 5000], first=30_000)), 4096)
     next(iter(pack))
     assert len(json.dumps(pack.state_dict())) < 340 + (5000 - 4096) * 2 * 4 / 3
 
 
-def test_rows_that_cannot_be_packed_are_named() -> None:
+def test_rows_that_cannot_be_packed_are_named():
     for rows, options, message in [
         ([{"text": "a", "id": "b"}], {}, r"no 'input_ids'; it has \['text', 'id'\]. Tokenise"),
         ([{"input_ids": "a"}], {}, "must be a list of numbers"),
@@ -155,7 +155,7 @@ def test_rows_that_cannot_be_packed_are_named() -> None:
             list(Pack(Rows(rows), 4, **options))  # type: ignore[arg-type]
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
+def test_settings_that_cannot_work_are_refused():
     for options, message in [
         ({"length": 0}, "at least 1"),
         ({"length": 4, "columns": "input_ids"}, "list of keys"),
@@ -167,7 +167,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Pack([[1, 2]], 4)
 
 
-def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
+def test_states_of_another_setting_class_epoch_or_worker_are_refused():
     pack = Pack(Rows(rows_of([9])), 4)
     next(iter(pack))
     state = pack.state_dict()
@@ -190,7 +190,7 @@ def test_states_of_another_setting_class_epoch_or_worker_are_refused() -> None:
         iter(other)
 
 
-def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded() -> None:
+def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded():
     pack = Pack(Rows(rows_of([9])), 4)
     with pytest.raises(ConfigError, match="StatefulDataLoader"):
         pack.state_dict()
@@ -202,7 +202,7 @@ def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded() 
     assert len(list(pack)) == 2
 
 
-def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole() -> None:
+def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole():
     """torchdata drops the iterator of a state of an epoch's end, and begins another one."""
     rows = Rows(rows_of([9]))
     pack = Pack(rows, 4)

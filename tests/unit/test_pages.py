@@ -13,7 +13,6 @@ import re
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,7 +54,7 @@ def codes(text: str) -> list[str]:
 # README ------------------------------------------------------------------------------------------
 
 
-def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
+def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them():
     lines = [
         line for line in pages()["README.md"].splitlines() if line.startswith("python3 -m venv")
     ]
@@ -69,7 +68,7 @@ def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them() -> None:
     assert "grep '^python3 -m venv' README.md | sed -n 2p" in (ROOT / ".ci/run").read_text()
 
 
-def test_readme_shows_the_figures_of_the_benchmarks() -> None:
+def test_readme_shows_the_figures_of_the_benchmarks():
     table = report.measured(ROOT / "docs/internals/benchmarks.md")
     assert report.measured(ROOT / "README.md") == report.summary(table)
 
@@ -77,7 +76,7 @@ def test_readme_shows_the_figures_of_the_benchmarks() -> None:
 # examples ----------------------------------------------------------------------------------------
 
 
-def test_every_fence_is_an_example_in_a_language_that_tests_run() -> None:
+def test_every_fence_is_an_example_in_a_language_that_tests_run():
     for name, text in pages().items():
         fences = re.findall(r"^\s*(?:```|~~~)", text, re.MULTILINE)
         assert len(fences) == 2 * len(blocks(page=name)), (
@@ -86,7 +85,7 @@ def test_every_fence_is_an_example_in_a_language_that_tests_run() -> None:
     assert {block.language for block in blocks()} == set(LANGUAGES)
 
 
-def test_no_command_is_indented_where_no_test_would_run_it() -> None:
+def test_no_command_is_indented_where_no_test_would_run_it():
     for name, text in pages().items():
         assert (
             re.findall(
@@ -96,7 +95,7 @@ def test_no_command_is_indented_where_no_test_would_run_it() -> None:
         ), name
 
 
-def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there() -> None:
+def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there():
     lines = {line for block in blocks("bash") for line in block.lines}
     assert set(RUN_ELSEWHERE) <= lines
     ci = (ROOT / ".ci/run").read_text()
@@ -119,7 +118,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_pages_that_are_read_stay_short_together() -> None:
+def test_pages_that_are_read_stay_short_together():
     """The page of settings is generated, and the changelog grows with each release: nobody reads
     them as a whole.
     """
@@ -133,7 +132,7 @@ def test_pages_that_are_read_stay_short_together() -> None:
     assert sum(words.values()) <= 32_000, f"the longest pages: {', '.join(longest)}"
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     links = [
         (name, target)
         for name, text in pages().items()
@@ -157,7 +156,7 @@ def test_links_lead_somewhere() -> None:
             assert anchor in anchors(file.read_text()), target
 
 
-def test_files_that_are_named_are_there() -> None:
+def test_files_that_are_named_are_there():
     shown = {block.lines[0].removeprefix("# ") for block in blocks()}
     for path in codes("".join(pages().values())):
         if path in shown:
@@ -168,7 +167,7 @@ def test_files_that_are_named_are_there() -> None:
             assert (ROOT / "datatrove_ckpt" / path).exists() or (ROOT / path).exists(), path
 
 
-def test_every_page_can_be_reached_from_readme() -> None:
+def test_every_page_can_be_reached_from_readme():
     reached, waiting = {"README.md"}, ["README.md"]
     while waiting:
         text = pages()[waiting.pop()]
@@ -185,7 +184,7 @@ def test_every_page_can_be_reached_from_readme() -> None:
 # recovery, mirror --------------------------------------------------------------------------------
 
 
-def test_the_crash_table_is_the_one_in_the_code() -> None:
+def test_the_crash_table_is_the_one_in_the_code():
     in_page = table_rows(section("docs/internals/recovery.md", "## How a chunk is committed"))
     in_code = re.findall(
         r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE
@@ -199,13 +198,13 @@ def test_the_crash_table_is_the_one_in_the_code() -> None:
 # settings, errors, command line ------------------------------------------------------------------
 
 
-def test_the_settings_page_is_the_one_that_the_docstrings_give() -> None:
+def test_the_settings_page_is_the_one_that_the_docstrings_give():
     assert settings_page.PAGE.read_text() == settings_page.page(), (
         "run: python -m tests.settings_page"
     )
 
 
-def test_the_status_page_names_keys_that_the_json_has() -> None:
+def test_the_status_page_names_keys_that_the_json_has():
     ranks = [RankState("", 0, Path(), "running")]
     found = json.loads(to_json(RunState("", False, 0.0, ranks=ranks)))
     known = {**found["ranks"][0], **found["totals"], **found}
@@ -216,7 +215,7 @@ def test_the_status_page_names_keys_that_the_json_has() -> None:
                 node = node[name]
 
 
-def test_every_error_has_an_entry_in_the_order_of_the_tree() -> None:
+def test_every_error_has_an_entry_in_the_order_of_the_tree():
     entries = re.findall(
         r"^### (\w+)$", section("docs/troubleshooting.md", "## Errors"), re.MULTILINE
     )
@@ -236,11 +235,11 @@ def test_every_error_has_an_entry_in_the_order_of_the_tree() -> None:
 
 
 @pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
+def parser(monkeypatch):
     """The command's own."""
     found: list[argparse.ArgumentParser] = []
 
-    def parse_args(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+    def parse_args(parser, *arguments):
         found.append(parser)
         raise SystemExit
 
@@ -258,8 +257,8 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def test_every_command_has_a_section_with_its_arguments_and_no_others(
-    parser: argparse.ArgumentParser,
-) -> None:
+    parser,
+):
     common = section("docs/cli.md", "## Commands")
     assert set(re.findall(r"\(#(\w+)\)", common)) == set(subcommands(parser))
     for name, command in subcommands(parser).items():
@@ -274,7 +273,7 @@ def test_every_command_has_a_section_with_its_arguments_and_no_others(
             assert action.option_strings or str(action.metavar) in text, name
 
 
-def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -> None:
+def test_the_exit_codes_are_those_of_the_help(parser):
     for name, command in subcommands(parser).items():
         in_help = re.findall(
             r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE
@@ -283,7 +282,7 @@ def test_the_exit_codes_are_those_of_the_help(parser: argparse.ArgumentParser) -
         assert [code for code in exit_codes(name) if code.isdigit()] == in_help, name
 
 
-def test_the_kinds_of_problems_are_those_of_verify() -> None:
+def test_the_kinds_of_problems_are_those_of_verify():
     rows = table_rows(section("docs/cli.md", "## verify"))
     listed = [
         code
@@ -296,7 +295,7 @@ def test_the_kinds_of_problems_are_those_of_verify() -> None:
     assert [kind for kind in listed if f'"{kind}"' not in sources] == []
 
 
-def test_the_extras_are_those_of_the_package() -> None:
+def test_the_extras_are_those_of_the_package():
     listed = [
         code for head in list_heads(section("docs/cli.md", "## Extras")) for code in codes(head)
     ]
@@ -306,7 +305,7 @@ def test_the_extras_are_those_of_the_package() -> None:
 # architecture, changelog, benchmarks -------------------------------------------------------------
 
 
-def test_the_architecture_names_every_room_in_the_order_of_the_layers() -> None:
+def test_the_architecture_names_every_room_in_the_order_of_the_layers():
     house = section("docs/architecture.md", "## The house")
     assert [codes(row[0])[0] for row in table_rows(house)] == list(ROOMS)
     inside = {
@@ -318,12 +317,12 @@ def test_the_architecture_names_every_room_in_the_order_of_the_layers() -> None:
     assert inside - {"__pycache__"} <= named
 
 
-def test_the_settings_of_the_short_form_are_listed() -> None:
+def test_the_settings_of_the_short_form_are_listed():
     listed = [codes(head)[0] for head in list_heads(section("docs/cli.md", "## The short form"))]
     assert sorted(listed) == sorted(short_form.NAMES)
 
 
-def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
+def test_what_the_architecture_tells_to_change_is_in_the_code():
     source = "".join(path.read_text() for path in (ROOT / "datatrove_ckpt").rglob("*.py"))
     for heading in re.findall(r"^## How to .*$", pages()["docs/architecture.md"], re.MULTILINE):
         for code in codes(section("docs/architecture.md", heading)):
@@ -333,7 +332,7 @@ def test_what_the_architecture_tells_to_change_is_in_the_code() -> None:
             )
 
 
-def test_the_changelog_tells_the_formats_that_the_code_writes() -> None:
+def test_the_changelog_tells_the_formats_that_the_code_writes():
     text = section("docs/changelog.md", "## The format of checkpoints")
     numbers, versions = table_rows(text)[:3], table_rows(text)[3:]
     expected = [str(FORMAT), str(manifests.FORMAT), str(base.READER_VERSION)]

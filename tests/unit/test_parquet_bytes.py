@@ -100,7 +100,7 @@ def theirs(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str,
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_bytes_are_those_of_datatroves_writer(tmp_path: Path, name: str) -> None:
+def test_the_bytes_are_those_of_datatroves_writer(tmp_path, name):
     settings, found = SETTINGS[name], documents(vectors=name == "schema")
     files = ours(tmp_path / "ours", found, writer(tmp_path / "unused", **settings))
     assert (len(files) > 2) == (settings.get("max_file_size") == 5_000)
@@ -112,7 +112,7 @@ def test_the_bytes_are_those_of_datatroves_writer(tmp_path: Path, name: str) -> 
     assert theirs(tmp_path / "theirs", found, own) == files
 
 
-def test_a_class_of_the_user_gets_its_calls(tmp_path: Path) -> None:
+def test_a_class_of_the_user_gets_its_calls(tmp_path):
     files = ours(
         tmp_path,
         documents(False),
@@ -123,7 +123,7 @@ def test_a_class_of_the_user_gets_its_calls(tmp_path: Path) -> None:
     assert sum(pq.read_metadata(tmp_path / name).num_rows for name in files) == 600
 
 
-def test_vectors_have_no_dictionary_if_the_schema_is_found_out(tmp_path: Path) -> None:
+def test_vectors_have_no_dictionary_if_the_schema_is_found_out(tmp_path):
     found = documents(vectors=True)
     for folder, schema, expected in (("a", None, False), ("b", SCHEMA, True)):
         own = writer(tmp_path, schema=schema, expand_metadata=True)

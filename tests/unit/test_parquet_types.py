@@ -87,9 +87,7 @@ def rows(files: list[Path]) -> list[Any]:
         ([[1], [0.5, None]], "list<item: double>", [[1.0], [0.5, None]]),
     ],
 )
-def test_a_chunk_has_the_types_of_all_its_documents(
-    tmp_path: Path, server: FakeServer, chunk: list[Any], kind: str, read: list[Any] | None
-) -> None:
+def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kind, read):
     for number, order in enumerate((chunk, chunk[::-1])):
         files = written(tmp_path / str(number), server, [order])
         assert rows(files) == (([*reversed(read)] if number else read) if read else order)
@@ -115,9 +113,7 @@ def test_a_chunk_has_the_types_of_all_its_documents(
         ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
     ],
 )
-def test_what_cannot_be_united_names_document_column_and_both_types(
-    tmp_path: Path, server: FakeServer, chunk: list[Any], parts: list[str]
-) -> None:
+def test_what_cannot_be_united_names_document_column_and_both_types(tmp_path, server, chunk, parts):
     for _ in range(2):
         with pytest.raises(OutputFailed) as failed:
             written(tmp_path, server, [chunk])
@@ -125,7 +121,7 @@ def test_what_cannot_be_united_names_document_column_and_both_types(
             assert part in str(failed.value)
     asked = sum(server.asked.values())
 
-    def adapter(self: Any, document: Document) -> dict[str, Any]:
+    def adapter(self, document):
         return {"id": document.id, "c": json.dumps(document.metadata["c"])}
 
     new = parquet(tmp_path, adapter=adapter)
@@ -134,7 +130,7 @@ def test_what_cannot_be_united_names_document_column_and_both_types(
     assert sum(server.asked.values()) == asked
 
 
-def test_a_schema_is_obeyed_as_it_is(tmp_path: Path, server: FakeServer) -> None:
+def test_a_schema_is_obeyed_as_it_is(tmp_path, server):
     schema = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32()))])
     files = written(
         tmp_path, server, [[None, None], [[1], ...]], output_writer=parquet(tmp_path, schema=schema)
@@ -166,9 +162,7 @@ AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
         (0.5, Decimal("1.5")),
     ],
 )
-def test_values_that_would_change_beside_each_other_are_refused(
-    tmp_path: Path, server: FakeServer, one: Any, other: Any
-) -> None:
+def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server, one, other):
     for number, chunk in enumerate(([one, other], [other, one])):
         with pytest.raises(
             OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"
@@ -210,8 +204,8 @@ def test_values_that_would_change_beside_each_other_are_refused(
     ],
 )
 def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_change_is_refused(
-    tmp_path: Path, server: FakeServer, kind: Any, kept: Any, read: Any, changed: Any, said: str
-) -> None:
+    tmp_path, server, kind, kept, read, changed, said
+):
     schema = pa.schema([("id", pa.string()), ("c", kind)])
     files = written(
         tmp_path / "kept", server, [[kept]], output_writer=parquet(tmp_path / "kept", schema=schema)
@@ -247,9 +241,7 @@ FIXED, ANY = "fixed_size_list<item: float>[2]", "list<item: float>"
         ([np.array([0.1, 2])], "list<item: double>"),
     ],
 )
-def test_float32_arrays_of_one_length_are_fixed_size_lists(
-    tmp_path: Path, server: FakeServer, chunk: list[Any], kind: str
-) -> None:
+def test_float32_arrays_of_one_length_are_fixed_size_lists(tmp_path, server, chunk, kind):
     files = written(tmp_path, server, [chunk])
     assert types(files) == [kind]
     plain = json.loads(
@@ -282,9 +274,7 @@ LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_files_with_arrays_load_as_one_or_it_is_said(
-    tmp_path: Path, server: FakeServer, name: str, log: list[str]
-) -> None:
+def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log):
     values, kinds, kind, loads = LENGTHS[name]
     files = written(tmp_path, server, values)
     assert types(files[: len(kinds)]) == kinds
@@ -300,7 +290,7 @@ def test_files_with_arrays_load_as_one_or_it_is_said(
     assert contents(again) == contents(files)
 
 
-def test_a_given_schema_takes_arrays(tmp_path: Path, server: FakeServer) -> None:
+def test_a_given_schema_takes_arrays(tmp_path, server):
     for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
         schema = pa.schema([("id", pa.string()), ("c", kind)])
         place = tmp_path / str(kind)
@@ -339,7 +329,7 @@ ONE: dict[str, tuple[Values, str]] = {
 @pytest.mark.parametrize(
     "name", ["text later", "empty list before", "key without value", "column later missing"]
 )
-def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: str) -> None:
+def test_datasets_loads_them_as_one(tmp_path, server, name):
     parquet_module = pytest.importorskip("datasets.packaged_modules.parquet.parquet")
     files = [str(file) for file in written(tmp_path, server, ONE[name][0])]
     builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
@@ -347,9 +337,7 @@ def test_datasets_loads_them_as_one(tmp_path: Path, server: FakeServer, name: st
     assert len(builder.as_dataset("train")) == len(ONE[name][0])
 
 
-def test_a_first_file_without_values_is_said_by_all_its_columns(
-    tmp_path: Path, server: FakeServer, log: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server, log, capsys):
     written(
         tmp_path,
         server,
@@ -378,9 +366,7 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(
     assert "'c.t'" not in found
 
 
-def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path, server):
     for _ in range(2):
         with pytest.raises(
             OutputFailed,
@@ -400,13 +386,11 @@ def contents(files: list[Path]) -> list[bytes]:
 VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
 
 
-def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):
     passes: list[bool] = []
     fits = ChunkWriting._fits
 
-    def counted(self: ChunkWriting, *args: Any) -> bool:
+    def counted(self, *args):
         passes.append(fits(self, *args))
         return passes[-1]
 
@@ -420,15 +404,13 @@ def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(
     assert contents(written(tmp_path / "d", server, [[1], [2], [3]])) == contents(uniform)
 
 
-def test_a_subclass_of_int_is_an_integer() -> None:
+def test_a_subclass_of_int_is_an_integer():
     """``in`` of a range goes through all its numbers for such a value."""
     assert type_of([HTTPStatus.OK, 1], "c") == pa.int64()
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_files_with_arrays_are_read_by_our_readers(
-    tmp_path: Path, server: FakeServer, expand: bool
-) -> None:
+def test_files_with_arrays_are_read_by_our_readers(tmp_path, server, expand):
     given = [vector(0.1, 2), None, vector(3, 4)]
     files = written(
         tmp_path, server, [given], output_writer=parquet(tmp_path, expand_metadata=expand)

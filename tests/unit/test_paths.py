@@ -22,7 +22,7 @@ from tests.yaml_jobs import job_yaml
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory, with a document; home is another folder."""
     work = tmp_path / "work"
     (work / "documents").mkdir(parents=True)
@@ -69,9 +69,7 @@ def odd_names(folder: Path) -> list[str]:
         ({"checkpoints": "~nobody-of-this-name/b"}, "there is no such home folder"),
     ],
 )
-def test_a_path_that_nothing_expands_is_an_error_and_no_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str], places: dict[str, str], message: str
-) -> None:
+def test_a_path_that_nothing_expands_is_an_error_and_no_folder(folder, capsys, places, message):
     assert run(**places) in (1, 2)
     assert message in capsys.readouterr().err
     assert odd_names(folder.parent) == []
@@ -81,8 +79,8 @@ def test_a_path_that_nothing_expands_is_an_error_and_no_folder(
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "~/checkpoints"])
 def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints(
-    folder: Path, capsys: pytest.CaptureFixture[str], checkpoints: str
-) -> None:
+    folder, capsys, checkpoints
+):
     assert run(checkpoints=checkpoints) == 0
     assert "1 of 1 document is in 1 file" in capsys.readouterr().out
     place = folder.parent / ("home" if checkpoints.startswith("~") else "scratch")
@@ -91,7 +89,7 @@ def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints
 
 
 @pytest.mark.slow
-def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -> None:
+def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder):
     home = folder.parent / "home"
     (folder / "documents").rename(home / "documents")
     assert run(data="~/documents", output="~/output", logs="~/logs") == 0
@@ -100,9 +98,7 @@ def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder: Path) -
     assert odd_names(folder.parent) == []
 
 
-def test_it_is_expanded_where_the_task_runs(
-    folder: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_expanded_where_the_task_runs(folder, server, monkeypatch):
     step = runner(folder, server)
     step.checkpoints_local_dir = "$SCRATCH/checkpoints"
     monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
@@ -110,7 +106,7 @@ def test_it_is_expanded_where_the_task_runs(
     assert (folder / "of this node/checkpoints/00000/commits.jsonl").exists()
 
 
-def test_python_code_is_refused_the_same(folder: Path) -> None:
+def test_python_code_is_refused_the_same(folder):
     with pytest.raises(ConfigError, match=r"data_folder: '.*\$SCRATCH/in' contains \$SCRATCH"):
         JsonlReader("$SCRATCH/in")
     with pytest.raises(ConfigError, match=r"paths_file: '\$SCRATCH/list' contains"):
@@ -123,7 +119,7 @@ def test_python_code_is_refused_the_same(folder: Path) -> None:
         )
 
 
-def test_paths_of_the_server_are_expanded(folder: Path) -> None:
+def test_paths_of_the_server_are_expanded(folder):
     model = folder.parent / "scratch" / "model.gguf"
     model.parent.mkdir()
     model.write_bytes(b"GGUF")
@@ -132,7 +128,7 @@ def test_paths_of_the_server_are_expanded(folder: Path) -> None:
         resolve_model_path("$UNSET_HERE/model.gguf")
 
 
-def test_what_is_no_variable_stays(folder: Path) -> None:
+def test_what_is_no_variable_stays(folder):
     for path in ("/data/100$/a", "s3://bucket/a~b", "/data/cost$$", "memory://x"):
         refuse_variables("key", path)
     assert expand_path("key", "/data/100$/a~b") == Path("/data/100$/a~b")

@@ -5,7 +5,6 @@ wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,11 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path):
     return Job(tmp_path)
 
 
-def test_a_true_output_passes(job: Job) -> None:
+def test_a_true_output_passes(job):
     job.check()
 
 
@@ -81,14 +80,14 @@ def test_a_true_output_passes(job: Job) -> None:
         (lambda job: job.files.update({"00002_chunk_00000.jsonl": []}), "closing line"),
     ],
 )
-def test_a_falsified_output_fails(job: Job, falsify: Callable[[Job], object], kind: str) -> None:
+def test_a_falsified_output_fails(job, falsify, kind):
     falsify(job)
     with pytest.raises(Failure) as caught:
         job.check()
     assert caught.value.kind == kind
 
 
-def test_a_falsified_number_of_the_closing_line_fails(job: Job) -> None:
+def test_a_falsified_number_of_the_closing_line_fails(job):
     said = job.terminal
     for number in (
         "3 of 5",

@@ -45,11 +45,11 @@ def fields(step: InferenceRunner) -> dict[str, Any]:
 
 @pytest.fixture
 def another_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[InferenceRunner | bytes], InferenceRunner]:
+    monkeypatch,
+):
     """Pickles a step, and loads it as a process does that has not made it."""
 
-    def load_elsewhere(step: InferenceRunner | bytes) -> InferenceRunner:
+    def load_elsewhere(step):
         pickled = step if isinstance(step, bytes) else dill.dumps(step)
         monkeypatch.setattr(run_identity, "_PROCESS", "another")
         loaded: InferenceRunner = dill.loads(pickled)
@@ -81,9 +81,7 @@ MAKERS: dict[str, Callable[[types.ModuleType], Any]] = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_code_that_travels_by_value_is_what_it_was(
-    tmp_path: Path, another_process: Any, kind: str, change: Callable[[Path], None]
-) -> None:
+def test_code_that_travels_by_value_is_what_it_was(tmp_path, another_process, kind, change):
     module = load_changed(tmp_path, "script", source=SOURCE)
     shared = {} if kind == "object" else {"clean": lambda text: text.strip()}
     step = step_of(tmp_path, MAKERS[kind](module), shared_context=shared)
@@ -98,8 +96,8 @@ def test_code_that_travels_by_value_is_what_it_was(
 
 
 def test_a_function_that_is_imported_by_name_is_what_is_imported(
-    tmp_path: Path, another_process: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, another_process, monkeypatch
+):
     source = SOURCE + "async def named(document, generate):\n    return helper(document.text)\n"
     old = load_changed(tmp_path, "old", source=source)
     monkeypatch.setitem(sys.modules, "rollouts_of_a_user", old)
@@ -143,11 +141,11 @@ async def rollout(document, generate):
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def script(tmp_path, monkeypatch):
     return as_main(tmp_path, SCRIPT, monkeypatch)
 
 
-def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.ModuleType) -> None:
+def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
     assert found.left["API_KEY"] == "it looks like a secret"
@@ -160,9 +158,7 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script: types.Mo
     assert found.file == script.__file__
 
 
-def test_names_are_put_only_where_the_script_is_not_loaded(
-    script: types.ModuleType, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, log):
     found = script_names.collect(script.rollout)
     script.PROMPT = "its own"  # type: ignore[attr-defined]
     script_names.restore(found)
@@ -178,13 +174,11 @@ def test_names_are_put_only_where_the_script_is_not_loaded(
     ]
 
 
-def test_a_function_of_a_module_carries_nothing(tmp_path: Path, script: types.ModuleType) -> None:
+def test_a_function_of_a_module_carries_nothing(tmp_path, script):
     assert script_names.collect(load_changed(tmp_path, "module").rollout, None, {"a": 1}) is None
 
 
-def test_a_step_among_the_names_of_the_script_is_pickled_once(
-    tmp_path: Path, script: types.ModuleType
-) -> None:
+def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path, script):
     exec("async def rollout(document, generate):\n    return runner, helper", vars(script))
     step = step_of(tmp_path, script.rollout)
     script.runner = step  # type: ignore[attr-defined]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,9 +44,7 @@ def free(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda folder: int(1000 * share))
 
 
-def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_wait_in_any_number_and_are_committed_in_any_order(tmp_path, monkeypatch):
     free(monkeypatch, 2.0)
     held = Held()
     checkpoint = opened(tmp_path, placement=held, placed_later=True)
@@ -69,9 +65,7 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(
     again.close()
 
 
-def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(tmp_path, monkeypatch, log):
     held = Held()
     checkpoint = opened(tmp_path, placement=held, placed_later=True)
     finish_chunks(checkpoint, held, MAX_PUBLISHING + 1)
@@ -98,10 +92,8 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(
     checkpoint.close()
 
 
-def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def disk(blocks: int) -> Any:
+def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path, monkeypatch):
+    def disk(blocks):
         return lambda folder: type(
             "Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2}
         )
@@ -116,15 +108,15 @@ def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(
 
 
 def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     opened(tmp_path, placement=Held(), placed_later=True).close()
     staged = tmp_path / "00000/staging/0123abcd/chunk_00000/00000.parquet"
     staged.parent.mkdir(parents=True)
     staged.write_bytes(b"content")
     write = files.Disk.write
 
-    def is_full(disk: files.Disk, fd: int, data: bytes | memoryview, path: Path) -> None:
+    def is_full(disk, fd, data, path):
         if path.name.startswith("run.json") and staged.exists():
             raise StorageFailed("No space left on device")
         write(disk, fd, data, path)

@@ -44,7 +44,7 @@ async def transport_to(
 @pytest.mark.parametrize(
     ("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")]
 )
-async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host: str) -> None:
+async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url, host):
     head = PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head.split(b"\r\n")
     assert (
         head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
@@ -52,7 +52,7 @@ async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url: str, host
     assert head[1] == f"Host: {host}".encode()
 
 
-async def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
+async def test_a_key_with_a_line_break_is_refused_and_not_shown():
     with pytest.raises(ValueError, match="line break") as caught:
         PlainTransport(
             HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0
@@ -60,8 +60,8 @@ async def test_a_key_with_a_line_break_is_refused_and_not_shown() -> None:
     assert "hush" not in str(caught.value)
 
 
-async def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
-    async def later(server: RawServer, writer: asyncio.StreamWriter) -> None:
+async def test_no_request_is_sent_before_the_answer_to_the_last_one():
+    async def later(server, writer):
         await server.closing.wait()
         writer.write(http(200, b"good"))
 
@@ -85,7 +85,7 @@ async def test_no_request_is_sent_before_the_answer_to_the_last_one() -> None:
         answer(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\ngood"),
     ],
 )
-async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: Reply) -> None:
+async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first):
     async with transport_to(first, GOOD) as (server, transport):
         assert (await transport.send(b"one")).body == b"good"
         while transport._idle and transport._idle[0].usable:  # its end arrives by itself
@@ -95,21 +95,21 @@ async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first: 
         assert len(server.requests) == 2
 
 
-async def test_a_connection_that_idled_too_long_is_not_used() -> None:
+async def test_a_connection_that_idled_too_long_is_not_used():
     async with transport_to(GOOD, keepalive=0.0) as (server, transport):
         for _ in range(3):
             await transport.send(b"one")
         assert server.connections == 3
 
 
-async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not() -> None:
+async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not():
     class Refusing(asyncio.Protocol):
         """Reads the header and no more."""
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport):
             connections.append(transport)
 
-        def data_received(self, data: bytes) -> None:
+        def data_received(self, data):
             connections[-1].pause_reading()
             connections[-1].write(http(413, b"too long"))
 
@@ -129,7 +129,7 @@ async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_do
     await listener.wait_closed()
 
 
-async def test_each_request_has_its_own_deadline_though_one_timer_serves_all() -> None:
+async def test_each_request_has_its_own_deadline_though_one_timer_serves_all():
     async with transport_to(never, timeout=60.0) as (server, transport):
         clock = Clock(transport._loop)
         transport._loop = clock  # type: ignore[assignment]
@@ -173,7 +173,7 @@ class Clock:
         callback()
 
 
-async def test_closing_ends_what_is_under_way() -> None:
+async def test_closing_ends_what_is_under_way():
     async with transport_to(never) as (server, transport):
         asking = asyncio.create_task(transport.send(b"one"))
         await server.arrived.acquire()
@@ -198,7 +198,7 @@ def silent_address() -> Iterator[tuple[str, int]]:
         yield full.getsockname()
 
 
-async def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
+async def test_a_server_that_accepts_nobody_is_given_up_in_time():
     with silent_address() as (_, port):
         transport = PlainTransport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
         with pytest.raises(ConnectTimeout):
@@ -207,12 +207,12 @@ async def test_a_server_that_accepts_nobody_is_given_up_in_time() -> None:
 
 
 @pytest.mark.slow
-async def test_of_several_addresses_one_that_answers_is_found_and_remembered() -> None:
-    async def getaddrinfo(host: str, port: int, **settings: Any) -> Any:
+async def test_of_several_addresses_one_that_answers_is_found_and_remembered():
+    async def getaddrinfo(host, port, **settings):
         addresses = (silent, refusing.getsockname(), ("127.0.0.1", port))
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
 
-    async def connect_to(address: Any) -> Any:
+    async def connect_to(address):
         tried.append(address[-1])
         return await plain(address)
 
@@ -230,12 +230,12 @@ async def test_of_several_addresses_one_that_answers_is_found_and_remembered() -
             assert set(tried) == {good}
 
 
-async def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure() -> None:
+async def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_failure():
     async with transport_to(GOOD, host="localhost") as (_, transport):
         loop = asyncio.get_running_loop()
         plain, lookups = loop.getaddrinfo, 0
 
-        async def getaddrinfo(*arguments: Any, **settings: Any) -> Any:
+        async def getaddrinfo(*arguments, **settings):
             nonlocal lookups
             lookups += 1
             if lookups == 1:

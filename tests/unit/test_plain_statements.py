@@ -83,7 +83,7 @@ def found(tree: ast.AST, is_packed: Callable[[ast.AST], bool]) -> Iterator[int]:
 FORMS = (nested_conditional, nested_comprehension, tuple_assignment, product_with_a_condition)
 
 
-def test_no_statement_does_two_things() -> None:
+def test_no_statement_does_two_things():
     packed = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE)
@@ -103,6 +103,6 @@ def test_no_statement_does_two_things() -> None:
         (product_with_a_condition, "'s' * (count != 1)", "size * count"),
     ],
 )
-def test_each_form_is_found(is_packed: Callable[[ast.AST], bool], code: str, plain: str) -> None:
+def test_each_form_is_found(is_packed, code, plain):
     assert [*found(ast.parse(code), is_packed)] == [1]
     assert [*found(ast.parse(plain), is_packed)] == []

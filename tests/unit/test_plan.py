@@ -14,12 +14,11 @@ import pytest
 from datatrove_ckpt import daly, efficiency, young
 from datatrove_ckpt.cli.main import main, parse_seconds, parse_time
 from datatrove_ckpt.cli.plan import measure
-from tests.commands import Command
 
 HOUR = 3600.0
 
 
-def test_the_formulas_give_what_a_calculator_gives() -> None:
+def test_the_formulas_give_what_a_calculator_gives():
     assert young(60, 24 * HOUR) == pytest.approx(3219.94, abs=0.01)
     assert daly(60, 24 * HOUR) == pytest.approx(3180.06, abs=0.01)
     assert daly(3 * HOUR, HOUR) == HOUR
@@ -40,8 +39,8 @@ def simulated(interval: float, cost: float, mtbf: float, restart: float) -> floa
 @pytest.mark.parametrize("cost", [1.0, 140.0, 0.2 * HOUR])
 @pytest.mark.parametrize("restart", [0.0, 300.0])
 def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a_scan(
-    cost: float, restart: float
-) -> None:
+    cost, restart
+):
     mtbf = 6 * HOUR
     best = daly(cost, mtbf)
     for times in (1, 0.2, 3):
@@ -58,16 +57,16 @@ def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a
     ("text", "seconds"),
     [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)],
 )
-def test_times_have_units(text: str, seconds: float) -> None:
+def test_times_have_units(text, seconds):
     assert parse_time(text) == parse_seconds(text) == seconds
 
 
-def test_the_cost_of_a_save_needs_no_unit() -> None:
+def test_the_cost_of_a_save_needs_no_unit():
     assert parse_seconds("140") == 140
 
 
 @pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_what_is_no_time_is_refused(text):
     with pytest.raises(
         argparse.ArgumentTypeError,
         match="is not a duration; give a number with s, m, h or d, such as 6h",
@@ -78,7 +77,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 # training ----------------------------------------------------------------------------------------
 
 
-def test_the_plan_of_a_training_needs_no_file(command: Command) -> None:
+def test_the_plan_of_a_training_needs_no_file(command):
     assert command("plan", "--save-cost", "140s", "--mtbf", "6h").out.splitlines() == [
         "training: a save takes 2.3 min; a loss every 6 h",
         "  save every 2,459 s (Young)",
@@ -109,8 +108,8 @@ def write_history(starts: int, end: str = "") -> None:
 
 
 def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+    tmp_path, monkeypatch, command
+):
     monkeypatch.chdir(tmp_path)
     write_history(3, end='{"event": "sav')
     measured = {"save_cost": 1.2, "mtbf": HOUR}
@@ -141,8 +140,8 @@ def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, words: str, says: str
-) -> None:
+    tmp_path, monkeypatch, command, words, says
+):
     monkeypatch.chdir(tmp_path)
     said = command("plan", *words.split(), code=2).err
     assert says in said
@@ -152,6 +151,6 @@ def test_what_is_missing_or_does_not_fit_is_one_message(
 @pytest.mark.parametrize(
     "words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"]
 )
-def test_bad_values_are_refused(words: str) -> None:
+def test_bad_values_are_refused(words):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

@@ -25,7 +25,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 
-def test_datatroves_writers_write_a_row_in_write() -> None:
+def test_datatroves_writers_write_a_row_in_write():
     sentence = (
         "datatrove's writers no longer hand a row to _write(document, file_handler, filename), or a batch to "
         "_write_batch. Correct Format.is_written_by in output/formats.py, and _BatchWriter in output/parquet.py."
@@ -40,7 +40,7 @@ def test_datatroves_writers_write_a_row_in_write() -> None:
     assert {"_write", "_write_batch"} <= vars(ParquetWriter).keys(), sentence
 
 
-def test_an_abandoned_database_is_left_open_until_the_process_ends(tmp_path: Path) -> None:
+def test_an_abandoned_database_is_left_open_until_the_process_ends(tmp_path):
     path = tmp_path / "replay.sqlite3"
     code = "import sys, pathlib; from datatrove_ckpt.checkpoint.request_cache import RequestCache"
     code += "; cache = RequestCache(pathlib.Path(sys.argv[1])); cache.abandon(); del cache"
@@ -51,7 +51,7 @@ def test_an_abandoned_database_is_left_open_until_the_process_ends(tmp_path: Pat
     )
 
 
-def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None:
+def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path):
     sentence = (
         "datatrove's executors no longer run a rank in _run_for_rank(rank, local_rank, node_rank), note their start in "
         "_launched, or make their repository in _ensure_logging_dir_repo. Correct executors/local.py and "
@@ -65,13 +65,13 @@ def test_datatroves_executors_run_a_rank_in_run_for_rank(tmp_path: Path) -> None
     assert "_ensure_logging_dir_repo" in vars(JobsPipelineExecutor), sentence
 
 
-def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrives() -> None:
+def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrives():
     sentence = (
         "aiohttp no longer makes its connections with TCPConnector._factory, or has renamed a method of "
         "ResponseHandler. Correct _WatchedConnection in inference/client/over_aiohttp.py: answers may be swapped without it."
     )
 
-    async def factory() -> object:
+    async def factory():
         async with aiohttp.TCPConnector() as connector:
             return connector._factory()
 
@@ -87,7 +87,7 @@ def test_aiohttp_makes_its_connections_with_a_factory_and_hands_them_what_arrive
     assert replaced <= {*dir(ResponseHandler)}, sentence
 
 
-def test_loguru_has_its_handlers_and_its_patcher_in_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loguru_has_its_handlers_and_its_patcher_in_core(monkeypatch):
     stream = io.StringIO()
     number = logger.add(stream)
     try:
@@ -99,7 +99,7 @@ def test_loguru_has_its_handlers_and_its_patcher_in_core(monkeypatch: pytest.Mon
     finally:
         logger.remove(number)
 
-    def patcher(record: object) -> None:
+    def patcher(record):
         pass
 
     monkeypatch.setattr(logger._core, "patcher", logger._core.patcher)  # is put back
@@ -112,7 +112,7 @@ def test_loguru_has_its_handlers_and_its_patcher_in_core(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs epoll")
 @pytest.mark.parametrize("package", ["asyncio", "uvloop"])
-def test_an_event_loop_tells_the_descriptor_with_which_it_waits(package: str) -> None:
+def test_an_event_loop_tells_the_descriptor_with_which_it_waits(package):
     loop = pytest.importorskip(package).new_event_loop()
     try:
         number = loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id()
@@ -133,7 +133,7 @@ def _fail() -> None:
     raise _Sent
 
 
-def test_a_pool_pickles_the_error_of_a_task_in_its_worker() -> None:
+def test_a_pool_pickles_the_error_of_a_task_in_its_worker():
     with multiprocess.get_context("fork").Pool(1) as pool:
         with pytest.raises(Exception, match="pickled in") as failed:
             pool.apply(_fail)

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.generation.final_stats import RankNumbers
 
 
-def test_stats_are_equal_to_those_made_one_by_one() -> None:
+def test_stats_are_equal_to_those_made_one_by_one():
     expected, counts, one_by_one, work = (
         MetricStatsDict(),
         DocumentCounts(),

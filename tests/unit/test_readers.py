@@ -78,7 +78,7 @@ COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
 @pytest.fixture(
     params=[64, pytest.param(None, marks=pytest.mark.slow)], ids=["tiny blocks", "usual blocks"]
 )
-def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _blocks(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(jsonl, "_BLOCK", request.param)
         monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
@@ -182,7 +182,7 @@ SAME: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("_blocks")
-def test_documents_are_those_of_datatrove_in_their_order(tmp_path: Path, kind: str) -> None:
+def test_documents_are_those_of_datatrove_in_their_order(tmp_path, kind):
     write(tmp_path, kind)
     same = [*SAME, {"read_metadata": False}] if kind == "parquet" else SAME
     for options, (rank, world_size) in itertools.product(same, [(0, 1), (2, 3)]):
@@ -210,9 +210,7 @@ def totals(step: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
-def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path, kind):
     write(tmp_path / "data", kind)
     names = sorted(DataFolder(f"{tmp_path}/data").list_files(), reverse=True)
     (tmp_path / "paths.txt").write_text("\n".join(names))
@@ -226,14 +224,14 @@ def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(
         )
 
 
-def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path: Path) -> None:
+def test_no_files_at_all_is_an_error_and_none_for_this_rank_is_not(tmp_path):
     with pytest.raises(InputError, match="holds no files for this reader"):
         list(JsonlReader(tmp_path.as_posix()).run())
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n')
     assert list(JsonlReader(tmp_path.as_posix()).run(None, 1, 2)) == []
 
 
-def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_path: Path) -> None:
+def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_path):
     for codec in ("zstd", "gzip"):
         parts = [COMPRESS[codec](b'{"text": "%d"}\n' % i) for i in range(3)]
         (tmp_path / f"a.{NAMES[codec]}").write_bytes(b"".join(parts))
@@ -259,10 +257,8 @@ def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_p
     ids=str,
 )
 @pytest.mark.usefixtures("_blocks")
-def test_the_rest_is_the_same_after_a_stop_after_each_document(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    def read(state: Any = None) -> list[Any]:
+def test_the_rest_is_the_same_after_a_stop_after_each_document(tmp_path, kind, options):
+    def read(state=None):
         one = reader(tmp_path.as_posix(), kind, **options)
         if state is not None:
             one.load_state_dict(state)
@@ -280,10 +276,10 @@ def test_the_rest_is_the_same_after_a_stop_after_each_document(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(tmp_path: Path, kind: str) -> None:
+def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(tmp_path, kind):
     write(tmp_path, kind)
 
-    def order(**options: Any) -> dict[str, list[Any]]:
+    def order(**options):
         """The documents of each file, in the order of the files."""
         files: dict[str, list[Any]] = {}
         for document in reader(tmp_path.as_posix(), kind, **options).run():
@@ -296,8 +292,8 @@ def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(tmp_path: Path, k
     assert len({tuple(found) for found in orders}) > 1
 
 
-def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: Path) -> None:
-    def order(count: int) -> list[str]:
+def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path):
+    def order(count):
         for i in range(count):
             (tmp_path / f"{i:02}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
         return [
@@ -310,9 +306,7 @@ def test_files_that_are_added_move_no_other_file_of_a_shuffled_input(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_what_comes_before_the_position_is_not_read(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_before_the_position_is_not_read(tmp_path, kind, monkeypatch):
     chance = random.Random(0)
     texts = [chance.randbytes(200).hex() for _ in range(4000)]
     write_table(tmp_path / f"a.{kind}", pa.table({"text": texts}), 200)
@@ -322,7 +316,7 @@ def test_what_comes_before_the_position_is_not_read(
     read: list[int] = []
 
     class Counted(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
+        def read(self, size=-1, /):
             data = super().read(size) or b""
             read.append(len(data))
             return data
@@ -342,7 +336,7 @@ def test_what_comes_before_the_position_is_not_read(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None:
+def test_a_reader_is_stateful_as_in_torchdata(tmp_path, kind):
     write(tmp_path, kind)
     ours = reader(tmp_path.as_posix(), kind)
     assert isinstance(ours, Stateful)
@@ -372,8 +366,8 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path: Path, kind: str) -> None
     ("files", "world_size"), [(1000, 3), pytest.param(10_000, 1, marks=pytest.mark.slow)]
 )
 def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
-    ram: Path, files: int, world_size: int
-) -> None:
+    ram, files, world_size
+):
     for i in range(files):
         (ram / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
     ours = JsonlReader(
@@ -384,7 +378,7 @@ def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
     assert plain(ours.run(None, 0, world_size)) == [asdict(last)]
 
 
-def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
+def test_the_position_is_no_field_of_the_document(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "id": "b", "c": 1}\n')
     [ours] = JsonlReader(tmp_path.as_posix()).run()
     [theirs] = OriginalJsonl(tmp_path.as_posix()).run()
@@ -406,7 +400,7 @@ def test_the_position_is_no_field_of_the_document(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def six(tmp_path: Path) -> Path:
+def six(tmp_path):
     """Six files of three documents."""
     for i in range(6):
         (tmp_path / f"f{i}.jsonl").write_bytes(
@@ -471,9 +465,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_input_that_is_no_continuation_is_refused(
-    six: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_is_no_continuation_is_refused(six, change, monkeypatch):
     monkeypatch.setattr(inputs, "in_pipeline", lambda: True)
     state = stop(six)
     assert resume(six, state) == REST
@@ -486,9 +478,7 @@ def test_an_input_that_is_no_continuation_is_refused(
     )
 
 
-def test_another_order_of_the_same_files_is_refused(
-    six: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_another_order_of_the_same_files_is_refused(six, tmp_path_factory):
     paths = tmp_path_factory.mktemp("paths") / "paths.txt"
     names = [f"f{i}.jsonl" for i in range(6)]
     paths.write_text("\n".join(names))
@@ -506,9 +496,7 @@ def test_another_order_of_the_same_files_is_refused(
 @pytest.mark.parametrize(
     ("kind", "grows"), [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True)]
 )
-def test_a_current_file_with_other_content_is_refused(
-    tmp_path: Path, kind: str, grows: bool
-) -> None:
+def test_a_current_file_with_other_content_is_refused(tmp_path, kind, grows):
     """Of the same size, or, if it is not plain text, grown."""
     write(tmp_path, kind)
     documents = list(reader(tmp_path.as_posix(), kind).run())
@@ -529,7 +517,7 @@ def test_a_current_file_with_other_content_is_refused(
         list(fresh.run())
 
 
-def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_path: Path) -> None:
+def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"text": "%06d"}\n' % i for i in range(10_000)))
     state = stop(tmp_path, after=8000)
@@ -540,9 +528,7 @@ def test_a_changed_line_before_the_position_is_found_behind_the_first_64_kb(tmp_
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
-def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(
-    tmp_path: Path, end: bytes
-) -> None:
+def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path, end):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}' + end)
     states = [stop(tmp_path, after=after) for after in (1, 2)]
@@ -556,7 +542,7 @@ def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(
         assert plain(ours.run()) == plain(documents[done:])
 
 
-def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
+def test_a_last_line_that_grew_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}')
     state = stop(tmp_path, after=2)
@@ -573,15 +559,13 @@ def test_a_last_line_that_grew_is_refused(tmp_path: Path) -> None:
     [("shuffle_seed", 1, 2), ("shuffle_seed", None, 2), ("skip", 0, 1), ("glob_pattern", None, "f*"),
      ("recursive", True, False), ("compression", "infer", None)],
 )  # fmt: skip
-def test_an_option_that_changes_the_order_is_refused_by_its_name(
-    six: Path, option: str, old: Any, new: Any
-) -> None:
+def test_an_option_that_changes_the_order_is_refused_by_its_name(six, option, old, new):
     state = stop(six, **{option: old})
     with pytest.raises(CheckpointMismatch, match=re.escape(f"{option}={old!r}, now {new!r}")):
         resume(six, state, **{option: new})
 
 
-def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
+def test_a_state_of_another_reader_or_rank_is_refused(six):
     state = stop(six)
     other = ParquetReader(six.as_posix())
     other.load_state_dict(state)
@@ -595,7 +579,7 @@ def test_a_state_of_another_reader_or_rank_is_refused(six: Path) -> None:
         resume(six, state | {"version": 2})
 
 
-def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(six: Path) -> None:
+def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(six):
     state = stop(six, default_metadata={"lang": "de"})
     for now in ({"lang": "fr"}, None):
         with pytest.raises(
@@ -610,7 +594,7 @@ def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(
     resume(six, old, default_metadata={"lang": "fr"})
 
 
-def test_a_limit_below_what_is_done_is_refused(six: Path) -> None:
+def test_a_limit_below_what_is_done_is_refused(six):
     state = stop(six, limit=20)
     done = state["documents"]
     with pytest.raises(
@@ -622,7 +606,7 @@ def test_a_limit_below_what_is_done_is_refused(six: Path) -> None:
     assert resume(six, stop(six, limit=11), limit=12) == ["3.2"], "a higher limit reads more"
 
 
-def test_shuffle_files_is_refused_and_the_error_names_what_to_use() -> None:
+def test_shuffle_files_is_refused_and_the_error_names_what_to_use():
     for make in (JsonlReader, ParquetReader, IpcReader):
         with pytest.raises(ConfigError, match="shuffle_seed"):
             make("/", shuffle_files=True)
@@ -650,21 +634,19 @@ def three_folders(tmp_path: Path) -> list[JsonlReader]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_chained_readers_behind_filters_resume_from_every_document(
-    tmp_path: Path, batch_size: int
-) -> None:
+def test_chained_readers_behind_filters_resume_from_every_document(tmp_path, batch_size):
     class Ahead(PipelineStep):  # type: ignore[misc]
         """A filter that takes documents in batches before it lets any pass."""
 
-        def __init__(self, keep: Callable[[Document], bool]) -> None:
+        def __init__(self, keep):
             super().__init__()
             self.keep = keep
 
-        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        def run(self, data, rank=0, world_size=1):
             while batch := list(itertools.islice(data, batch_size)):
                 yield from filter(self.keep, batch)
 
-    def pipeline() -> Iterator[Document]:
+    def pipeline():
         a, b, c = three_folders(tmp_path)
         return chain(
             a, Ahead(lambda document: "1" in document.text), b, c, Ahead(lambda d: d.text != "c00")
@@ -693,7 +675,7 @@ def test_chained_readers_behind_filters_resume_from_every_document(
         ]
 
 
-def test_a_reader_that_had_finished_still_checks_its_input(tmp_path: Path) -> None:
+def test_a_reader_that_had_finished_still_checks_its_input(tmp_path):
     with Reading():
         last = list(chain(*three_folders(tmp_path)))[-1]
     (tmp_path / "a" / "1.jsonl").write_bytes(b"")
@@ -702,7 +684,7 @@ def test_a_reader_that_had_finished_still_checks_its_input(tmp_path: Path) -> No
         list(chain(*readers))
 
 
-def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None:
+def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path):
     with Reading():
         last = list(chain(*three_folders(tmp_path)))[-1]
     with Reading(state_of(last)) as reading:
@@ -715,9 +697,7 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
-def test_large_rows_are_read_a_few_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: type[ParquetReader | IpcReader]
-) -> None:
+def test_large_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch, reader):
     monkeypatch.setattr("datatrove_ckpt.readers.tables._BATCH_BYTES", 70_000)
     noise = random.Random(0)
     table = pa.table(
@@ -731,7 +711,7 @@ def test_large_rows_are_read_a_few_at_a_time(
     taken: list[int] = []
     batches = reader._batches
 
-    def spied(*arguments: Any) -> Any:
+    def spied(*arguments):
         for found in batches(*arguments):
             taken.append(found[2].num_rows)
             yield found

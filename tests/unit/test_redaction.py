@@ -27,9 +27,7 @@ from datatrove_ckpt.common.redaction import (
 )
 
 
-def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a_word_does_not() -> (
-    None
-):
+def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a_word_does_not():
     assert all(
         map(
             names_secret,
@@ -41,7 +39,7 @@ def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a
     )
 
 
-def test_no_repr_shows_a_secret() -> None:
+def test_no_repr_shows_a_secret():
     hidden = [
         Key("s3cret"),
         Key("s3cret").headers(),
@@ -51,12 +49,12 @@ def test_no_repr_shows_a_secret() -> None:
     assert "s3cret" not in repr(hidden)
 
 
-def test_a_user_or_password_in_a_url_is_found() -> None:
+def test_a_user_or_password_in_a_url_is_found():
     urls = ["https://me:pw@host/v1", "sftp://me@host/x", "s3://bucket/folder", "/a/b@c:d"]
     assert list(map(holds_credentials, urls)) == [True, True, False, False]
 
 
-def test_messages_hide_every_name_that_holds_such_a_word() -> None:
+def test_messages_hide_every_name_that_holds_such_a_word():
     assert all(
         map(
             may_name_secret,
@@ -91,7 +89,7 @@ VERDICTS: list[tuple[str, Any, str | None]] = [
 ]  # fmt: skip
 
 
-def test_one_classifier_with_two_thresholds() -> None:
+def test_one_classifier_with_two_thresholds():
     found = [
         (name, value, is_secret(name, value), is_surely_secret(name, value))
         for name, value, _ in VERDICTS
@@ -102,8 +100,8 @@ def test_one_classifier_with_two_thresholds() -> None:
 
 
 def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2'))}"
     hidden = without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
     assert without_secrets("shared_context", {"password": fast, "api_key": fast}) == hidden
@@ -135,8 +133,8 @@ def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_o
 
 
 def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("SOME_SERVICE_PASSPHRASE", "quite-ordinary")
     monkeypatch.setenv("SORT_KEY", "/quite/ordinary")
     note_sent(
@@ -149,7 +147,7 @@ def test_a_text_loses_the_secrets_of_the_environment_and_of_payloads(
     assert redact(said) == "*** /quite/ordinary *** ***"
 
 
-def test_a_secret_that_was_noted_again_is_among_the_latest() -> None:
+def test_a_secret_that_was_noted_again_is_among_the_latest():
     """Beside a header that each request has for itself."""
     for index in range(500):
         note_sent(
@@ -174,20 +172,20 @@ def test_a_secret_that_was_noted_again_is_among_the_latest() -> None:
         "Ab3&#x2F;d+G7=",
     ],
 )
-def test_a_key_is_hidden_however_a_server_writes_it(quoted: str) -> None:
+def test_a_key_is_hidden_however_a_server_writes_it(quoted):
     assert (
         Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.")
         == "no such key: ***."
     )
 
 
-def test_payloads_of_a_long_run_take_no_more_memory() -> None:
+def test_payloads_of_a_long_run_take_no_more_memory():
     for number in range(500):
         note_sent({"headers": {"X-Request-Id": f"{number:010}"}})
     assert redact("0000000007 0000000499") == "0000000007 ***"
 
 
-def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() -> None:
+def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own():
     text = "a\r\n2026-01-01 | ERROR | b\x1b]0;c\x07\x1b[2J\x9b1m\u202ed\u2028e\rf\x7f\t\ud800é"
     assert log_text(text) == (
         "a\n  2026-01-01 | ERROR | b\\u001b]0;c\\u0007\\u001b[2J\\u009b1m\\u202ed\\u2028e\\u000df\\u007f\t\\ud800é"
@@ -204,7 +202,7 @@ def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own() 
         {"proxy": "https://me:s3cret@host/"},
     ],
 )
-def test_a_secret_among_plain_values_is_replaced_by_its_hash(value: dict[str, object]) -> None:
+def test_a_secret_among_plain_values_is_replaced_by_its_hash(value):
     hidden = without_secrets("shared_context", value)
     assert "s3cret" not in str(hidden)
     assert "hash " in str(hidden)
@@ -212,7 +210,7 @@ def test_a_secret_among_plain_values_is_replaced_by_its_hash(value: dict[str, ob
     assert "s3cret" not in str(Veil("shared_context", value))
 
 
-def test_plain_values_stay_as_they_are() -> None:
+def test_plain_values_stay_as_they_are():
     value = {
         "temperature": 0.5,
         "max_tokens": 7,
@@ -224,8 +222,8 @@ def test_plain_values_stay_as_they_are() -> None:
 
 
 def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("SERVICE_PASSWORD", "a-long-canary")
     assert "canary" not in str(without_secrets("uses.HEADER", ["as a-long-canary says"]))
     assert without_secrets("uses.HEADER", "a text") == "a text"
@@ -243,7 +241,7 @@ def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(
         "access_token",
     ],
 )
-def test_what_opens_a_url_is_hidden_wherever_it_is_shown(name: str) -> None:
+def test_what_opens_a_url_is_hidden_wherever_it_is_shown(name):
     """Ids of documents are often signed URLs."""
     shown = redact(f"document https://host/a.pdf?page=7&{name}=s3cret%2Bs3cret&more=1, the oldest")
     assert shown == f"document https://host/a.pdf?page=7&{name}=***&more=1, the oldest"

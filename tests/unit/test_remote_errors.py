@@ -42,7 +42,7 @@ def called(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("error", LIBRARIES, ids=lambda error: type(error).__name__)
-def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error: Exception) -> None:
+def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error):
     left = called(error)
     assert isinstance(left, FileSystemFailed)
     assert left.__cause__ is error
@@ -60,12 +60,12 @@ def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error: Exc
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_os_error_and_an_interrupt_stay_as_they_are(error: BaseException) -> None:
+def test_an_os_error_and_an_interrupt_stay_as_they_are(error):
     assert called(error) is error
 
 
 @pytest.mark.parametrize(("status", "permanent"), [(403, True), (503, False)])
-def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: bool) -> None:
+def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status, permanent):
     """huggingface_hub without hf_xet wraps it in a RuntimeError."""
     wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")
     wrapped.__cause__ = refused = OSError("refused")
@@ -75,7 +75,7 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status: int, permanent: b
     assert STORAGE.passes(left) is not permanent
 
 
-def test_what_another_attempt_cannot_change_is_permanent() -> None:
+def test_what_another_attempt_cannot_change_is_permanent():
     for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
         assert not STORAGE.passes(called(error)), error
     assert STORAGE.passes(called(KeyError()))
@@ -96,7 +96,7 @@ class Answered(Exception):
     ],
     ids=["botocore", "huggingface_hub", "aiohttp"],
 )
-def test_retry_after_is_found_in_the_errors_of_every_library(error: Exception) -> None:
+def test_retry_after_is_found_in_the_errors_of_every_library(error):
     outer = OSError("SlowDown")
     outer.__cause__ = error
     assert [advised_seconds(called(one)) for one in (error, outer)] == [7, 7]

@@ -91,7 +91,7 @@ def table(page: Page, title: str) -> Table:
     return one
 
 
-def test_the_sums_are_those_that_status_prints(tmp_path: Path) -> None:
+def test_the_sums_are_those_that_status_prints(tmp_path):
     state = run([rank(tmp_path, number) for number in range(2)])
     page = gather(state)
     printed = list(describe(state))
@@ -111,7 +111,7 @@ def test_the_sums_are_those_that_status_prints(tmp_path: Path) -> None:
     assert page.age == "Last change 10 s ago."
 
 
-def test_what_a_rank_sent_before_its_first_line_about_that_is_not_known(tmp_path: Path) -> None:
+def test_what_a_rank_sent_before_its_first_line_about_that_is_not_known(tmp_path):
     killed = rank(tmp_path, 0)
     killed.state = "lost"
     (killed.folder / HISTORY).write_bytes(Start(at=T, attempt=1, host="n1", pid=7).to_line())
@@ -119,7 +119,7 @@ def test_what_a_rank_sent_before_its_first_line_about_that_is_not_known(tmp_path
     assert row[-1] == "not known"
 
 
-def test_ranks_without_history_are_left_out_of_tables(tmp_path: Path) -> None:
+def test_ranks_without_history_are_left_out_of_tables(tmp_path):
     ranks = [rank(tmp_path, number) for number in range(3)]
     (ranks[1].folder / HISTORY).unlink()
     (ranks[2].folder / HISTORY).write_bytes(
@@ -129,7 +129,7 @@ def test_ranks_without_history_are_left_out_of_tables(tmp_path: Path) -> None:
     assert [row[0] for row in table(page, "Attempts that ended early").rows] == ["0", "2"]
 
 
-def test_nothing_that_ever_ran_makes_a_page(tmp_path: Path) -> None:
+def test_nothing_that_ever_ran_makes_a_page(tmp_path):
     state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "00000", "unfinished")])
     page = gather(state)
     assert page.charts == []

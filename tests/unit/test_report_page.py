@@ -72,7 +72,7 @@ def a_page(rows: int = 8, word: str = "plain", **changes: Any) -> Page:
     return Page(**fields | changes)
 
 
-def test_the_page_is_nested_well_and_has_each_part() -> None:
+def test_the_page_is_nested_well_and_has_each_part():
     read = Reader(a_page().html())
     for text in ("123,456", "Documents", "Errors", "Red triangles", "1,000", "interruptions: 1"):
         assert text in read.text
@@ -80,7 +80,7 @@ def test_the_page_is_nested_well_and_has_each_part() -> None:
     assert len(read.all("tr")) == 9
 
 
-def test_the_page_loads_nothing_and_runs_nothing() -> None:
+def test_the_page_loads_nothing_and_runs_nothing():
     source = a_page().html()
     read = Reader(source)
     assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {
@@ -96,7 +96,7 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
     assert "default-src 'none'" in policy
 
 
-def test_a_hostile_name_is_text_in_every_place() -> None:
+def test_a_hostile_name_is_text_in_every_place():
     plain, hostile = Reader(a_page().html()), Reader(a_page(word=HOSTILE).html())
     assert [tag for tag, _ in hostile.found] == [tag for tag, _ in plain.found]
     assert [sorted(one) for _, one in hostile.found] == [sorted(one) for _, one in plain.found]
@@ -106,7 +106,7 @@ def test_a_hostile_name_is_text_in_every_place() -> None:
     a_page(word="\ud800 lone surrogate").html().encode()
 
 
-def test_only_markup_is_not_escaped() -> None:
+def test_only_markup_is_not_escaped():
     assert (
         element("p", "<b>", element("i", "&"), class_='"x"')
         == '<p class="&quot;x&quot;">&lt;b&gt;<i>&amp;</i></p>'
@@ -118,7 +118,7 @@ def test_only_markup_is_not_escaped() -> None:
 
 
 @pytest.mark.parametrize("values", [[None], [0.0], [None, 3.0, None]])
-def test_a_chart_of_odd_values_is_drawn(values: list[float | None]) -> None:
+def test_a_chart_of_odd_values_is_drawn(values):
     edges = [START + 60 * index for index in range(len(values) + 1)]
     page = a_page(
         charts=[Chart("Documents", edges, {"documents": values}, [0] * len(values))]

@@ -90,7 +90,7 @@ def between(found: OverTime, values: Any, low: float, high: float) -> float:
 # time --------------------------------------------------------------------------------------------
 
 
-def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> None:
+def test_documents_are_counted_when_they_were_finished_and_none_is_lost():
     found = over_time(killed_once(550))
     assert found.documents.sum() == pytest.approx(205)
     assert between(found, found.documents, 0, 240) == pytest.approx(120, abs=2)
@@ -102,13 +102,13 @@ def test_documents_are_counted_when_they_were_finished_and_none_is_lost() -> Non
     assert found.prompt_tokens.sum() == pytest.approx(10 * found.documents.sum())
 
 
-def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
+def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
     found = over_time(
         killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
     )
     assert found.documents.sum() == pytest.approx(265)
 
-    def rates(low: float, high: float, found: OverTime = found) -> set[float | None]:
+    def rates(low, high, found=found):
         known = zip(found.edges - T, found.rate(found.documents), strict=False)
         return {value and round(value, 6) for at, value in known if low < at < high}
 
@@ -121,7 +121,7 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks() -> None:
     )
 
 
-def test_records_of_a_clock_that_was_set_back_do_no_harm() -> None:
+def test_records_of_a_clock_that_was_set_back_do_no_harm():
     found = over_time(log_of([line(1, 100, 10), line(1, 50, 20), line(2, 20, 5), line(2, 200, 40)]))
     assert (found.documents >= 0).all()
     assert found.documents.sum() <= 40
@@ -143,7 +143,7 @@ def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> di
     }
 
 
-def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
+def test_the_way_an_attempt_ended_is_told(tmp_path):
     records: list[Record] = [
         start(1, 0, job="77_1"),
         End(at=T + 9, attempt=1, why="stopped", what="SIGTERM"),
@@ -159,7 +159,7 @@ def test_the_way_an_attempt_ended_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -> None:
+def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path):
     records = [start(number, 100 * number + number**2) for number in range(151)]
     table = report_of(tmp_path, records, state="running")["Attempts that ended early"]
     assert table.note.endswith("These are the last 30 of 150.")
@@ -169,8 +169,8 @@ def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path: Path) -
 # requests ----------------------------------------------------------------------------------------
 
 
-def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) -> None:
-    def spread(attempt: int, *milliseconds: float) -> Spread:
+def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path):
+    def spread(attempt, *milliseconds):
         found = Spread(at=T + attempt, attempt=attempt)
         for value in milliseconds:
             found.milliseconds.count(value)
@@ -185,7 +185,7 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path: Path) 
     assert prompt == ["prompt tokens", "8", "8", "8", "8"]
 
 
-def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> None:
+def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
     records: list[Record] = [start(1, 0)]
     for number in range(1, 4):
         records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
@@ -211,7 +211,7 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start() -> No
 # reading -----------------------------------------------------------------------------------------
 
 
-def test_damaged_lines_cost_themselves_only() -> None:
+def test_damaged_lines_cost_themselves_only():
     lines = [
         record.to_line()
         for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]

@@ -53,7 +53,7 @@ class Forgetful(Loader):
         return {"at": self.at}
 
 
-def test_a_loader_that_resumes_passes_at_every_stop() -> None:
+def test_a_loader_that_resumes_passes_at_every_stop():
     report = assert_resume_is_exact(Loader, stops=[0, 1, 2, 3, 4, (1, 1), (0, 2, 1)])
     assert (
         str(report)
@@ -76,9 +76,7 @@ SIZES = iter([3, 3, 2])
         (lambda: Loader(size=next(SIZES)), 1, 1, "other batches: batch 1 has 2, and without a stop 3"),
     ],
 )  # fmt: skip
-def test_what_is_repeated_skipped_or_moved_is_named(
-    make: Any, stop: int, epochs: int, said: str
-) -> None:
+def test_what_is_repeated_skipped_or_moved_is_named(make, stop, epochs, said):
     with pytest.raises(AssertionError, match=said):
         assert_resume_is_exact(make, stops=[stop], epochs=epochs)
 
@@ -113,9 +111,7 @@ class Turning(Loader):
         ),
     ],
 )
-def test_the_same_values_in_other_types_are_named(
-    before: Any, after: Any, types: tuple[str, str]
-) -> None:
+def test_the_same_values_in_other_types_are_named(before, after, types):
     assert_resume_is_exact(lambda: Turning(before, before), stops=[1])
     with pytest.raises(AssertionError) as caught:
         assert_resume_is_exact(lambda: Turning(before, after), stops=[1])
@@ -130,7 +126,7 @@ def test_the_same_values_in_other_types_are_named(
     assert line.endswith(f"{had}}}")
 
 
-def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused() -> None:
+def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused():
     with pytest.raises(TypeError, match="list has no state_dict"):
         assert_resume_is_exact(lambda: [1, 2])
     with pytest.raises(ValueError, match="from 0 to 4"):
@@ -139,7 +135,7 @@ def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_re
         assert_resume_is_exact(Loader, stops=[(3, 2)])
 
     class Empty(Loader):
-        def __iter__(self) -> Iterator[Any]:
+        def __iter__(self):
             return iter(())
 
     with pytest.raises(ValueError, match="no batch"):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import InvalidAnswer, PromptRollout, for_config
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import runner
 from tests.unit.test_rollouts import asked, document
 
@@ -93,9 +91,7 @@ AS_FORMAT = {
         ({"json_schema": SCHEMA}, "dummy", {}),
     ],
 )
-def test_each_engine_gets_its_own_fields(
-    settings: dict[str, Any], server_type: str, fields: dict[str, Any]
-) -> None:
+def test_each_engine_gets_its_own_fields(settings, server_type, fields):
     assert sent(PromptRollout(**settings), server_type) == fields
 
 
@@ -115,9 +111,7 @@ def test_each_engine_gets_its_own_fields(
         ),
     ],
 )
-def test_a_form_that_nobody_can_ask_for_is_refused(
-    settings: dict[str, Any], server_type: str, error: str
-) -> None:
+def test_a_form_that_nobody_can_ask_for_is_refused(settings, server_type, error):
     with pytest.raises(ConfigError) as refused:
         for_config(PromptRollout(**settings), config(server_type))
     assert str(refused.value).startswith(error)
@@ -136,9 +130,7 @@ def test_a_form_that_nobody_can_ask_for_is_refused(
         ({"choice": ["yes", "no"]}, "```text\nno\n```", "no"),
     ],
 )
-def test_a_valid_answer_is_the_result_without_what_surrounds_it(
-    settings: dict[str, Any], given: str, text: str
-) -> None:
+def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given, text):
     assert answer(PromptRollout(**settings), given) == text
 
 
@@ -151,9 +143,7 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(
         ({"choice": ["yes", "no"]}, "maybe", "it is not one of yes, no"),
     ],
 )
-def test_an_invalid_answer_fails_with_what_is_wrong(
-    settings: dict[str, Any], given: str, problem: str
-) -> None:
+def test_an_invalid_answer_fails_with_what_is_wrong(settings, given, problem):
     name = next(iter(settings))
     with pytest.raises(
         InvalidAnswer,
@@ -162,7 +152,7 @@ def test_an_invalid_answer_fails_with_what_is_wrong(
         answer(PromptRollout(**settings, answer_attempts=2), "???", given)
 
 
-def test_a_reference_out_of_the_schema_is_never_downloaded() -> None:
+def test_a_reference_out_of_the_schema_is_never_downloaded():
     rollout = PromptRollout(json_schema={"$ref": "http://127.0.0.1:1/schema.json"})
     with pytest.raises(ConfigError, match=r"^json_schema: a \$ref leads outside of the schema: "):
         answer(rollout, "{}")
@@ -171,7 +161,7 @@ def test_a_reference_out_of_the_schema_is_never_downloaded() -> None:
 # what follows ------------------------------------------------------------------------------------
 
 
-def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
+def test_the_model_is_shown_its_answer_if_that_is_wanted():
     server = Answers("?", "no")
     asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
     assert server.payloads[0]["messages"] == server.payloads[1]["messages"][:-2]
@@ -185,16 +175,14 @@ def test_the_model_is_shown_its_answer_if_that_is_wanted() -> None:
     ]
 
 
-def test_an_answer_that_was_cut_off_is_not_shown() -> None:
+def test_an_answer_that_was_cut_off_is_not_shown():
     """The conversation would not fit into the context either."""
     server = Answers("?", "no", reason="length")
     asyncio.run(PromptRollout(choice=["yes", "no"], show_error=True)(document(), server))
     assert server.payloads[0] == server.payloads[1]
 
 
-def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked() -> (
-    None
-):
+def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are_not_checked():
     assert (
         answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
     )
@@ -202,7 +190,7 @@ def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are
     assert answer(fitted, "This is dummy text.") == "This is dummy text."
 
 
-def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
+def test_the_form_and_the_engine_are_part_of_the_identity():
     fields = code_identity(
         for_config(PromptRollout(json_schema=SCHEMA), config("sglang")), None
     ).fields
@@ -215,9 +203,7 @@ def test_the_form_and_the_engine_are_part_of_the_identity() -> None:
 # in a run ----------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(
-    tmp_path: Path, server: FakeServer, log: list[str]
-) -> None:
+def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_path, server, log):
     params = {"temprature": 0.5, "my_own_parameter": 1}
     generation_params._warn.cache_clear()
     rollout = PromptRollout(generation_params={"max_token": 5})

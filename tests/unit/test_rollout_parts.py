@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from datatrove.pipeline.inference.types import InferenceResult
@@ -41,7 +40,7 @@ def talks(rollout: Any, text: str) -> list[list[str]]:
 # parts -------------------------------------------------------------------------------------------
 
 
-def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
+def test_parts_are_measured_in_tokens(tmp_path):
     words = write_tokenizer(tmp_path / "words")
     rollout = ChunkedRollout(max_tokens_per_part=4, tokenizer=words)
     text = "One two three. Four.\n\nFive six seven eight nine ten."
@@ -49,7 +48,7 @@ def test_parts_are_measured_in_tokens(tmp_path: Path) -> None:
     assert talks(rollout, text) == [[f"u: {part}"] for part in parts]
 
 
-def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> None:
+def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing():
     text = (
         "\n\n".join(f"Sentence {n} of a paragraph. " * (n % 7 + 1) for n in range(40)) + "x" * 300
     )
@@ -60,7 +59,7 @@ def test_parts_of_tokens_are_no_longer_than_they_may_be_and_lose_nothing() -> No
         assert "".join("".join(parts).split()) == "".join(text.split())
 
 
-def test_characters_per_token_estimate_the_parts() -> None:
+def test_characters_per_token_estimate_the_parts():
     text = "one two six ten"
     estimated = ChunkedRollout(max_tokens_per_part=2, chars_per_token=3.5)
     assert [talk[0] for talk in talks(estimated, text)] == [
@@ -68,7 +67,7 @@ def test_characters_per_token_estimate_the_parts() -> None:
     ]
 
 
-def test_a_conversation_carries_the_parts_before() -> None:
+def test_a_conversation_carries_the_parts_before():
     rollout = ChunkedRollout("Q {text}", "S", max_chars_per_part=3, carry="conversation")
     assert talks(rollout, "one two six") == [
         ["s: S", "u: Q one"],
@@ -79,7 +78,7 @@ def test_a_conversation_carries_the_parts_before() -> None:
     assert talks(longer, "one two six")[2] == ["u: one", "a: A1", "u: two", "a: A2", "u: six"]
 
 
-def test_an_answer_is_continued() -> None:
+def test_an_answer_is_continued():
     rollout = ChunkedRollout("Q {text}", max_chars_per_part=3, separator="|", carry="continue")
     sent, result = requests(rollout, "one two six")
     assert [one["messages"] for one in sent[1:]] == [

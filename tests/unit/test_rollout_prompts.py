@@ -24,7 +24,6 @@ from datatrove_ckpt.rollouts import (
     templates,
 )
 from datatrove_ckpt.rollouts.model_files import load_counter
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, runner
 from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
@@ -42,16 +41,14 @@ def config(**changes: Any) -> InferenceConfig:
 # fields and columns ------------------------------------------------------------------------------
 
 
-def test_a_key_of_the_metadata_is_filled_in_by_its_name() -> None:
+def test_a_key_of_the_metadata_is_filled_in_by_its_name():
     given = document(title="Rain", year=1854)
     given.metadata["text"] = "not this one"
     assert content(PromptRollout("{title} ({year}): {text}"), given) == "Rain (1854): Rain falls."
     assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
 
 
-def test_a_null_is_said_at_the_first_document_that_has_one(
-    log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_null_is_said_at_the_first_document_that_has_one(log, monkeypatch):
     monkeypatch.setattr(templates, "_NULLS", set())
     assert [content(PromptRollout("{title}"), document(title=None)) for _ in range(2)] == [
         "None",
@@ -62,7 +59,7 @@ def test_a_null_is_said_at_the_first_document_that_has_one(
     ]
 
 
-def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:
+def test_a_name_that_no_key_has_is_named_with_what_may_be_meant():
     with pytest.raises(ConfigError) as refused:
         asked(PromptRollout("{txt}"), document(lang="en"))
     assert str(refused.value) == (
@@ -71,7 +68,7 @@ def test_a_name_that_no_key_has_is_named_with_what_may_be_meant() -> None:
 
 
 @pytest.mark.parametrize("template", ["Say: {text}", "Say: [[DOCUMENT]]"])
-def test_a_column_takes_the_place_of_the_text(template: str) -> None:
+def test_a_column_takes_the_place_of_the_text(template):
     rollout = PromptRollout(template, prompt_column="question")
     assert content(rollout, document(question="Why?")) == "Say: Why?"
     assert asked(CompletionRollout(prompt_column="question"), document(question=7)) == {
@@ -80,7 +77,7 @@ def test_a_column_takes_the_place_of_the_text(template: str) -> None:
     assert content(ChunkedRollout(prompt_column="question"), document(question="Why?")) == "Why?"
 
 
-def test_a_column_that_is_missing_or_null_is_an_error_that_names_the_document() -> None:
+def test_a_column_that_is_missing_or_null_is_an_error_that_names_the_document():
     rollout = PromptRollout(prompt_column="question")
     with pytest.raises(
         ConfigError, match=r"^prompt_column: document 'd1' has no metadata 'question'; its metadata"
@@ -98,7 +95,7 @@ USER = {"role": "user", "content": "Why?"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 
 
-def test_a_list_of_messages_is_sent_as_it_is() -> None:
+def test_a_list_of_messages_is_sent_as_it_is():
     rollout = PromptRollout(prompt_column="messages", generation_params={"top_k": 3})
     assert asked(rollout, document(messages=[USER, SYSTEM, USER])) == {
         "messages": [USER, SYSTEM, USER],
@@ -106,7 +103,7 @@ def test_a_list_of_messages_is_sent_as_it_is() -> None:
     }
 
 
-def test_the_system_prompt_comes_first_unless_the_list_has_one() -> None:
+def test_the_system_prompt_comes_first_unless_the_list_has_one():
     rollout = PromptRollout(system_prompt="Be brief.", prompt_column="messages")
     assert asked(rollout, document(messages=[USER]))["messages"] == [
         {**SYSTEM, "content": "Be brief."},
@@ -136,15 +133,13 @@ def test_the_system_prompt_comes_first_unless_the_list_has_one() -> None:
         ),
     ],
 )
-def test_a_list_that_cannot_be_sent_is_an_error(rollout: Any, messages: Any, error: str) -> None:
+def test_a_list_that_cannot_be_sent_is_an_error(rollout, messages, error):
     with pytest.raises(ConfigError) as refused:
         asked(rollout, document(m=messages))
     assert str(refused.value).startswith(error)
 
 
-def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path, server):
     """Such documents come from readers with ``text_key: messages``; the output's text must be a
     text.
     """
@@ -160,7 +155,7 @@ def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> str:
+def words(tmp_path):
     """The folder of a tokenizer whose tokens are words."""
     return write_tokenizer(tmp_path / "words")
 
@@ -177,20 +172,20 @@ LINES = "one two three\nfour five six\nseven eight nine"
         (3, ""),
     ],
 )
-def test_a_prompt_is_cut_by_tokens_at_the_end_of_a_line(words: str, limit: int, kept: str) -> None:
+def test_a_prompt_is_cut_by_tokens_at_the_end_of_a_line(words, limit, kept):
     rollout = PromptRollout("Say {text} and end", max_prompt_tokens=limit, tokenizer=words)
     assert content(rollout, document(LINES)) == f"Say {kept} and end"
     assert load_counter(words, None).count(content(rollout, document(LINES))) <= max(limit, 3)
 
 
-def test_the_system_prompt_and_each_place_of_the_text_count(words: str) -> None:
+def test_the_system_prompt_and_each_place_of_the_text_count(words):
     rollout = PromptRollout(
         "{text} | {text}", "Be very brief", max_prompt_tokens=10, tokenizer=words
     )
     assert content(rollout, document(LINES)) == "one two three | one two three"
 
 
-def test_auto_is_what_the_context_leaves(words: str) -> None:
+def test_auto_is_what_the_context_leaves(words):
     given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
     rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)
     fitted: Any = for_config(rollout, given)
@@ -210,15 +205,13 @@ def test_auto_is_what_the_context_leaves(words: str) -> None:
         ({"max_tokens": 90}, "leaves no room for a prompt"),
     ],
 )
-def test_auto_that_cannot_be_known_is_refused(params: dict[str, Any], error: str) -> None:
+def test_auto_that_cannot_be_known_is_refused(params, error):
     given = config(model_max_context=100, default_generation_params=params)
     with pytest.raises(ConfigError, match=f"^max_prompt_tokens: .*{error}"):
         for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
 
 
-def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(
-    tmp_path: Path, words: str
-) -> None:
+def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_path, words):
     rollout = PromptRollout(max_prompt_tokens=5)
     fitted: Any = for_config(rollout, config(model_name_or_path=words))
     assert "tokenizer_hash" not in vars(rollout), "the user's object stays as it is"
@@ -232,9 +225,7 @@ def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(
         assert content(same, document(LINES)) == "one two three"
 
 
-def test_a_node_with_another_tokenizer_stops_and_blames_no_document(
-    words: str, server: FakeServer, tmp_path: Path
-) -> None:
+def test_a_node_with_another_tokenizer_stops_and_blames_no_document(words, server, tmp_path):
     rollout = PromptRollout(max_prompt_tokens=5, tokenizer=words)
     step = runner(tmp_path, server, rollout, on_document_error="dead_letter")
     write_tokenizer(Path(words), more=["extra"])
@@ -246,7 +237,7 @@ def test_a_node_with_another_tokenizer_stops_and_blames_no_document(
     assert not list(tmp_path.rglob("dead_letters.jsonl"))
 
 
-def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path):
     rollout = PromptRollout(max_prompt_tokens=9, tokenizer=str(tmp_path))
     with pytest.raises(ConfigError) as refused:
         for_config(rollout, config())
@@ -259,9 +250,7 @@ def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
         for_config(rollout, config())
 
 
-def test_a_model_that_the_hub_does_not_give_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
@@ -270,7 +259,7 @@ def test_a_model_that_the_hub_does_not_give_says_what_to_do(
         for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
 
 
-def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
+def test_settings_that_are_not_used_are_not_part_of_the_identity():
     for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
         fitted: Any = for_config(
             rollout, config(use_chat=not isinstance(rollout, CompletionRollout))
@@ -281,5 +270,5 @@ def test_settings_that_are_not_used_are_not_part_of_the_identity() -> None:
         }  # fmt: skip
 
 
-def test_a_column_that_is_named_as_a_field_of_documents_is_not_suggested() -> None:
+def test_a_column_that_is_named_as_a_field_of_documents_is_not_suggested():
     assert "Did you mean" not in str(templates.lacks(Document("text", "a"), "images", "text"))

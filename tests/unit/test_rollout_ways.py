@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,16 +93,16 @@ def only(rollout: Any) -> Any:
         ({"dimensions": 2, "normalize": True}, [0.6, 0.8]),
     ],
 )
-def test_the_result_is_the_vector_as_float32(settings: dict[str, Any], vector: list[float]) -> None:
+def test_the_result_is_the_vector_as_float32(settings, vector):
     found = result(EmbedRollout(**settings), Model())
     assert list(found) == ["embedding"]
     assert found["embedding"].dtype == np.float32
     assert found["embedding"] == pytest.approx(vector)
 
 
-def test_a_vector_of_zeros_has_no_direction() -> None:
+def test_a_vector_of_zeros_has_no_direction():
     class Zeros(Model):
-        async def embed(self, text: str, **params: Any) -> Any:
+        async def embed(self, text, **params):
             return np.zeros(3, np.float32)
 
     with pytest.raises(ValueError, match=r"^normalize: the vector of document 'd1' is all zeros"):
@@ -111,7 +110,7 @@ def test_a_vector_of_zeros_has_no_direction() -> None:
     assert result(EmbedRollout(), Zeros())["embedding"].tolist() == [0, 0, 0]
 
 
-def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
+def test_a_text_that_is_too_long_is_cut_and_the_template_stays():
     model, text = Model(), "one line\nand more"
     result(
         EmbedRollout("query: {text}", max_prompt_tokens=5, chars_per_token=4), model, document(text)
@@ -125,7 +124,7 @@ def test_a_text_that_is_too_long_is_cut_and_the_template_stays() -> None:
     assert model.asked[1] == ("one line", {})
 
 
-def test_a_column_gets_the_vector_and_the_result_says_where_it_is() -> None:
+def test_a_column_gets_the_vector_and_the_result_says_where_it_is():
     given = document()
     assert result(EmbedRollout(column="vector"), Model(), given) == {
         "column": "vector",
@@ -146,9 +145,7 @@ def test_a_column_gets_the_vector_and_the_result_says_where_it_is() -> None:
         ({"prompt_column": "m"}, document(m=[{"role": "user"}]), "prompt_column: document 'd1' holds a list of"),
     ],
 )  # fmt: skip
-def test_what_the_first_document_shows_to_be_wrong_stops_the_run(
-    settings: dict[str, Any], given: Document, error: str
-) -> None:
+def test_what_the_first_document_shows_to_be_wrong_stops_the_run(settings, given, error):
     with pytest.raises(ConfigError) as refused:
         result(EmbedRollout(**settings), Model(), given)
     assert str(refused.value).startswith(error)
@@ -179,33 +176,29 @@ def test_what_the_first_document_shows_to_be_wrong_stops_the_run(
         ({"threshold": 0.7}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
     ],
 )
-def test_the_best_of_the_labels_is_the_result_or_the_document_is_dropped(
-    settings: dict[str, Any], found: dict[str, Any] | None
-) -> None:
+def test_the_best_of_the_labels_is_the_result_or_the_document_is_dropped(settings, found):
     assert result(ClassifyRollout(**{"labels": list(SCORES), **settings}), Model()) == found
 
 
 @pytest.mark.parametrize("score", [0.7, 0.699999988079071])
-def test_a_score_that_is_equal_to_the_threshold_is_kept(score: float) -> None:
+def test_a_score_that_is_equal_to_the_threshold_is_kept(score):
     model = Model()
     model.score = score
     assert result(ClassifyRollout(threshold=0.7), model)["score"] == score
 
 
-def test_a_threshold_beyond_all_scores_is_refused_unless_the_model_gives_one_number() -> None:
+def test_a_threshold_beyond_all_scores_is_refused_unless_the_model_gives_one_number():
     with pytest.raises(ConfigError, match=r"^threshold: is 3, and scores are from 0 to 1"):
         result(ClassifyRollout(threshold=3), Model())
 
     class Grade(Model):
-        async def classify(
-            self, text: str, labels: list[str] | None = None, **params: Any
-        ) -> Classified:
+        async def classify(self, text, labels=None, **params):
             return Classified("0", 3.5, {"0": 3.5})
 
     assert result(ClassifyRollout(threshold=3), Grade())["score"] == 3.5
 
 
-def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> None:
+def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named():
     with pytest.raises(ConfigError) as refused:
         ClassifyRollout(labels=list(SCORES), keep=["news", "poem"])
     assert str(refused.value) == "keep: the model has no label poem; it has news, fiction, other."
@@ -219,7 +212,7 @@ def test_a_label_that_the_model_lacks_is_refused_and_its_labels_are_named() -> N
 # judge -------------------------------------------------------------------------------------------
 
 
-def test_a_judge_that_no_model_is_is_refused() -> None:
+def test_a_judge_that_no_model_is_is_refused():
     first = models_of({"writer": config(), "critic": config()})["writer"]
     with pytest.raises(ConfigError) as refused:
         for_config(JudgeRollout(judge_prompt="Rate {text}"), first)
@@ -228,7 +221,7 @@ def test_a_judge_that_no_model_is_is_refused() -> None:
     assert fitted.judge == "critic"
 
 
-def test_an_engine_that_classifies_nothing_is_refused() -> None:
+def test_an_engine_that_classifies_nothing_is_refused():
     with pytest.raises(
         ConfigError,
         match=r"^rollout_fn: server_type 'llamacpp' has no generate.classify; these have: ",
@@ -258,8 +251,8 @@ def test_an_engine_that_classifies_nothing_is_refused() -> None:
     ],
 )
 def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
-    settings: dict[str, Any], said: str, score: float | None
-) -> None:
+    settings, said, score
+):
     found = result(only(JudgeRollout(judge_prompt="Rate {text}", **settings)), Model(said))
     assert (found and found["score"]) == score
 
@@ -280,9 +273,7 @@ def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
         (FROM_CONFIGS, "Score: 3,5", "it has no number where score_pattern looks for it"),
     ],
 )
-def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
-    settings: dict[str, Any], said: str, problem: str
-) -> None:
+def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(settings, said, problem):
     model, rollout = (
         Model(said, "Score: 5, score: 5"),
         JudgeRollout(judge_prompt="Rate {text}", answer_attempts=2, **settings),
@@ -300,9 +291,9 @@ def test_without_a_score_the_judge_is_asked_again_and_told_what_is_wrong(
     assert result(only(rollout), Model(said, said)) is None
 
 
-def test_a_judgement_that_is_cut_off_is_no_score() -> None:
+def test_a_judgement_that_is_cut_off_is_no_score():
     class CutOff(Model):
-        async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+        async def __call__(self, payload):
             answer = await super().__call__(payload)
             return InferenceResult(answer.text, "length" if self.texts else "stop", answer.usage)
 
@@ -311,7 +302,7 @@ def test_a_judgement_that_is_cut_off_is_no_score() -> None:
     assert model.asked[0] == model.asked[1]
 
 
-def test_a_column_called_answer_is_not_the_answer_of_the_model() -> None:
+def test_a_column_called_answer_is_not_the_answer_of_the_model():
     given, prompt = document(answer="42"), "{metadata[answer]}, not {answer}?"
     model = Model("41", "1")
     result(only(JudgeRollout("Q {answer}", judge_prompt=prompt)), model, given)
@@ -321,7 +312,7 @@ def test_a_column_called_answer_is_not_the_answer_of_the_model() -> None:
     JudgeRollout(judge_prompt="{metadata[answer]}")
 
 
-def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
+def test_the_first_of_several_models_writes_and_another_one_judges():
     rollout = JudgeRollout("{text}", judge_prompt="Rate {answer}")
     models = {"writer": config(), "judge": config()}
     fitted: Any = for_config(rollout, models_of(models)["writer"])
@@ -348,9 +339,7 @@ def test_the_first_of_several_models_writes_and_another_one_judges() -> None:
         (PromptRollout(), {"n": 2, "tools": [{}]}, None),
     ],
 )  # fmt: skip
-def test_parameters_whose_answers_nothing_reads_are_refused(
-    rollout: Any, params: Any, refused: str | None
-) -> None:
+def test_parameters_whose_answers_nothing_reads_are_refused(rollout, params, refused):
     changed = config(default_generation_params=params)
     if refused is None:
         for_config(rollout, changed)
@@ -360,14 +349,14 @@ def test_parameters_whose_answers_nothing_reads_are_refused(
     assert str(failed.value).startswith(refused)
 
 
-def test_a_media_folder_that_is_not_here_is_no_fault_of_documents(tmp_path: Path) -> None:
+def test_a_media_folder_that_is_not_here_is_no_fault_of_documents(tmp_path):
     PromptRollout(images="media", media_folder=str(tmp_path)).prepare()
     PromptRollout(images="media", media_folder="https://example.org/a").prepare()
     with pytest.raises(ConfigError, match=r"^media_folder: .*missing is no folder on this machine"):
         PromptRollout(images="media", media_folder=f"file://{tmp_path}/missing").prepare()
 
 
-def test_canned_answers_have_no_score() -> None:
+def test_canned_answers_have_no_score():
     rollout = for_config(JudgeRollout(judge_prompt="Rate {text}", threshold=3), config("dummy"))
     assert result(rollout, Model("This is dummy text."))["score"] is None
 
@@ -457,22 +446,20 @@ def test_canned_answers_have_no_score() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(
-    kind: Any, settings: dict[str, Any], error: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     assert str(refused.value).startswith(error)
 
 
-def test_a_column_holds_the_vector_of_one_rollout() -> None:
+def test_a_column_holds_the_vector_of_one_rollout():
     with pytest.raises(
         ConfigError, match=r"^column: holds one vector, so rollouts_per_document must be 1"
     ):
         for_config(EmbedRollout(column="vector"), config(rollouts_per_document=2))
 
 
-def test_vectors_and_labels_need_no_chat_and_a_judge_does() -> None:
+def test_vectors_and_labels_need_no_chat_and_a_judge_does():
     for_config(EmbedRollout(), config(use_chat=False))
     for_config(ClassifyRollout(), config(use_chat=True))
     with pytest.raises(ConfigError, match=r"^use_chat: JudgeRollout sends chat messages"):

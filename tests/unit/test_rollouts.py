@@ -86,13 +86,13 @@ BRACES = "{id} {text.__class__} {} } {"
         ),
     ],
 )
-def test_a_prompt_is_filled_in_from_the_document(rollout: Any, text: str, prompt: str) -> None:
+def test_a_prompt_is_filled_in_from_the_document(rollout, text, prompt):
     assert asked(rollout, document(text, lang="en")) == {
         "messages": [{"role": "user", "content": prompt}]
     }
 
 
-def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_prompt() -> None:
+def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_prompt():
     sent = asked(PromptRollout("Say: {text}", "Be brief.", {"temperature": 0}), document())
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     assert sent["temperature"] == 0
@@ -105,7 +105,7 @@ def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_pro
     ["{}", "{text.__class__}", "{metadata[a][b]}", "{text!r}"],
 )
 @pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout, ChunkedRollout])
-def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) -> None:
+def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
     with pytest.raises(ConfigError) as refused:
         kind(prompt="Look: {text} " + written)
     assert str(refused.value) == f"prompt: {written} cannot be filled in; {ALLOWED}"
@@ -135,9 +135,7 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind: Any, written: str) 
         (ChunkedRollout, {"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_work_are_refused_at_once(
-    kind: Any, settings: dict[str, Any], error: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     said = str(refused.value)
@@ -145,9 +143,7 @@ def test_settings_that_cannot_work_are_refused_at_once(
 
 
 @pytest.mark.parametrize(("parallel", "at_once"), [(True, 3), (False, 1)])
-def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(
-    parallel: bool, at_once: int
-) -> None:
+def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel, at_once):
     server = Server()
     rollout = ChunkedRollout(
         "Q {text}", "S", max_chars_per_part=3, separator="|", parallel=parallel
@@ -160,9 +156,7 @@ def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(
     assert server.most == at_once
 
 
-def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_others_are_waited_for() -> (
-    None
-):
+def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_others_are_waited_for():
     for reasons in (("stop", "stop"), ("length", "stop"), ("stop", "length")):
         result = asyncio.run(
             ChunkedRollout(max_chars_per_part=3)(document("one\n\ntwo"), Server(reasons))
@@ -192,7 +186,7 @@ def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_othe
         ),
     ],
 )
-def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[str]) -> None:
+def test_a_text_is_cut_where_it_hurts_least(text, limit, parts):
     assert split_text(text, limit) == parts
 
 
@@ -205,9 +199,7 @@ def test_a_text_is_cut_where_it_hurts_least(text: str, limit: int, parts: list[s
         ("\n0123456789abcdefgh", "Say: \n0123456789ab. End."),
     ],
 )
-def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(
-    text: str, expected: str
-) -> None:
+def test_the_text_of_a_long_message_is_cut_after_a_line_and_the_template_stays(text, expected):
     rollout = PromptRollout(prompt="Say: {text}. End.", max_chars=24)
     assert asked(rollout, document(text))["messages"][0]["content"] == expected
     assert len(expected) <= 24

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -21,19 +19,19 @@ from datatrove_ckpt.torch.row_counts import RowCounts, cache_folder
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("DATATROVE_CKPT_CACHE", folder.as_posix())
     return folder
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def counted(monkeypatch):
     """The files whose lines were counted."""
     names: list[str] = []
     count = LineBlocks._count
 
-    def spied(self: LineBlocks) -> Iterator[Any]:
+    def spied(self):
         names.append(self._name)
         return count(self)
 
@@ -42,7 +40,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
     for number in range(3):
@@ -56,9 +54,7 @@ def rows(folder: Path) -> int:
     return sum(block.rows for block in BlockInput(JsonlReader(folder.as_posix())))
 
 
-def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(
-    folder: Path, counted: list[str]
-) -> None:
+def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(folder, counted):
     assert rows(folder) == 6
     assert sorted(counted) == ["0.jsonl", "1.jsonl", "2.jsonl"]
     counted.clear()
@@ -71,9 +67,7 @@ def test_each_file_is_counted_once_and_what_is_new_or_has_changed_again(
     assert sorted(counted) == ["1.jsonl", "3.jsonl"]
 
 
-def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(
-    folder: Path, counted: list[str]
-) -> None:
+def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(folder, counted):
     rows(folder)
     path = folder / "2.jsonl"
     time = path.stat().st_mtime_ns
@@ -86,7 +80,7 @@ def test_a_file_of_the_same_size_is_counted_again_if_content_or_time_differ(
     assert counted == ["2.jsonl", "0.jsonl"]
 
 
-def test_a_wrong_count_is_noticed_when_rows_are_read(folder: Path, cache: Path) -> None:
+def test_a_wrong_count_is_noticed_when_rows_are_read(folder, cache):
     rows(folder)
     [kept] = cache.glob("*.json")
     content = orjson.loads(kept.read_bytes())
@@ -99,9 +93,7 @@ def test_a_wrong_count_is_noticed_when_rows_are_read(folder: Path, cache: Path) 
         found.read(found[-1])
 
 
-def test_without_a_place_for_counts_each_start_counts(
-    folder: Path, cache: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+def test_without_a_place_for_counts_each_start_counts(folder, cache, counted, monkeypatch, log):
     cache.write_text("no folder")
     assert rows(folder) == rows(folder) == 6
     assert len(counted) == 6
@@ -114,9 +106,7 @@ def test_without_a_place_for_counts_each_start_counts(
     assert len(warned) == 2
 
 
-def test_one_process_counts_and_the_others_wait_for_it(
-    folder: Path, cache: Path, counted: list[str]
-) -> None:
+def test_one_process_counts_and_the_others_wait_for_it(folder, cache, counted):
     first = BlockInput(JsonlReader(folder.as_posix()))
     counted.clear()
     [kept] = cache.glob("*.json")
@@ -138,9 +128,7 @@ def test_one_process_counts_and_the_others_wait_for_it(
     assert counted == []
 
 
-def test_counts_are_kept_in_the_users_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_counts_are_kept_in_the_users_cache(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("DATATROVE_CKPT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -154,8 +142,8 @@ def test_counts_are_kept_in_the_users_cache(
 
 @pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
 def test_remote_tables_are_counted_once_and_local_ones_are_asked(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, reader: Any
-) -> None:
+    tmp_path, cache, monkeypatch, reader
+):
     import pyarrow as pa
     import pyarrow.parquet as pq
     from datatrove.io import DataFolder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,11 @@ Hold = Callable[[Path], None]
 
 
 @pytest.fixture
-def hold() -> Iterator[Hold]:
+def hold():
     """Works on ranks, in this process, until the test ends."""
     locks = []
 
-    def take(folder: Path) -> None:
+    def take(folder):
         locks.append(files.Lock(folder / layout.LOCK))
 
     yield take
@@ -69,8 +69,8 @@ def write_history(folder: Path, records: list[Record]) -> None:
 
 
 def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_changed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = write_rank(tmp_path, chunks=3, journal=10, history=[start(T, host=HERE), minute(T, 0)])
     os.utime(folder / layout.COMMITS, (T, T))
     os.utime(layout.journal_path(folder, 3), (T + 40, T + 40))
@@ -97,9 +97,7 @@ KILLED = "attempt 1 was killed, or its node was lost; its last line is 4 min old
         ([], "lost", KILLED),
     ],
 )
-def test_a_rank_whose_attempt_ended_says_how(
-    tmp_path: Path, ends: list[Record], state: str, reason: str
-) -> None:
+def test_a_rank_whose_attempt_ended_says_how(tmp_path, ends, state, reason):
     write_rank(tmp_path, history=[start(T, job="17_3"), *minutes(T, 5, 1), *ends])
     if not ends:  # where locks end at the node, a history that goes on is a rank that runs
         assert read_one(tmp_path, T + 6 * MIN).state == "running"
@@ -108,7 +106,7 @@ def test_a_rank_whose_attempt_ended_says_how(
     assert rank.lost_in_flight == (0 if ends else 4)
 
 
-def test_a_rank_that_runs_without_a_word_is_silent(tmp_path: Path, hold: Hold) -> None:
+def test_a_rank_that_runs_without_a_word_is_silent(tmp_path, hold):
     hold(write_rank(tmp_path, history=[start(T, host=HERE), *minutes(T, 5, 1)]))
     rank = read_one(tmp_path, T + 17 * MIN)
     assert (rank.state, rank.trouble) == ("running", "silent")
@@ -124,7 +122,7 @@ def stuck(start_at: float, number: int) -> list[Record]:
     return [start(start_at, host=HERE), *lines]
 
 
-def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold) -> None:
+def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path, hold):
     folder = write_rank(tmp_path, history=stuck(T, 11))
     hold(folder)
     rank = read_one(tmp_path, T + 11 * MIN)
@@ -135,10 +133,8 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path: Path, hold: Hold
     assert not_yet.trouble is None
 
 
-def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(
-    tmp_path: Path, hold: Hold
-) -> None:
-    def line(number: int) -> Record:
+def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path, hold):
+    def line(number):
         errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
         done = min(number, 60) * 10
         quiet = Wait(max(0.0, number - 60) * MIN)
@@ -152,7 +148,7 @@ def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(
     )
 
 
-def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> None:
+def test_a_stuck_rank_tells_what_its_server_does(tmp_path, hold):
     death = ServerEvent(at=T + 2 * MIN, attempt=1, what="death", name="0", why="exit code 1")
     again = ServerEvent(at=T + 3 * MIN, attempt=1, what="restart", name="0")
     lines = stuck(T, 11)
@@ -171,8 +167,8 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path: Path, hold: Hold) -> 
 
 @pytest.mark.parametrize(("seconds", "is_stuck"), [(28.0, False), (31.0, True), (590.0, True)])
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
-    tmp_path: Path, hold: Hold, seconds: float, is_stuck: bool
-) -> None:
+    tmp_path, hold, seconds, is_stuck
+):
     """One outage has one reason, however many ranks it has met."""
     for number in range(2):  # they have lost the server at nearly the same time
         silence = Silence(seconds - number, 600.0, True)
@@ -192,7 +188,7 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
 
 
-def test_the_model_whose_servers_give_no_answer_is_named(tmp_path: Path, hold: Hold) -> None:
+def test_the_model_whose_servers_give_no_answer_is_named(tmp_path, hold):
     lines = [
         *minutes(T, 3, 60, 3600),
         minute(T + 3 * MIN + 10, 180, 3600, silence=Silence(60.0, 600.0, False, "judge")),
@@ -208,9 +204,7 @@ def topic(state: RunState, label: str) -> str:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(
-    tmp_path: Path, hold: Hold, killed: bool
-) -> None:
+def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_path, hold, killed):
     history: list[Record] = [start(T), minute(T, 0), minute(T + MIN, 10)]
     history += [] if killed else [stopped(T + MIN)]
     history += [start(T + 2 * MIN, 2, host=HERE), minute(T + 2 * MIN, 10, attempt=2, own=work(0))]
@@ -221,8 +215,8 @@ def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(
 
 
 def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_document(
-    tmp_path: Path, hold: Hold
-) -> None:
+    tmp_path, hold
+):
     wait = Wait(50.0, 70.0, "book 7", all_started=True)
     lines = [
         *minutes(T, 5, 60, 300),
@@ -242,7 +236,7 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
     assert state.troubled == [], "it is not slow"
 
 
-def test_skipped_lines_are_summed(tmp_path: Path) -> None:
+def test_skipped_lines_are_summed(tmp_path):
     for number in range(2):
         lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
         write_rank(tmp_path, number, [start(T), *lines], chunks=1, finished=True)
@@ -251,8 +245,8 @@ def test_skipped_lines_are_summed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
 def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
-    tmp_path: Path, hold: Hold, ran: int, slow: list[int]
-) -> None:
+    tmp_path, hold, ran, slow
+):
     for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
         hold(
             write_rank(
@@ -269,7 +263,7 @@ def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
     )
 
 
-def test_a_rank_with_long_documents_is_not_slow(tmp_path: Path, hold: Hold) -> None:
+def test_a_rank_with_long_documents_is_not_slow(tmp_path, hold):
     for number, per_minute in enumerate((60, 60, 60, 60, 6)):
         lines = minutes(T, 6, per_minute)
         if number == 4:
@@ -280,7 +274,7 @@ def test_a_rank_with_long_documents_is_not_slow(tmp_path: Path, hold: Hold) -> N
     assert read(tmp_path, T + 6 * MIN).troubled == []
 
 
-def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path):
     write_rank(tmp_path, chunks=2, journal=3)
     state = read(tmp_path)
     (rank,) = state.ranks
@@ -295,7 +289,7 @@ def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_
     assert state.newest is not None
 
 
-def test_a_lost_commit_is_damage(tmp_path: Path) -> None:
+def test_a_lost_commit_is_damage(tmp_path):
     folder = write_rank(tmp_path, chunks=2)
     (tmp_path / "last_chunk").mkdir()
     (tmp_path / "last_chunk/00000.txt").write_text("2\n")
@@ -304,7 +298,7 @@ def test_a_lost_commit_is_damage(tmp_path: Path) -> None:
     assert f"{folder}/commits.jsonl holds 2 commits, none of them for chunk 2" in rank.reason
 
 
-def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path: Path) -> None:
+def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path):
     history = [start(T), *minutes(T, 6, 10, 60), done(T + 6 * MIN)]
     write_rank(tmp_path, 0, history, chunks=4)
     assert read_one(tmp_path, T + 7 * MIN).share == pytest.approx(40 / 60)
@@ -313,7 +307,7 @@ def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path: Path) -> No
 # sums --------------------------------------------------------------------------------------------
 
 
-def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
+def test_the_sums_of_a_run(tmp_path, hold):
     write_rank(tmp_path, 0, [start(T), *minutes(T, 10, 10, 100)], chunks=10, finished=True, tasks=4)
     for number in (1, 2):
         history = [start(T + 5 * MIN, host=HERE), *minutes(T + 5 * MIN, 6, 10, 200)]
@@ -344,9 +338,7 @@ def test_the_sums_of_a_run(tmp_path: Path, hold: Hold) -> None:
     assert state.newest == T + 11 * MIN
 
 
-def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(
-    tmp_path: Path, hold: Hold
-) -> None:
+def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path, hold):
     for number in range(100):
         at = T + number // 2 * 4
         history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
@@ -362,7 +354,7 @@ def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(
     assert totals.time_left == pytest.approx(9000 / 5)
 
 
-def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path: Path, hold: Hold) -> None:
+def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path, hold):
     hold(
         write_rank(
             tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 5, 10, 100)]
@@ -371,9 +363,7 @@ def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path: Path, hol
     assert read_one(tmp_path, T + 5 * MIN + 50).position == (75, 100, "rows"), "50 in the last line"
 
 
-def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(
-    tmp_path: Path, hold: Hold
-) -> None:
+def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path, hold):
     hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
     hold(
         write_rank(
@@ -387,7 +377,7 @@ def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(
     assert state.totals.time_left < 2 * 3600
 
 
-def test_ranks_of_one_document_are_not_slow(tmp_path: Path, hold: Hold) -> None:
+def test_ranks_of_one_document_are_not_slow(tmp_path, hold):
     for number in range(9):
         history = [start(T), minute(T, 0), minute(T + 100 + number, 1), done(T + 100 + number)]
         write_rank(tmp_path, number, history, finished=True, tasks=10)
@@ -395,7 +385,7 @@ def test_ranks_of_one_document_are_not_slow(tmp_path: Path, hold: Hold) -> None:
     assert read(tmp_path, T + 6 * MIN).troubled == []
 
 
-def test_the_time_left_is_without_ranks_at_a_halt(tmp_path: Path, hold: Hold) -> None:
+def test_the_time_left_is_without_ranks_at_a_halt(tmp_path, hold):
     hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)], chunks=36))
     write_rank(
         tmp_path,
@@ -407,7 +397,7 @@ def test_the_time_left_is_without_ranks_at_a_halt(tmp_path: Path, hold: Hold) ->
     assert (totals.time_left, totals.halted) == (pytest.approx(3600 - 360), 1)
 
 
-def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path: Path) -> None:
+def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):
     write_rank(tmp_path / "new", history=[start(T)], tasks=3)
     assert read(tmp_path / "new", tasks=5, config={"executor": {}}).totals.not_started == 2
     assert read(tmp_path / "new").totals.not_started == 2
@@ -415,7 +405,7 @@ def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path:
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
 
 
-def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path: Path) -> None:
+def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path):
     for number in (0, 1, 5, 7):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
     (tmp_path / "last_chunk").mkdir()
@@ -427,7 +417,7 @@ def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path:
     assert (state.totals.not_started, state.is_finished) == (3, False)
 
 
-def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, hold: Hold) -> None:
+def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     write_rank(tmp_path, 0, chunks=1)
     folder = write_rank(tmp_path, 1, [start(T, host=HERE), minute(T, 0)])
     hold(folder)
@@ -436,7 +426,7 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path: Path, ho
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
 
 
-def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path) -> None:
+def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path):
     letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [
         ("ValueError", "no\nsuch")
     ]
@@ -449,9 +439,7 @@ def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path: Path)
     assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
 
 
-def test_of_large_journals_the_history_tells_the_number_of_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, monkeypatch):
     monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
     write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
     rank = read_one(tmp_path)

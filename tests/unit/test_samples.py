@@ -59,7 +59,7 @@ def sliced(array: Any) -> list[pa.Table]:
     ]
 
 
-def test_values_are_those_of_pyarrow() -> None:
+def test_values_are_those_of_pyarrow():
     for name, column in COLUMNS.items():
         for table in sliced(column):
             assert table_rows(table) == table.to_pylist(), name
@@ -67,9 +67,7 @@ def test_values_are_those_of_pyarrow() -> None:
 
 @pytest.mark.parametrize("together", [1, 8, 10**9])
 @pytest.mark.parametrize("name", LISTS)
-def test_lists_of_numbers_are_arrays_of_their_own(
-    name: str, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_of_numbers_are_arrays_of_their_own(name, together, monkeypatch):
     monkeypatch.setattr(samples, "_COPIED_TOGETHER", together)
     for table in sliced(LISTS[name]):
         rows = [row["a"] for row in table_rows(table)]
@@ -85,7 +83,7 @@ def test_lists_of_numbers_are_arrays_of_their_own(
         assert table["a"].to_pylist() == LISTS[name].to_pylist()
 
 
-def test_rows_of_json_are_the_same() -> None:
+def test_rows_of_json_are_the_same():
     rows = [{"n": 1, "ids": [1, 2], "text": "a"}, {"n": 2, "ids": [3, 4], "text": "b"}]
     made = [json_row(row) for row in rows]
     assert [row["ids"].tolist() for row in made] == [[1, 2], [3, 4]]
@@ -108,9 +106,7 @@ BIG = 2**53
     ],
     ids=str,
 )
-def test_numbers_of_json_become_an_array_only_if_that_changes_none(
-    values: list[Any], dtype: Any
-) -> None:
+def test_numbers_of_json_become_an_array_only_if_that_changes_none(values, dtype):
     made = json_row({"a": values})["a"]
     if dtype is None:
         assert [(type(one), one) for one in made] == [(type(one), one) for one in values]
@@ -127,7 +123,7 @@ ALL = COLUMNS | LISTS
 
 
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(request, monkeypatch):
     """Batches of any size stay apart, or are joined."""
     monkeypatch.setattr(batches, "_JOINED", request.param)
 
@@ -148,7 +144,7 @@ def check(tables: list[pa.Table], rows: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_of_one_table_and_of_several() -> None:
+def test_rows_of_one_table_and_of_several():
     for tables in map(sliced, ALL.values()):
         for table, rows in itertools.product(tables, ([2, 0, 3, 0], [1, 2, 3], [2])):
             check([table], rows)
@@ -157,7 +153,7 @@ def test_rows_of_one_table_and_of_several() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_of_many_columns_and_batches_in_any_order() -> None:
+def test_rows_of_many_columns_and_batches_in_any_order():
     generator = np.random.default_rng(0)
     tables = [
         pa.table({
@@ -176,13 +172,13 @@ def test_rows_of_many_columns_and_batches_in_any_order() -> None:
 @pytest.mark.parametrize(
     "types", [(pa.int32(), pa.int64()), (pa.null(), pa.string()), (pa.string(), pa.large_string())]
 )
-def test_types_that_differ_are_unified(types: Any) -> None:
+def test_types_that_differ_are_unified(types):
     values = {pa.null(): [None] * 2, pa.int32(): [1, 2], pa.int64(): [2**40, 3]}
     tables = [pa.table({"a": pa.array(values.get(kind, ["a", "b"]), kind)}) for kind in types]
     check(tables, [3, 0, 2, 1])
 
 
-def test_owned_rows_hold_no_more_than_themselves() -> None:
+def test_owned_rows_hold_no_more_than_themselves():
     table = pa.table({"text": ["x" * 100] * 10_000, "ids": [[1, 2]] * 10_000})
     for rows in (0, 1, 2, 7):
         own = owned(table.slice(5000, rows))

@@ -64,16 +64,16 @@ def kept(name: str, make: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_saved_position_is_continued(name: str, tmp_path: Path) -> None:
+def test_a_saved_position_is_continued(name, tmp_path):
     (tmp_path / "input").mkdir()
     for number in range(2):
         rows = [json.dumps({"text": "x", "id": f"{number}/{index}"}) + "\n" for index in range(5)]
         (tmp_path / "input" / f"{number}.jsonl").write_text("".join(rows))
 
-    def samples(source: Any) -> Any:
+    def samples(source):
         return map(shown, source.run() if isinstance(source, JsonlReader) else iter(source))
 
-    def make() -> dict[str, Any]:
+    def make():
         source = SOURCES[name](tmp_path)
         read = samples(source)
         list(itertools.islice(read, AFTER))
@@ -85,7 +85,7 @@ def test_a_saved_position_is_continued(name: str, tmp_path: Path) -> None:
     assert list(samples(source)) == then["rest"] != []
 
 
-def test_a_position_in_shuffled_rows_is_refused(tmp_path: Path) -> None:
+def test_a_position_in_shuffled_rows_is_refused(tmp_path):
     """Earlier releases shuffled the rows of each file."""
     (tmp_path / "input").mkdir()
     source = reader(tmp_path, shuffle_seed=1)
@@ -95,8 +95,8 @@ def test_a_position_in_shuffled_rows_is_refused(tmp_path: Path) -> None:
         list(source.run())
 
 
-def test_states_of_all_ranks_become_the_same_one() -> None:
-    def make() -> dict[str, Any]:
+def test_states_of_all_ranks_become_the_same_one():
+    def make():
         order = {"shuffle_seed": 1, "window": [1000, None]}
         files, done = {"rows": 100, "files": 2}, (Round(Topology(3, 2, 4), (4, 4, 4, 4, 0, 0)),)
         slots = [Slot(rank, 2, worker, 1) for rank in range(2) for worker in range(1)]

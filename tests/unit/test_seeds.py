@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,19 +33,17 @@ def seeds(server: FakeServer) -> list[int]:
     return [one["seed"] for one in server.payloads]
 
 
-def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(
-    tmp_path: Path, server: FakeServer
-) -> None:
+def test_each_request_has_a_seed_of_its_own_also_of_equal_documents(tmp_path, server):
     given = [*documents(2), Document(text="a", id="same"), Document(text="a", id="same")]
     runner(tmp_path, server, twice, config={"seed": 7, "rollouts_per_document": 2}).run(given)
     assert len(seeds(server)) == 24 == len(set(seeds(server)))
     assert all(0 <= seed < 2**31 for seed in seeds(server))
 
 
-def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
+def test_an_answer_that_is_kept_is_found_again(tmp_path):
     failing = True
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         answers = [await generate(payload(document.text)), await generate(payload(document.text))]
         if failing and document.id == "id 1":
             raise RuntimeError("once")
@@ -64,8 +61,8 @@ def test_an_answer_that_is_kept_is_found_again(tmp_path: Path) -> None:
     assert outputs(tmp_path / "a/output") == outputs(tmp_path / "b/output")
 
 
-def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer) -> None:
-    async def rollout(document: Document, generate: Any) -> Any:
+def test_a_payloads_own_seed_is_left_as_it_is(tmp_path, server):
+    async def rollout(document, generate):
         return await generate(payload(document.text, seed=1))
 
     runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
@@ -76,20 +73,18 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path: Path, server: FakeServer
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(
-    tmp_path: Path, server: FakeServer, before: int | None, after: int | None
-) -> None:
+def test_another_seed_is_another_run(tmp_path, server, before, after):
     runner(tmp_path, server, config={"seed": before}).run(documents(2))
     with pytest.raises(CheckpointMismatch, match="seed: "):
         runner(tmp_path, server, config={"seed": after}).run(documents(2))
 
 
 @pytest.mark.parametrize("seed", ["7", True])
-def test_a_seed_that_is_no_number_is_refused(tmp_path: Path, seed: Any) -> None:
+def test_a_seed_that_is_no_number_is_refused(tmp_path, seed):
     with FakeServer() as server, pytest.raises(ConfigError, match="seed: "):
         runner(tmp_path, server, config={"seed": seed})
 
 
-def test_seeds_do_not_change_between_releases() -> None:
+def test_seeds_do_not_change_between_releases():
     """Or an upgrade in the middle of a run would ask for other samples, and pay twice."""
     assert request_seed(7, 3, "id", 1, "0123abcd", 2) == 1125260363

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from datatrove_ckpt.checkpoint.identity import same_value
@@ -36,5 +34,5 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
         ("rollout_fn.lowest", "float 0x0.0p+0", "float -0x0.0p+0", False),
     ],
 )
-def test_same(name: str, old: Any, new: Any, same: bool) -> None:
+def test_same(name, old, new, same):
     assert same_value(name, old, new) is same

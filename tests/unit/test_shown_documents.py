@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from datatrove_ckpt.maintenance.documents import _text
@@ -43,7 +41,5 @@ _USUAL = {
         ({"text": "a", "score": 0.0, "judgement": "bad"}, 'a\n{"score":0.0,"judgement":"bad"}'),
     ],
 )
-def test_a_result_is_shown_with_what_it_has_beside_its_text(
-    result: dict[str, Any], said: str
-) -> None:
+def test_a_result_is_shown_with_what_it_has_beside_its_text(result, said):
     assert _text({**result, **_USUAL}) == said

@@ -6,8 +6,6 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
-def test_the_states_of_a_stop() -> None:
+def test_the_states_of_a_stop():
     shutdown, states = Shutdown(20), []
     shutdown.call(
         lambda: states.append((shutdown.is_requested, shutdown.is_fast, shutdown.aborted))
@@ -37,7 +35,7 @@ def test_the_states_of_a_stop() -> None:
         shutdown.check()
 
 
-async def test_a_failure_aborts_and_the_first_one_counts() -> None:
+async def test_a_failure_aborts_and_the_first_one_counts():
     shutdown = Shutdown()
     failed = asyncio.create_task(shutdown.failed())
     await asyncio.sleep(0)
@@ -55,9 +53,7 @@ async def test_a_failure_aborts_and_the_first_one_counts() -> None:
     [(lambda shutdown: None, True), (Shutdown.fast_stop, False)],
     ids=["in time", "fast stop"],
 )
-async def test_the_event_loop_is_woken_from_any_thread(
-    change: Callable[[Shutdown], None], in_time: bool
-) -> None:
+async def test_the_event_loop_is_woken_from_any_thread(change, in_time):
     shutdown = Shutdown(600)
     threading.Timer(0.01, shutdown.request, ["SIGTERM"]).start()
     await shutdown.requested()
@@ -65,7 +61,7 @@ async def test_the_event_loop_is_woken_from_any_thread(
     assert await shutdown.wait_for(asyncio.sleep(0.05 if in_time else 600)) == in_time
 
 
-async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -> None:
+async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed():
     shutdown = Shutdown(600)
     stopping = asyncio.create_task(shutdown.requested())
     await asyncio.sleep(0)
@@ -87,11 +83,11 @@ async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed() -
 )
 @pytest.mark.parametrize("already", [True, False])
 def test_a_thread_is_waited_for_no_longer_than_the_state_allows(
-    changes: Any, running: float | None, draining: float, already: bool
-) -> None:
+    changes, running, draining, already
+):
     shutdown = Shutdown(600)
 
-    def change() -> None:
+    def change():
         for one in changes:
             one(shutdown)
 
@@ -101,7 +97,7 @@ def test_a_thread_is_waited_for_no_longer_than_the_state_allows(
     assert time.monotonic() - began < 200
 
 
-def test_a_thread_that_ends_is_seen_at_once() -> None:
+def test_a_thread_that_ends_is_seen_at_once():
     ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
     threading.Timer(0.02, ended.put, [True]).start()
     assert Shutdown().join(ended, None, 0.0)

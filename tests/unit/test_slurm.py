@@ -23,7 +23,6 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
 from datatrove_ckpt.mirror.mirror import RemoteMirror
-from tests.hub import FakeHub
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -41,7 +40,7 @@ print(f"Submitted batch job {{number}}")
 
 
 @pytest.fixture
-def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def login_node(tmp_path, monkeypatch):
     """A folder with documents, on a machine that has sbatch."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -91,9 +90,7 @@ def directives(text: str) -> dict[str, str]:
     return dict(line.partition("=")[::2] for line in lines)
 
 
-def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(login_node, capsys):
     Path("bin/sbatch").unlink()
     before = sorted(login_node.rglob("*"))
     assert run("--dry-run", "--executor.tasks=30") == 0
@@ -110,9 +107,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_what_is_submitted_is_what_the_dry_run_printed(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_submitted_is_what_the_dry_run_printed(login_node, capsys):
     changes = [
         "--executor.nodes_per_task=2",
         "--executor.srun_args={mpi: none}",
@@ -127,9 +122,7 @@ def test_what_is_submitted_is_what_the_dry_run_printed(
     assert len(list(Path("submitted").iterdir())) == 2
 
 
-def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(login_node, capsys):
     assert run("--executor.tasks=100") == 0
     said = capsys.readouterr().out
     assert said.startswith("Submitted job 7: 20 workers for 100 of 100 tasks. ")
@@ -153,18 +146,14 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(
     assert "\nDATATROVE_CKPT_LAST_JOB=1 launch_pickled_pipeline " in last
 
 
-def test_tasks_that_are_dealt_out_must_all_end_well_before_the_last_job(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_that_are_dealt_out_must_all_end_well_before_the_last_job(login_node, capsys):
     """A retry is marked as complete before it has run."""
     assert run("--executor.nodes_per_task=2", "--executor.tasks=4") == 0
     assert directives(Path("submitted/8").read_text())["dependency"] == "afterok:7"
     assert "To add workers" not in capsys.readouterr().out
 
 
-def test_workers_without_checkpoints_are_refused_before_they_are_submitted(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_without_checkpoints_are_refused_before_they_are_submitted(login_node, capsys):
     assert run("--pipeline.1.checkpoints_local_dir=null") != 0
     assert "a worker needs" in capsys.readouterr().err
     assert not list(Path("submitted").iterdir())
@@ -172,8 +161,8 @@ def test_workers_without_checkpoints_are_refused_before_they_are_submitted(
 
 @pytest.mark.slow
 def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
-    login_node: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
-) -> None:
+    login_node, hub, capsys
+):
     output = "--pipeline.1.output_writer.output_folder=hf://datasets/org/data/part"
     assert run(output) == 1
     assert (
@@ -190,9 +179,7 @@ def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
     assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
 
 
-def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, capsys):
     mark_as_finished(3, tasks=5)
     assert run("--executor.tasks=5") == 0
     assert "2 workers for 2 of 5 tasks. " in capsys.readouterr().out
@@ -208,9 +195,7 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(
     assert capsys.readouterr().out == "Nothing was submitted: 3 tasks are complete.\n"
 
 
-def test_markers_of_another_job_are_refused_before_anything_is_submitted(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_markers_of_another_job_are_refused_before_anything_is_submitted(login_node, capsys):
     mark_as_finished(3, tasks=3)
     for options in ((), ("--dry-run",)):
         assert run("--executor.tasks=5", *options) == 1
@@ -226,9 +211,7 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(
 
 
 @pytest.mark.slow
-def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
-    login_node: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(login_node, capsys):
     mark_as_finished(1, tasks=2)
     folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
     settings = CheckpointManager(
@@ -259,9 +242,7 @@ def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(
     assert not folder.exists(), "what was restored is of no use on this machine"
 
 
-def test_a_variable_that_only_the_nodes_have_is_no_mistake(
-    login_node: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variable_that_only_the_nodes_have_is_no_mistake(login_node, monkeypatch, capsys):
     monkeypatch.delenv("NODE_SCRATCH", raising=False)
     arguments = (
         "--pipeline.1.checkpoints_local_dir=$NODE_SCRATCH/kept",
@@ -272,9 +253,7 @@ def test_a_variable_that_only_the_nodes_have_is_no_mistake(
     assert not list(login_node.glob("*NODE_SCRATCH*"))
 
 
-def test_without_sbatch_nothing_is_started_and_one_line_says_so(
-    login_node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_sbatch_nothing_is_started_and_one_line_says_so(login_node, capsys, monkeypatch):
     Path("bin/sbatch").unlink()
     monkeypatch.setenv("PATH", f"{login_node}/bin")
     assert run() == 2
@@ -294,12 +273,12 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(
     ],
 )
 def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
-    login_node: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    number: str,
-    there: str,
-) -> None:
+    login_node,
+    capfd,
+    monkeypatch,
+    number,
+    there,
+):
     monkeypatch.setenv("REFUSED", number)
     assert run() == 1
     said = capfd.readouterr().err
@@ -320,7 +299,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def test_arguments_of_the_executor_can_be_given_in_yaml(login_node: Path) -> None:
+def test_arguments_of_the_executor_can_be_given_in_yaml(login_node):
     content = load(CONFIG)
     content["executor"]["init_args"] |= EVERYTHING
     executor = build(content)

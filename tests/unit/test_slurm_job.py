@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ PREEMPTED = "JobId=17 ArrayJobId=17 ArrayTaskId=3 JobState=RUNNING Reason=None P
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def asked(tmp_path, monkeypatch):
     """The commands that scontrol gets in a task of an array. It answers with the file "record"."""
     script = tmp_path / "scontrol"
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n')
@@ -30,7 +29,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "asked"
 
 
-def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(asked: Path) -> None:
+def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(asked):
     requeue_if_preempted()
     assert asked.read_text().splitlines() == ["--oneliner show job 17_3", "requeue 17_3"]
 
@@ -45,15 +44,15 @@ def test_a_task_that_is_preempted_with_a_grace_time_is_requeued_and_it_alone(ask
         "",
     ],
 )
-def test_no_other_task_is_requeued_least_of_all_a_cancelled_one(asked: Path, record: str) -> None:
+def test_no_other_task_is_requeued_least_of_all_a_cancelled_one(asked, record):
     (asked.parent / "record").write_text(record)
     requeue_if_preempted()
     assert asked.read_text().splitlines() == ["--oneliner show job 17_3"]
 
 
 def test_one_task_of_a_step_asks_for_all_and_a_slurm_that_does_not_answer_is_a_warning(
-    asked: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
-) -> None:
+    asked, monkeypatch, log
+):
     monkeypatch.setenv("SLURM_PROCID", "1")
     requeue_if_preempted()
     assert not asked.exists()
@@ -63,7 +62,7 @@ def test_one_task_of_a_step_asks_for_all_and_a_slurm_that_does_not_answer_is_a_w
     assert "Job 17_3 could not be requeued: scontrol --oneliner show job 17_3:" in log[-1]
 
 
-def test_a_job_is_named_as_slurms_commands_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_named_as_slurms_commands_need_it(monkeypatch):
     for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID"):
         monkeypatch.delenv(f"SLURM_{name}", raising=False)
     assert job_id() is None

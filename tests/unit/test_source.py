@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 
 
 @pytest.mark.parametrize("steps", range(6))
-async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps: int) -> None:
+async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps):
     """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited without
     end.
     """
     blocked = threading.Event()
 
-    def documents() -> Iterator[Document]:
+    def documents():
         blocked.wait()
         yield from ()
 
-    async def read(source: DocumentSource) -> None:
+    async def read(source):
         async for _ in source.batches(ResumePoint()):
             pass
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
 
 from datatrove_ckpt.common.redaction import Redactor
 from datatrove_ckpt.inference.servers.server import (
@@ -15,11 +14,11 @@ from datatrove_ckpt.inference.servers.server import (
 )
 
 
-async def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) -> None:
+async def test_a_server_that_starts_says_so_until_it_is_ready(log):
     ready = asyncio.Event()
     loop, lines = asyncio.get_running_loop(), itertools.chain(["first"], itertools.repeat("second"))
 
-    def line(waited: float) -> str:
+    def line(waited):
         text = next(lines)
         if text == "second":
             loop.call_soon_threadsafe(ready.set)
@@ -31,7 +30,7 @@ async def test_a_server_that_starts_says_so_until_it_is_ready(log: list[str]) ->
     assert [entry.strip() for entry in log[:2]] == ["INFO first", "INFO second"]
 
 
-async def test_its_window_ends_the_wait_without_a_line(log: list[str]) -> None:
+async def test_its_window_ends_the_wait_without_a_line(log):
     never = asyncio.create_task(asyncio.Event().wait())
     await wait_for_first((never,), 0.01, lambda waited: "said", every=3600.0)
     assert not never.done()
@@ -39,7 +38,7 @@ async def test_its_window_ends_the_wait_without_a_line(log: list[str]) -> None:
     assert log == []
 
 
-def test_the_line_shows_the_end_of_the_log_without_secrets(tmp_path: Path) -> None:
+def test_the_line_shows_the_end_of_the_log_without_secrets(tmp_path):
     path = tmp_path / "server.log"
     path.write_text(
         "an earlier server\nLoading shards: 10%\rLoading shards: 40% with key abcdefgh12345678\n\n"
@@ -55,7 +54,7 @@ def test_the_line_shows_the_end_of_the_log_without_secrets(tmp_path: Path) -> No
     assert empty.endswith(f"Its log is empty so far ({tmp_path / 'none'}).")
 
 
-def test_a_line_of_a_log_cannot_speak_to_the_terminal() -> None:
+def test_a_line_of_a_log_cannot_speak_to_the_terminal():
     assert last_line("one\n\x1b[32mtwo\x1b[0m\x07\x9b2J\n \n") == "two  2J"
     assert last_line("x" * 300) == "x" * 200 + "..."
     assert last_line("\n\n") == ""

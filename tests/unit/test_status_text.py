@@ -11,7 +11,7 @@ from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.sums import add_up
 
 
-def test_dead_letters_of_unfinished_chunks_count_and_each_document_is_in_one_place() -> None:
+def test_dead_letters_of_unfinished_chunks_count_and_each_document_is_in_one_place():
     rank = RankState("", 0, Path(), "running", counts=DocumentCounts(10, 8, 0, 2), chunks=1)
     rank.unfinished, rank.unfinished_chunks = DocumentCounts(4, 2, 1, 1), 1
     rank.dead_letters = Counter({"ValueError: no": 2})

@@ -41,14 +41,14 @@ def function(data: Any, rank: int, world_size: int) -> Iterator[Document]:
     yield from data
 
 
-def test_settings_are_compared_of_stateless_steps_only() -> None:
+def test_settings_are_compared_of_stateless_steps_only():
     assert listed([Filter(2)])[0].settings.keys() == listed([Filter])[0].settings.keys()
     then, now = listed([StatelessFilter(1, new=1)]), listed([StatelessFilter(2, old=1)])
     assert differences(then, now) == ["datatrove.StatelessFilter, least: 1 -> 2"]
     assert differences(then, [StepRecord(then[0].name)]) == []
 
 
-def test_settings_hold_no_secret_no_object_and_nothing_long() -> None:
+def test_settings_hold_no_secret_no_object_and_nothing_long():
     values = {
         "api_key": "sesame",
         "options": {"b": 1, "token": "sesame"},
@@ -78,8 +78,8 @@ class Callable:
         return data
 
 
-def test_the_list_of_an_executor_names_every_step() -> None:
-    def inner(data: Any, rank: int, world_size: int) -> Any:
+def test_the_list_of_an_executor_names_every_step():
+    def inner(data, rank, world_size):
         return data
 
     steps = [
@@ -114,7 +114,7 @@ def lambda_of(number: int = 1, names: str = "{'a', 'b', 'c', 'd'}", before: str 
     return eval(before + SOURCE.format(number=number, names=names))
 
 
-def test_a_lambda_is_compared_by_its_code() -> None:
+def test_a_lambda_is_compared_by_its_code():
     then = listed([lambda_of()])
     assert differences(then, listed([lambda_of(before="\\\n\\\n")])) == []
     (line,) = differences(then, listed([lambda_of(2)]))
@@ -124,7 +124,7 @@ def test_a_lambda_is_compared_by_its_code() -> None:
     assert differences(of_another_python, then) == []
 
 
-def test_a_set_in_the_code_of_a_lambda_has_no_order() -> None:
+def test_a_set_in_the_code_of_a_lambda_has_no_order():
     one, two = frozenset((0, 8)), frozenset((8, 0))
     assert list(one) != list(two), "as in another process"
     code = lambda_of().__code__

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def acquire(made: Router, request: Request | None = None) -> asyncio.Task[Target
     return asyncio.create_task(made.acquire(request or Request()))
 
 
-async def test_requests_wait_in_order_while_no_server_is_up() -> None:
+async def test_requests_wait_in_order_while_no_server_is_up():
     made = router(limit=2)
     made.targets[0].up = False
     tasks = [acquire(made) for _ in range(3)]
@@ -80,14 +79,14 @@ async def test_requests_wait_in_order_while_no_server_is_up() -> None:
     await tasks[2]
 
 
-async def test_the_least_busy_server_is_next_and_its_limit_holds() -> None:
+async def test_the_least_busy_server_is_next_and_its_limit_holds():
     made = router(2)
     made.targets[0].limit = 2
     given = [await made.acquire(Request()) for _ in range(5)]
     assert [made.targets.index(target) for target in given] == [0, 1, 0, 1, 1]
 
 
-async def test_requests_of_the_rank_that_started_first_go_first() -> None:
+async def test_requests_of_the_rank_that_started_first_go_first():
     made = router(limit=1)
     first, second = Sender(order=0), Sender(order=1)
     target = await made.acquire(Request(second))
@@ -108,7 +107,7 @@ async def test_requests_of_the_rank_that_started_first_go_first() -> None:
 
 
 @pytest.mark.parametrize("is_quarantined", [False, True])
-async def test_a_rank_that_stops_holds_up_no_other(is_quarantined: bool) -> None:
+async def test_a_rank_that_stops_holds_up_no_other(is_quarantined):
     made = router(limit=1)
     stops = Sender(Shutdown())
     target = await made.acquire(Request())
@@ -125,7 +124,7 @@ async def test_a_rank_that_stops_holds_up_no_other(is_quarantined: bool) -> None
     assert made.in_flight == 1
 
 
-async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -> None:
+async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot():
     made = router(limit=1)
     await made.acquire(Request())
     waiting, next_one = acquire(made), acquire(made)
@@ -142,7 +141,7 @@ async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot() -
     assert made.targets[0].in_flight == 0
 
 
-async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> None:
+async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     made = router()
     target = await made.acquire(Request())
     old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
@@ -158,7 +157,7 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first() -> N
     await normal
 
 
-async def test_many_quarantined_requests_run_in_growing_groups() -> None:
+async def test_many_quarantined_requests_run_in_growing_groups():
     made = router()
     waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
     sizes: list[int] = []
@@ -173,7 +172,7 @@ async def test_many_quarantined_requests_run_in_growing_groups() -> None:
     assert len(sizes) <= 20
 
 
-async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
+async def test_the_members_of_a_group_whose_server_died_run_alone():
     made = router()
     requests = [quarantined(n) for n in range(100)]
     waiting = {request: acquire(made, request) for request in requests}
@@ -199,14 +198,14 @@ async def test_the_members_of_a_group_whose_server_died_run_alone() -> None:
     assert made.targets[0].in_flight > 1  # the others continue in groups
 
 
-async def test_while_one_server_runs_quarantined_requests_the_others_go_on() -> None:
+async def test_while_one_server_runs_quarantined_requests_the_others_go_on():
     made = router(2)
     first = await made.acquire(quarantined())
     assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
     assert first is made.targets[0]
 
 
-async def test_attributed_deaths_quarantine_no_other_request() -> None:
+async def test_attributed_deaths_quarantine_no_other_request():
     made = router()
     guilty, innocent = Request(), Request()
     for _ in range(2):
@@ -223,7 +222,7 @@ async def test_attributed_deaths_quarantine_no_other_request() -> None:
     assert not innocent.is_quarantined
 
 
-async def test_when_no_server_will_come_back_every_request_fails() -> None:
+async def test_when_no_server_will_come_back_every_request_fails():
     made = router()
     made.mark_dead(made.targets[0], "bang")
     waiting = [acquire(made), acquire(made, quarantined())]
@@ -238,7 +237,7 @@ async def test_when_no_server_will_come_back_every_request_fails() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     monkeypatch.setattr(node, "_LEASE_TIMEOUT", 0.0)
@@ -247,7 +246,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 
 
@@ -260,9 +259,7 @@ def gpus_of(lease: node.GpuLease) -> tuple[str, ...]:
     return tuple(filter(None, lease.env.get("CUDA_VISIBLE_DEVICES", "").split(",")))
 
 
-def test_gpus_are_counted_and_a_machine_without_divides_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_gpus_are_counted_and_a_machine_without_divides_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert asyncio.run(gpus(replicas=3)) == [(), (), ()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -275,9 +272,7 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_replicas_get_gpus_of_their_own(
-    executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_get_gpus_of_their_own(executor, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
 
     async with leased_gpus(config(replicas=2, tp=2)) as leases:
@@ -289,7 +284,7 @@ async def test_replicas_get_gpus_of_their_own(
 
 
 @pytest.mark.usefixtures("four_gpus")
-async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> None:
+async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
     async with AsyncExitStack() as ranks:
         first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
         second = await ranks.enter_async_context(leased_gpus(config()))
@@ -299,19 +294,17 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none() -> 
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
-def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypatch, tmp_path):
     """A second rank comes while the first one has locked one of its two GPUs."""
     between: list[list[str] | None] = []
     visible = ["a", "b", "c", "d"]
     try_lock = node._try_lock
 
-    def lock_two() -> list[str] | None:
+    def lock_two():
         locked = node._try_lock_gpus(tmp_path, visible, 2)
         return locked and [name for name, _ in locked]
 
-    def another_rank_comes(path: Path) -> int | None:
+    def another_rank_comes(path):
         if path.name == "gpu_b.lock":
             monkeypatch.setattr(node, "_try_lock", try_lock)
             between.append(lock_two())
@@ -363,9 +356,7 @@ async def leased(
         ),
     ],
 )
-async def test_models_divide_the_gpus(
-    executor: str, models: Any, shares: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_models_divide_the_gpus(executor, models, shares, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     async with leased(named(**models)) as found:
         assert found == shares
@@ -373,9 +364,7 @@ async def test_models_divide_the_gpus(
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_a_single_model_gets_the_gpus_that_it_asks_for(
-    executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_single_model_gets_the_gpus_that_it_asks_for(executor, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     assert await gpus(gpus=2) == [("0", "1")]
     with pytest.raises(ConfigError, match="gpus: its servers need 5 GPUs, and this task sees 4"):
@@ -396,16 +385,14 @@ async def test_a_single_model_gets_the_gpus_that_it_asks_for(
         ),
     ],
 )
-def test_gpus_that_cannot_be_divided_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_gpus_that_cannot_be_divided_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         config(**settings)
 
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_models_that_need_more_gpus_than_there_are_are_both_named(
-    executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_models_that_need_more_gpus_than_there_are_are_both_named(executor, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     said = r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs, and this task sees 4 \(CUDA_VIS"
     with pytest.raises(ConfigError, match=said):
@@ -413,7 +400,7 @@ async def test_models_that_need_more_gpus_than_there_are_are_both_named(
 
 
 @pytest.mark.usefixtures("four_gpus")
-async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch):
     models = named(writer={"tp": 2}, judge={"tp": 2})
     monkeypatch.setenv("DATATROVE_EXECUTOR", "SLURM")
     async with leased(models, {"writer"}) as found:
@@ -424,7 +411,7 @@ async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("four_gpus")
-async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
+async def test_a_rank_takes_the_gpus_of_all_its_models_or_none():
     """Two ranks that each held one model's share while they wait for the other's would wait for
     each other.
     """
@@ -436,7 +423,7 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none() -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-async def test_a_lease_that_no_model_came_for_is_given_back() -> None:
+async def test_a_lease_that_no_model_came_for_is_given_back():
     models = named(writer={"tp": 2}, judge={"tp": 2})
     rank = RankModels(models, 0, keeps=False)
     _, leases = await rank.get(models[0])
@@ -460,7 +447,7 @@ def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.usefixtures("four_gpus")
-async def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> None:
+async def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone():
     async with leased_gpus(config(tp=4)) as leases:
         server = start_process_with(leases[0].locks)
     with server, pytest.raises(ConfigError):
@@ -468,8 +455,8 @@ async def test_gpus_are_taken_until_the_last_process_of_the_server_is_gone() -> 
     assert await gpus(tp=1) == [("0",)]
 
 
-def test_a_server_needs_as_many_gpus_as_it_will_use() -> None:
-    def needed(**settings: Any) -> int:
+def test_a_server_needs_as_many_gpus_as_it_will_use():
+    def needed(**settings):
         return config(**settings).engine.gpus_per_server(config(**settings))
 
     assert needed(tp=2, dp=3, pp=2) == 12
@@ -477,8 +464,8 @@ def test_a_server_needs_as_many_gpus_as_it_will_use() -> None:
     assert needed(server_type="sglang", tp=4, dp=2, model_kwargs={"enable-dp-attention": True}) == 4
 
 
-def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again() -> None:
-    async def play() -> list[str]:
+def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again():
+    async def play():
         async with leased_gpus(config(replicas=2)) as one, leased_gpus(config()) as other:
             folders = [lease.env["VLLM_CACHE_ROOT"] for lease in [*one, *other]]
             assert len(set(folders)) == 3
@@ -487,9 +474,7 @@ def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_aga
     assert asyncio.run(play()) == asyncio.run(play())
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: list[str]
-) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path, log):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
     asyncio.run(gpus())
@@ -521,9 +506,7 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
         ("sglang", "<html>not found</html>\nprocess_cpu_seconds_total 3\n", None),
     ],
 )
-def test_metrics_of_all_engines_of_a_server_are_added_up(
-    server_type: Any, page: str, read: Metrics | None
-) -> None:
+def test_metrics_of_all_engines_of_a_server_are_added_up(server_type, page, read):
     assert parse_metrics(ENGINES[server_type].metrics, page) == read
 
 
@@ -531,9 +514,9 @@ def test_metrics_of_all_engines_of_a_server_are_added_up(
 
 
 async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def at_the_limit(*_: object, **__: object) -> None:
+    monkeypatch,
+):
+    def at_the_limit(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", at_the_limit)

@@ -9,7 +9,6 @@ import ast
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +17,17 @@ from datatrove_ckpt.generation import code_text
 PACKAGE = Path(code_text.__file__).parent.parent
 
 
-def test_no_other_module_parses_code() -> None:
+def test_no_other_module_parses_code():
     parsing = [path for path in PACKAGE.rglob("*.py") if "ast.parse" in path.read_text()]
     assert parsing == [PACKAGE / "generation/code_text.py"]
 
 
-def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_never_parse_at_once(monkeypatch):
     inside, most = 0, 0
     count = threading.Lock()
     real = ast.parse
 
-    def watched(*arguments: Any, **settings: Any) -> Any:
+    def watched(*arguments, **settings):
         nonlocal inside, most
         with count:
             inside += 1
@@ -46,12 +45,12 @@ def test_two_threads_never_parse_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     left = [SystemError("AST constructor recursion depth mismatch (before=139, after=79)")] * 3
     real = ast.parse
 
-    def disturbed(*arguments: Any, **settings: Any) -> Any:
+    def disturbed(*arguments, **settings):
         if left:
             raise left.pop()
         return real(*arguments, **settings)

@@ -5,7 +5,6 @@ What it says of ours is changed, and nothing else.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ class Ends(PipelineStep):
 
 
 @pytest.fixture
-def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+def said(tmp_path, capfd):
     """What a task says on the terminal, and in its log, when a step raises this error."""
     safe_log()
 
-    def run(error: Exception) -> tuple[str, str]:
+    def run(error):
         with pytest.raises(type(error)):
             DatatroveExecutor([Ends(error)], workers=1, logging_dir=str(tmp_path / "logs")).run()
         return capfd.readouterr().err, (tmp_path / "logs" / "logs" / "task_00000.log").read_text()
@@ -40,7 +39,7 @@ def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_an_interrupted_rank_is_no_error_for_datatrove(said: Any) -> None:
+def test_an_interrupted_rank_is_no_error_for_datatrove(said):
     terminal, log = said(Preempted("Stopped by SIGTERM."))
     assert "Preempted" not in terminal
     assert "ERROR" not in terminal + log
@@ -48,20 +47,20 @@ def test_an_interrupted_rank_is_no_error_for_datatrove(said: Any) -> None:
     assert "stopped by Preempted" in log
 
 
-def test_an_error_of_ours_is_its_message_and_the_log_has_the_traceback(said: Any) -> None:
+def test_an_error_of_ours_is_its_message_and_the_log_has_the_traceback(said):
     terminal, log = said(CheckpointMismatch("The prompt is another one."))
     assert terminal.count("The prompt is another one.") == 1
     assert "Traceback" not in terminal
     assert "Traceback" in log
 
 
-def test_errors_of_others_stay_as_they_are(said: Any) -> None:
+def test_errors_of_others_stay_as_they_are(said):
     terminal, log = said(ValueError("another's"))
     for text in (terminal, log):
         assert "Traceback" in text
 
 
-def test_no_foreign_text_forges_a_line_or_moves_the_cursor(said: Any) -> None:
+def test_no_foreign_text_forges_a_line_or_moves_the_cursor(said):
     for error in (
         CheckpointMismatch("a\n2026 | ERROR | forged\x1b[2J"),
         ValueError("a\n2026 | ERROR | forged\x1b[2J"),

@@ -8,9 +8,7 @@ import os
 import sys
 import termios
 import threading
-from collections.abc import Iterator
 from io import TextIOWrapper
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +39,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
@@ -56,8 +54,8 @@ def rank(
 
 
 def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large_as_the_others(
-    clock: Clock,
-) -> None:
+    clock,
+):
     assert RunProgress(ranks=4, clock=clock).share is None
     progress = RunProgress(ranks=4, complete=1, clock=clock)
     assert progress.share == 0.25
@@ -72,8 +70,8 @@ def test_a_share_is_that_of_all_ranks_and_those_that_have_not_begun_are_as_large
 
 
 def test_ranks_that_other_processes_complete_count_with_their_documents_and_pace(
-    clock: Clock,
-) -> None:
+    clock,
+):
     progress = RunProgress(ranks=4, clock=clock)
     progress.update(0, rank(5, 50))
     clock.now += 100
@@ -87,7 +85,7 @@ def test_ranks_that_other_processes_complete_count_with_their_documents_and_pace
     assert progress.seconds_left == pytest.approx(100)
 
 
-def test_a_size_that_is_not_known_makes_no_percent_and_no_time_left(clock: Clock) -> None:
+def test_a_size_that_is_not_known_makes_no_percent_and_no_time_left(clock):
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(0, 0))
     progress.update(1, rank(0, 0, None))
@@ -99,7 +97,7 @@ def test_a_size_that_is_not_known_makes_no_percent_and_no_time_left(clock: Clock
     assert "10 docs" in progress.line()
 
 
-def test_what_was_done_before_is_no_rate(clock: Clock) -> None:
+def test_what_was_done_before_is_no_rate(clock):
     progress = RunProgress(clock=clock)
     progress.update(0, RankProgress(1, 700, share=0.7, size=100, unit="bytes"))
     assert progress.share == 0.7
@@ -110,7 +108,7 @@ def test_what_was_done_before_is_no_rate(clock: Clock) -> None:
     assert progress.seconds_left == pytest.approx(29 * 20)
 
 
-def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock: Clock) -> None:
+def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     progress = RunProgress(clock=clock)
     progress.update(0, rank(10, 10, attempt=1))
     progress.update(0, RankProgress(2, 9, share=0.09, size=100, unit="bytes"))
@@ -119,7 +117,7 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock: Clock) ->
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
-def test_rates_are_those_of_the_last_minute(clock: Clock) -> None:
+def test_rates_are_those_of_the_last_minute(clock):
     progress = RunProgress(clock=clock)
     for second in range(200):
         progress.update(0, rank(second * 10, second, 1000))
@@ -133,9 +131,7 @@ def test_rates_are_those_of_the_last_minute(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("total", [100, 0])
-def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(
-    clock: Clock, total: int
-) -> None:
+def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(clock, total):
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(7, 90) if total else rank(0, 0, 0))
     progress.complete(0)
@@ -146,7 +142,7 @@ def test_complete_ranks_count_whole_and_empty_inputs_divide_by_nothing(
     assert progress.share == 1.0
 
 
-def test_a_bar_is_shorter_than_its_terminal(clock: Clock) -> None:
+def test_a_bar_is_shorter_than_its_terminal(clock):
     progress = RunProgress(ranks=8, clock=clock)
     progress.update(0, rank(123, 40))
     clock.now += 10
@@ -156,7 +152,7 @@ def test_a_bar_is_shorter_than_its_terminal(clock: Clock) -> None:
         assert columns < 15 or bar(progress, columns).startswith("~7.5 %")
 
 
-def test_the_bar_is_as_long_as_the_share(clock: Clock) -> None:
+def test_the_bar_is_as_long_as_the_share(clock):
     progress = RunProgress(clock=clock)
     progress.update(0, rank(1, 0))
     clock.now += 60
@@ -167,7 +163,7 @@ def test_the_bar_is_as_long_as_the_share(clock: Clock) -> None:
     )
 
 
-def test_a_line_has_everything(clock: Clock) -> None:
+def test_a_line_has_everything(clock):
     progress = RunProgress(ranks=3, complete=1, documents=100, clock=clock)
     progress.update(0, rank(0, 0))
     clock.now += 10
@@ -178,8 +174,8 @@ def test_a_line_has_everything(clock: Clock) -> None:
 
 
 def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_has_no_time_left(
-    clock: Clock,
-) -> None:
+    clock,
+):
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(0, 0))
     clock.now += 10
@@ -200,8 +196,8 @@ def test_an_outage_is_in_the_bar_though_other_ranks_say_something_else_and_it_ha
 
 
 def test_nothing_is_left_to_be_said_of_the_time_once_nothing_has_come_for_longer(
-    clock: Clock,
-) -> None:
+    clock,
+):
     progress = RunProgress(clock=clock)
     progress.update(0, rank(0, 0))
     clock.now += 98
@@ -213,7 +209,7 @@ def test_nothing_is_left_to_be_said_of_the_time_once_nothing_has_come_for_longer
     assert progress.line().endswith(", no answer for 60 s")
 
 
-def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:
+def test_a_rank_that_reads_nothing_yet_has_not_begun(clock):
     progress = RunProgress(ranks=2, clock=clock)
     progress.update(0, rank(5, 50, finished=0))
     progress.update(1, RankProgress(1, 70, state="waiting for the server"))
@@ -224,7 +220,7 @@ def test_a_rank_that_reads_nothing_yet_has_not_begun(clock: Clock) -> None:
     assert progress.seconds_left is None  # the 70 were not done in these 10 seconds
 
 
-def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> None:
+def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock):
     progress = RunProgress(clock=clock)
     for _ in range(50):
         clock.now += 1
@@ -239,9 +235,7 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock: Clock) -> N
 
 
 @pytest.mark.parametrize("lasts", [0.5, 2.0])
-def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(
-    clock: Clock, lasts: float
-) -> None:
+def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock, lasts):
     """A task of half a second reports where it begins and where it ends, and nothing between."""
     progress = RunProgress(ranks=1000, clock=clock)
     for number in range(100):
@@ -256,7 +250,7 @@ def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(
     assert progress.seconds_left == pytest.approx(900 * lasts, rel=0.05)
 
 
-def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:
+def test_a_slow_rank_alone_decides_when_the_run_ends(clock):
     """It does not go faster when the others have finished, whose work of the last ten minutes is in
     the mean rate.
     """
@@ -276,7 +270,7 @@ def test_a_slow_rank_alone_decides_when_the_run_ends(clock: Clock) -> None:
     assert progress.seconds_left == pytest.approx(88 * 200 / 12, rel=0.1)
 
 
-def test_the_first_answers_of_a_rank_are_no_pace(clock: Clock) -> None:
+def test_the_first_answers_of_a_rank_are_no_pace(clock):
     progress = RunProgress(ranks=100, clock=clock)
     for number in range(50):
         for second in range(11):
@@ -297,7 +291,7 @@ def test_the_first_answers_of_a_rank_are_no_pace(clock: Clock) -> None:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
+def terminal():
     with Terminal(columns=60, lines=10) as terminal:
         yield terminal
 
@@ -306,7 +300,7 @@ def text(columns: int) -> str:
     return "the bar"
 
 
-def test_what_has_no_line_break_is_not_torn_apart(terminal: Terminal) -> None:
+def test_what_has_no_line_break_is_not_torn_apart(terminal):
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()
         sys.stdout.write("half a line")
@@ -321,10 +315,10 @@ def test_what_has_no_line_break_is_not_torn_apart(terminal: Terminal) -> None:
     assert terminal.read() == ["half a line and the other half", "the end"]
 
 
-def test_a_narrower_terminal_gets_a_shorter_bar(terminal: Terminal) -> None:
+def test_a_narrower_terminal_gets_a_shorter_bar(terminal):
     widths: list[int] = []
 
-    def note(columns: int) -> str:
+    def note(columns):
         widths.append(columns)
         return ""
 
@@ -335,7 +329,7 @@ def test_a_narrower_terminal_gets_a_shorter_bar(terminal: Terminal) -> None:
     assert widths == [60, 33]
 
 
-def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal: Terminal) -> None:
+def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal):
     with terminal.streams():
         before = logger.add(sys.stderr, format="{message}")
         with BarTerminal(text) as bar:
@@ -350,12 +344,12 @@ def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal: Termi
         logger.remove(before)
 
 
-def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal: Terminal, tmp_path: Path) -> None:
+def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal, tmp_path):
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()
         taken, free = threading.Event(), threading.Event()
 
-        def hold() -> None:
+        def hold():
             with bar._lock:
                 taken.set()
                 free.wait()
@@ -376,7 +370,7 @@ def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal: Terminal, tmp_path:
         assert terminal.read() == ["from the fork", "the bar"]
 
 
-def test_a_process_that_ends_by_force_leaves_no_bar_behind(terminal: Terminal) -> None:
+def test_a_process_that_ends_by_force_leaves_no_bar_behind(terminal):
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()
         with bar._lock:  # another thread's
@@ -387,9 +381,7 @@ def test_a_process_that_ends_by_force_leaves_no_bar_behind(terminal: Terminal) -
 
 
 @pytest.mark.parametrize("stream", [None, "closed", "file", "dumb"])
-def test_without_a_terminal_there_is_no_bar(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stream: str | None
-) -> None:
+def test_without_a_terminal_there_is_no_bar(terminal, monkeypatch, tmp_path, stream):
     with terminal.streams(), (tmp_path / "file").open("w") as file:
         assert has_terminal()
         if stream == "dumb":
@@ -408,7 +400,7 @@ def at(done: int, finished: int = 0) -> RankProgress:
     return RankProgress(1, done, (finished, finished, finished), done / 100, 100, "rows")
 
 
-def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal: Terminal) -> None:
+def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal):
     clock = Clock()
     with terminal.streams(), Screen(RunProgress(2, clock=clock), 120, clock):
         report = reporter()
@@ -421,7 +413,7 @@ def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal: Terminal
     assert terminal.read() == []
 
 
-def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_interval() -> None:
+def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_interval():
     clock, said = Clock(), list[tuple[float, str]]()
     progress = RunProgress(1, clock=clock)
     lines = Screen(progress, 120, clock, lambda line: said.append((clock.now - 1000, line)))
@@ -433,7 +425,7 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
     assert said[0][1].startswith("3.0 % of the input, 3 docs, ")
 
 
-def test_ranks_of_a_worker_report_to_its_parent(terminal: Terminal) -> None:
+def test_ranks_of_a_worker_report_to_its_parent(terminal):
     reports: list[Any] = []
     with terminal.streams(), reporting_to(lambda *report: reports.append(report), below=True):
         report = reporter()

@@ -12,7 +12,7 @@ import pytest
 from datatrove_ckpt.process.shutdown import get_within
 
 
-def test_a_wait_ends_also_if_its_time_is_over_before_it_begins() -> None:
+def test_a_wait_ends_also_if_its_time_is_over_before_it_begins():
     burners = [
         subprocess.Popen(["sh", "-c", "while :; do :; done"])
         for _ in range(2 * (os.cpu_count() or 1))

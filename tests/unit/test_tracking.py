@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from datatrove_ckpt.maintenance import read_state
-from datatrove_ckpt.maintenance.tracking import TrackedJob, Tracker
+from datatrove_ckpt.maintenance.tracking import Tracker
 from datatrove_ckpt.maintenance.where import Place
 from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
 
@@ -33,7 +32,7 @@ class Run:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """Its last number is the time."""
     moments = [T]
     monkeypatch.setattr(read_state.time, "time", lambda: moments[-1])
@@ -44,9 +43,7 @@ def make(root: Path, *runs: Run) -> Tracker:
     return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
 
 
-def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(
-    tmp_path: Path, now: list[float]
-) -> None:
+def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path, now):
     first, second = Run(), Run()
     tracked = make(tmp_path, first, second)
     write_rank(tmp_path, 0, [start(T), *minutes(T, 5, 10)])
@@ -70,9 +67,7 @@ def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(
         ([stopped, lambda at: failed(at, "DiskFull")], "FAILED"),
     ],
 )
-def test_the_status_is_that_of_the_run(
-    tmp_path: Path, now: list[float], ends: list[Any], status: str
-) -> None:
+def test_the_status_is_that_of_the_run(tmp_path, now, ends, status):
     run = Run()
     tracked = make(tmp_path, run)
     for number, end in enumerate(ends):
@@ -89,11 +84,11 @@ def test_the_status_is_that_of_the_run(
     assert tracked.is_over == (status != "RUNNING")
 
 
-def test_a_run_that_cannot_be_made_is_made_later(tmp_path: Path, now: list[float]) -> None:
+def test_a_run_that_cannot_be_made_is_made_later(tmp_path, now):
     attempts: list[float] = []
     run = Run()
 
-    def maker(job: TrackedJob) -> Run:
+    def maker(job):
         attempts.append(job.started)
         if len(attempts) == 1:
             raise OSError("no route")

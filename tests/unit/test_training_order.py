@@ -75,7 +75,7 @@ WINDOWS = [Window(rows=1, bytes=None), Window(rows=16, bytes=None), Window(bytes
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_each_row_has_one_position(window: Window) -> None:
+def test_each_row_has_one_position(window):
     for blocks, (seed, epoch) in product(INPUTS.values(), [(None, 0), (0, 1), (-5, 3)]):
         table = BlockTable(blocks)
         orders = [order_by_rows(table, seed, epoch, window)]
@@ -84,7 +84,7 @@ def test_each_row_has_one_position(window: Window) -> None:
             assert sorted(rows_in_order(table, order)) == all_rows(blocks)
 
 
-def test_seed_and_epoch_alone_define_the_order() -> None:
+def test_seed_and_epoch_alone_define_the_order():
     table = BlockTable(INPUTS["many blocks"])
     orders = {
         key: rows_in_order(table, order_by_rows(table, *key, Window(rows=100, bytes=None)))
@@ -100,7 +100,7 @@ FIRST_ROWS = [(3, 16), (7, 35), (7, 57), (5, 40)]
 
 
 @pytest.mark.parametrize(("skip", "limit"), [(0, 0), (3, -1), (3, 4), (5, 100), (100, 5)])
-def test_skip_and_limit_count_rows_of_the_whole_input(skip: int, limit: int) -> None:
+def test_skip_and_limit_count_rows_of_the_whole_input(skip, limit):
     blocks = INPUTS["few files"]
     table = BlockTable(blocks, skip=skip, limit=limit)
     wanted = all_rows(blocks)[skip : skip + limit if limit >= 0 else None]
@@ -140,8 +140,8 @@ def span_and_neighbours(
     ids=str,
 )
 def test_a_batch_spans_the_files_and_neighbours_are_far_apart(
-    window: Window, streams: Any, least_span: float, most_near: float, workers: int, batch: int
-) -> None:
+    window, streams, least_span, most_near, workers, batch
+):
     table = BlockTable(TEN_FILES, streams=streams)
     order = order_by_rows(table, 1, 0, window)
     topology = Topology(1, workers, batch)
@@ -165,7 +165,7 @@ def open_at_most(table: BlockTable, order: EpochOrder, window: Window) -> int:
     return sum(taken)
 
 
-def test_the_window_bounds_what_is_open() -> None:
+def test_the_window_bounds_what_is_open():
     table = BlockTable(TEN_FILES)
     for window in (Window(rows=64_000, bytes=None), Window(bytes=2**26), Window(bytes=2**28)):
         order = order_by_rows(table, 1, 0, window)
@@ -174,7 +174,7 @@ def test_the_window_bounds_what_is_open() -> None:
     assert open_at_most(table, tiny, Window(bytes=1)) == 1_000_000, "one block"
 
 
-def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
+def test_workers_that_divide_the_shares_read_no_block_twice():
     table = BlockTable(TEN_FILES)
     order = order_by_rows(table, 1, 0, Window(bytes=2**28))
     assert len(order.shares) == 6
@@ -185,7 +185,7 @@ def test_workers_that_divide_the_shares_read_no_block_twice() -> None:
         assert sum(map(len, shares)) == 6
 
 
-def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end() -> None:
+def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end():
     table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
     order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
     read: Counter[int] = Counter()
@@ -207,7 +207,7 @@ def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_en
 # Shares ------------------------------------------------------------------------------------------
 
 
-def test_whole_files_are_dealt_out_evenly() -> None:
+def test_whole_files_are_dealt_out_evenly():
     table = BlockTable(blocks_of(*([10] * n for n in (6, 1, 5, 2, 4, 3))))
     assert deal_files(table, 3).tolist() == [0, 0, 1, 1, 2, 2]
     assert unevenness(table, 3) == 0
@@ -219,7 +219,7 @@ TOPOLOGIES = [Topology(*key) for key in product((1, 2, 3, 4), (1, 2, 3), (1, 3))
 
 
 @pytest.mark.parametrize("even", [None, "drop", "repeat"])
-def test_each_position_is_dealt_once_and_evenly(even: Even) -> None:
+def test_each_position_is_dealt_once_and_evenly(even):
     for topology, rows in product(TOPOLOGIES, (0, 1, 5, 37)):
         dealt, ranks = [], []
         for rank in range(topology.ranks):
@@ -240,8 +240,8 @@ def test_each_position_is_dealt_once_and_evenly(even: Even) -> None:
         assert kept - rows < topology.ranks
 
 
-def test_a_global_batch_is_the_same_under_each_topology() -> None:
-    def batches(ranks: int, workers: int) -> list[list[int]]:
+def test_a_global_batch_is_the_same_under_each_topology():
+    def batches(ranks, workers):
         topology = Topology(ranks, workers, 24 // ranks)
         found = []
         for step in range(5):
@@ -284,8 +284,8 @@ def take(
     st.data(),
 )
 def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
-    rows: int, before: list[Topology], last: Topology, data: st.DataObject
-) -> None:
+    rows, before, last, data
+):
     rounds, read = list[Round](), list[int]()
     for topology in before:
         counts = data.draw(
@@ -299,7 +299,7 @@ def test_topologies_follow_each_other_and_nothing_is_read_twice_or_left_out(
 
 
 @pytest.mark.parametrize("even", ["drop", "repeat"])
-def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
+def test_even_shares_stay_even_after_another_topology(even):
     for first, second, step in product(TOPOLOGIES[::5], TOPOLOGIES[::7], (0, 2, 4)):
         read, done = take(53, [], first, [step] * first.slots, even)
         rest, _ = take(53, [done], second, [10**6] * second.slots, even)
@@ -313,7 +313,7 @@ def test_even_shares_stay_even_after_another_topology(even: Even) -> None:
             assert sum(seen.values()) < 53 + second.ranks
 
 
-def test_the_rest_does_not_depend_on_who_read_what_came_before() -> None:
+def test_the_rest_does_not_depend_on_who_read_what_came_before():
     rests = []
     for ranks, workers in product((1, 2, 4), (1, 2)):
         topology = Topology(ranks, workers, 8 // ranks)

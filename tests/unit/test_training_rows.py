@@ -49,7 +49,7 @@ def write(folder: Path, kind: str) -> SeekingReader:
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("arrow", "jsonl")),
     ]
 )
-def reader(request: pytest.FixtureRequest, tmp_path: Path) -> SeekingReader:
+def reader(request, tmp_path):
     return write(tmp_path / "input", request.param)
 
 
@@ -96,7 +96,7 @@ def slots(ranks: int, workers: int) -> list[Slot]:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
+def test_each_row_is_read_once(reader, ranks):
     options: list[dict[str, Any]] = [
         {},
         {"seed": None},
@@ -115,7 +115,7 @@ def test_each_row_is_read_once(reader: SeekingReader, ranks: int) -> None:
             assert read[0] == [row["id"] for row in ROWS]
 
 
-def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingReader) -> None:
+def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
     options: list[dict[str, Any]] = [{}, {"seed": None}]
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
     for (before, after), changes in zip(changed, itertools.cycle(options), strict=False):
@@ -131,7 +131,7 @@ def test_the_states_of_all_ranks_continue_with_any_other_number(reader: SeekingR
         assert set(read.values()) == {1}
 
 
-def test_columns_give_rows_and_no_documents(reader: SeekingReader) -> None:
+def test_columns_give_rows_and_no_documents(reader):
     read = list(epoch(reader, ALONE, columns=["n"]))
     assert sorted(row["n"] for row in read) == list(range(len(ROWS)))
     assert {tuple(row) for row in read} == {("n",)}
@@ -151,15 +151,13 @@ def write_holes(folder: Path) -> JsonlReader:
     return JsonlReader(folder.as_posix())
 
 
-def test_rows_that_hold_no_document_are_left_out_and_named_once(
-    tmp_path: Path, log: list[str]
-) -> None:
+def test_rows_that_hold_no_document_are_left_out_and_named_once(tmp_path, log):
     read = [document.text for document in epoch(write_holes(tmp_path / "input"), ALONE)]
     assert sorted(read, key=int) == [str(i) for i in range(12) if i % 3 != 1]
     assert len([line for line in log if "a.jsonl' holds no document" in line]) == 1
 
 
-def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path: Path) -> None:
+def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path):
     reader = write_holes(tmp_path / "input")
     for slot in slots(2, 1):
         whole = [document.text for document in epoch(reader, slot, even="drop")]
@@ -172,7 +170,7 @@ def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path: Pat
             ] == whole[stop:]
 
 
-def test_even_ranks_without_any_document_are_an_error(tmp_path: Path) -> None:
+def test_even_ranks_without_any_document_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "a"}\n' * 5)
     with pytest.raises(InputError, match=r"None of the 5 rows .*'text'"):
         next(epoch(JsonlReader(tmp_path.as_posix()), ALONE, even="drop"))
@@ -193,11 +191,11 @@ def states_of(
 
 
 @pytest.fixture
-def parquet(tmp_path: Path) -> SeekingReader:
+def parquet(tmp_path):
     return write(tmp_path / "input", "parquet")
 
 
-def test_a_state_belongs_to_its_worker(parquet: SeekingReader) -> None:
+def test_a_state_belongs_to_its_worker(parquet):
     (state, *_) = states_of(parquet, (2, 2))
     for slot in (*slots(2, 2)[1:], *slots(2, 1), ALONE):
         with pytest.raises(
@@ -209,7 +207,7 @@ def test_a_state_belongs_to_its_worker(parquet: SeekingReader) -> None:
             epoch(parquet, Slot(0, 2, 0, 2), state, **changes)
 
 
-def test_another_order_or_version_is_refused(parquet: SeekingReader) -> None:
+def test_another_order_or_version_is_refused(parquet):
     (state,) = states_of(parquet, (1, 1))
     with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
         epoch(parquet, ALONE, state, seed=2)
@@ -219,7 +217,7 @@ def test_another_order_or_version_is_refused(parquet: SeekingReader) -> None:
         DatasetState.from_json(state | {"version": 9})
 
 
-def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
+def test_what_cannot_be_merged_is_named(parquet):
     states = states_of(parquet, (2, 2))
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2, worker 1 .* is missing"):
         merge(states[:3])
@@ -238,7 +236,7 @@ def test_what_cannot_be_merged_is_named(parquet: SeekingReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
-def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) -> None:
+def test_other_content_of_the_same_size_is_noticed(tmp_path, kind):
     reader = write(tmp_path / "input", kind)
     (state,) = states_of(reader, (1, 1))
     Index(reader).check(state["input"])
@@ -250,7 +248,7 @@ def test_other_content_of_the_same_size_is_noticed(tmp_path: Path, kind: str) ->
         Index(reader).check(state["input"])
 
 
-def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
+def test_another_skip_or_limit_is_named(tmp_path):
     reader = write(tmp_path / "input", "parquet")
     (state,) = states_of(reader, (1, 1))
     for changes in ({"skip": 2}, {"limit": 5}):
@@ -261,7 +259,7 @@ def test_another_skip_or_limit_is_named(tmp_path: Path) -> None:
             Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
 
 
-def test_a_merged_state_says_whether_the_epoch_has_ended(parquet: SeekingReader) -> None:
+def test_a_merged_state_says_whether_the_epoch_has_ended(parquet):
     for samples, even in [(3, None), (10**6, None), (10**6, "drop"), (10**6, "repeat")]:
         merged = DatasetState.from_json(merge(states_of(parquet, (4, 1), samples, even=even)))
         assert merged.has_ended() == (samples > 3)
@@ -302,7 +300,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_files_that_changed_are_refused_read_or_not(parquet: SeekingReader, change: str) -> None:
+def test_files_that_changed_are_refused_read_or_not(parquet, change):
     (state,) = states_of(parquet, (1, 1))
     make, named = CHANGES[change]
     make(Path(parquet.data_folder.path))
@@ -311,7 +309,7 @@ def test_files_that_changed_are_refused_read_or_not(parquet: SeekingReader, chan
     assert "checkpoints_local_dir" not in str(caught.value)
 
 
-def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() -> None:
+def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
     for window, rows, size in (
         (7, 7, None),
         ("256MB", None, 256_000_000),
@@ -327,7 +325,7 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused() 
 
 
 @pytest.mark.slow
-def test_a_state_of_many_workers_and_files_is_small(tmp_path: Path) -> None:
+def test_a_state_of_many_workers_and_files_is_small(tmp_path):
     for number in range(70):
         (tmp_path / f"{'a long name ' * 9}{number}.jsonl").write_text(
             f'{{"text": "{number}"}}\n' * 20
@@ -370,7 +368,7 @@ def counted() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
+def test_a_shuffled_window_is_not_held_twice(tmp_path):
     numbers = np.arange(160_000 * 64, dtype=np.int32)
     table = pa.table(
         {
@@ -390,7 +388,7 @@ def test_a_shuffled_window_is_not_held_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
+def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path):
     numbers = np.arange(600_000 * 64, dtype=np.int32)
     table = pa.table(
         {
@@ -411,7 +409,7 @@ def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path: Path) -> None:
     assert pool.max_memory() < 1.2 * 64e6, "a window of three blocks has 46 MB"
 
 
-def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> None:
+def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     """Each row's place in the order takes memory, too."""
     pq.write_table(
         pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000
@@ -422,9 +420,7 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("seed", "columns"), [(None, None), (1, None), (1, ["text"])])
-def test_texts_that_pyarrow_cannot_take_are_read(
-    tmp_path: Path, seed: int | None, columns: list[str] | None
-) -> None:
+def test_texts_that_pyarrow_cannot_take_are_read(tmp_path, seed, columns):
     """Polars writes string views, of which pyarrow takes none."""
     texts = [f"text {number}" * 5 for number in range(60)]
     with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string_view())])) as file:
@@ -439,9 +435,7 @@ def test_texts_that_pyarrow_cannot_take_are_read(
 
 
 @pytest.mark.parametrize("seed", [None, 1])
-def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(
-    tmp_path: Path, seed: int | None
-) -> None:
+def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path, seed):
     for number, (kind, count) in enumerate(((pa.int64(), 10), (pa.int32(), 200))):
         column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
@@ -456,7 +450,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["large rows", "repeated texts", "compressed batches"])
-def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> None:
+def test_what_is_read_beside_a_window_is_bounded(tmp_path, case):
     """Beside the window: one group that is being decoded, of one file, and not one of each file."""
     for number in range(6):
         if case == "compressed batches":
@@ -481,7 +475,7 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path: Path, case: str) -> N
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
 
 
-def test_a_rank_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+def test_a_rank_may_be_a_number_of_numpy(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(6)))
     dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), np.int64(1), np.int64(2))  # type: ignore[arg-type]
     assert [sample["text"] for sample in dataset] == ["1", "3", "5"]

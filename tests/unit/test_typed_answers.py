@@ -43,7 +43,7 @@ SGLANG_RANKING = [
 
 
 @pytest.mark.parametrize("vector", [VECTOR, BASE64], ids=["list", "base64"])
-def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> None:
+def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector):
     other = [4, 5, 6]
     found = kept(
         "embed", data({"index": 1, "embedding": vector}, {"index": 0, "embedding": other}), 2
@@ -77,7 +77,7 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector: Any) -> No
         ),
     ],
 )
-def test_classes(name: str, answer: Any, expected: Any) -> None:
+def test_classes(name, answer, expected):
     assert kept(name, answer) == expected
 
 
@@ -91,7 +91,7 @@ def test_classes(name: str, answer: Any, expected: Any) -> None:
     ],
     ids=["vllm", "without an index", "llamacpp", "sglang"],
 )
-def test_scores(answer: Any) -> None:
+def test_scores(answer):
     assert from_base64(kept("score", answer, 2)["scores"]).tolist() == [0.25, 0.75]
     parsed = typed_way("score", "/v1/x", 2).parse(json.dumps(answer).encode())
     assert parsed.usage["prompt_tokens"] == 7
@@ -157,7 +157,7 @@ WRONG: list[tuple[str, Any, int]] = [
 
 
 @pytest.mark.parametrize(("name", "answer", "count"), WRONG)
-def test_an_answer_of_another_form_is_retried(name: str, answer: Any, count: int) -> None:
+def test_an_answer_of_another_form_is_retried(name, answer, count):
     with pytest.raises(RetryableError):
         kept(name, answer, count)
 
@@ -169,7 +169,7 @@ def test_an_answer_of_another_form_is_retried(name: str, answer: Any, count: int
         ('{"error": "clé-of-a-user"}', "clé-of-a-user"),
     ],
 )
-def test_a_secret_is_hidden_before_a_quoted_answer_is_escaped(answer: str, key: str) -> None:
+def test_a_secret_is_hidden_before_a_quoted_answer_is_escaped(answer, key):
     with pytest.raises(RetryableError) as failed:
         read_json(answer.encode())
     failed.value.quote(lambda text: text.replace(key, HIDDEN))

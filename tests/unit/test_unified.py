@@ -60,9 +60,7 @@ def read(reader: SeekingReader, columns: list[str] | None = None) -> list[pa.Tab
         ),
     ],
 )
-def test_types_are_those_of_all_files(
-    tmp_path: Path, kind: str, arrays: list[Any], unified: Any
-) -> None:
+def test_types_are_those_of_all_files(tmp_path, kind, arrays, unified):
     found = read(written(tmp_path, *(pa.table({"x": array}) for array in arrays), kind=kind), ["x"])
     assert unified is None or found[0].schema.field("x").type == unified
     for table, array in zip(found, arrays, strict=True):
@@ -74,7 +72,7 @@ def test_types_are_those_of_all_files(
         table.validate(full=True)
 
 
-def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path: Path) -> None:
+def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path):
     one, two = pa.table({"a": [1], "b": ["x"]}), pa.table({"c": [[1.5]], "b": ["y"], "a": [2]})
     assert [table.to_pylist() for table in read(written(tmp_path, one, two))] == [
         [{"a": 1, "b": "x", "c": None}],
@@ -90,9 +88,7 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path: Path
         (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC"))),
     ],
 )
-def test_types_that_are_no_values_of_one_column_are_named_at_the_start(
-    tmp_path: Path, one: Any, other: Any
-) -> None:
+def test_types_that_are_no_values_of_one_column_are_named_at_the_start(tmp_path, one, other):
     tables = [pa.table({"x": one}), pa.table({"x": one}), pa.table({"x": other})]
     said = (
         r"'x' is .* in the input file '2.parquet' and .* in files before it.*without shuffle_seed"
@@ -101,7 +97,7 @@ def test_types_that_are_no_values_of_one_column_are_named_at_the_start(
         read(written(tmp_path, *tables), ["x"])
 
 
-def test_a_column_that_a_file_lacks_or_has_twice_is_named_at_the_start(tmp_path: Path) -> None:
+def test_a_column_that_a_file_lacks_or_has_twice_is_named_at_the_start(tmp_path):
     reader = written(tmp_path, pa.table({"a": [1]}), pa.table({"b": [1]}))
     with pytest.raises(ConfigError, match=r"'1.parquet' has no column 'a'"):
         read(reader, ["a"])
@@ -112,7 +108,7 @@ def test_a_column_that_a_file_lacks_or_has_twice_is_named_at_the_start(tmp_path:
         read(reader, ["a"])
 
 
-def test_a_value_that_does_not_fit_is_an_input_error(tmp_path: Path) -> None:
+def test_a_value_that_does_not_fit_is_an_input_error(tmp_path):
     reader = written(tmp_path, pa.table({"x": [1.5]}), pa.table({"x": [2**60 + 1]}))
     with pytest.raises(
         InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"
@@ -120,16 +116,14 @@ def test_a_value_that_does_not_fit_is_an_input_error(tmp_path: Path) -> None:
         read(reader, ["x"])
 
 
-def test_a_row_group_is_not_read_ahead_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path, monkeypatch):
     """pyarrow does so since version 26, unless it is told not to."""
     table = pa.table({"text": ["x" * 1000] * 10_000})
     pq.write_table(table, tmp_path / "0.parquet", compression="none", use_dictionary=False)
     sizes: list[int] = []
 
     class File(io.FileIO):
-        def read(self, size: int = -1, /) -> bytes:
+        def read(self, size=-1, /):
             sizes.append(size)
             return super().read(size) or b""
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -38,7 +37,7 @@ def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:
     )
 
 
-def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_path: Path) -> None:
+def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_path):
     """SQLite would give the numbers of dropped rows again, and a mirror would never see the new
     ones.
     """
@@ -55,7 +54,7 @@ def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_
     again.close()
 
 
-def test_answers_come_back_as_they_were() -> None:
+def test_answers_come_back_as_they_were():
     rows = [request(ordinal, number) for ordinal in range(5) for number in range(4)]
     ((data, ordinals),) = encode_answers(rows)
     assert list(decode_answers(data)) == rows
@@ -114,8 +113,8 @@ class Mirrored:
 
 
 def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is_in_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("datatrove_ckpt.mirror.uploads._MAX_PARTS", 8)
     monkeypatch.setattr("datatrove_ckpt.mirror.uploads._SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
@@ -134,12 +133,12 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     assert len(left) < 3 * 24
 
 
-def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path: Path) -> None:
+def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
     """Also if that happened twice between two snapshots, or before this process uploaded
     anything.
     """
 
-    def of(generation: int) -> Snapshot:
+    def of(generation):
         return Snapshot(
             b"",
             {"history.jsonl": 3, "commits.jsonl": 3},
@@ -164,7 +163,7 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path: Path
     assert left == [(0, 0), (3, 3), (0, 6), (3, 9), (0, 12)]
 
 
-def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
+def test_an_object_is_read_from_its_copy_and_else_named(tmp_path):
     versions = Versions(str(tmp_path / "00000"))
     part = versions.put_object("0" * 16 + "-000000", b"content")
     (tmp_path / "00000" / "objects" / part.name).unlink()
@@ -187,9 +186,7 @@ def test_an_object_is_read_from_its_copy_and_else_named(tmp_path: Path) -> None:
         ({"c": None}, False),
     ],
 )
-def test_an_owner_contains_the_versions_that_its_folder_holds(
-    earlier: dict[str, Any], contained: bool
-) -> None:
+def test_an_owner_contains_the_versions_that_its_folder_holds(earlier, contained):
     assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "b")) is contained
     assert contains_version({"nonce": "a", "earlier": earlier}, Version(5, "a"))
 
@@ -246,9 +243,9 @@ class Process(threading.Thread):
 
 
 @pytest.fixture
-def paced_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def paced(method: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
+def paced_store(monkeypatch):
+    def paced(method):
+        def call(*args, **options):
             process = threading.current_thread()
             if isinstance(process, Process):
                 process.before_request()
@@ -289,8 +286,8 @@ def check_mirror(one: Process, other: Process) -> None:
     ],
 )
 def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_pause(
-    paced_store: None, first: str, second: str, step: int
-) -> None:
+    paced_store, first, second, step
+):
     """The first process pauses before each of its requests in turn, the second before each of its
     own meanwhile.
 

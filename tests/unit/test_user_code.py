@@ -5,7 +5,6 @@ accepted.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.rollouts import PromptRollout, chat
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 
 
@@ -69,7 +67,7 @@ class Callable_:
         (print, None),  # its source cannot be seen
     ],
 )
-def test_what_may_work_is_accepted(rollout: Any, context: Any) -> None:
+def test_what_may_work_is_accepted(rollout, context):
     check_rollout(rollout, context)
 
 
@@ -120,9 +118,7 @@ async def yields(document: Document, generate: Any) -> Any:
         (7, None, "rollout_fn: 7 is not callable"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_signature(
-    tmp_path: Path, server: FakeServer, rollout: Any, context: Any, says: str
-) -> None:
+def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollout, context, says):
     with pytest.raises(ConfigError) as refused:
         runner(tmp_path, server, rollout, shared_context=context)
     said = str(refused.value)
@@ -132,8 +128,8 @@ def test_what_cannot_work_is_refused_with_its_signature(
 
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
 def test_a_plain_function_that_only_a_document_unmasks_stops_the_rank_and_blames_no_document(
-    tmp_path: Path, server: FakeServer, on_document_error: str
-) -> None:
+    tmp_path, server, on_document_error
+):
     step = runner(tmp_path, server, maybe, on_document_error=on_document_error)
     with pytest.raises(ConfigError) as stopped:
         step.run(documents(3))
@@ -143,8 +139,8 @@ def test_a_plain_function_that_only_a_document_unmasks_stops_the_rank_and_blames
     assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
 
 
-def test_a_call_of_the_rollout_shows_no_shared_argument_in_a_traceback() -> None:
-    async def rollout(document: Any, generate: Any, password: str) -> None:
+def test_a_call_of_the_rollout_shows_no_shared_argument_in_a_traceback():
+    async def rollout(document, generate, password):
         return None
 
     assert "s3cret" not in repr(bind_shared(rollout, {"password": "s3cret"}))

@@ -75,7 +75,7 @@ def config(folder: str | None, remote: str | None = None, **executor: Any) -> di
     }
 
 
-def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path) -> None:
+def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path):
     rank(tmp_path / "checkpoints")
     (tmp_path / "output").mkdir()
     with open_place(str(tmp_path)) as place:
@@ -88,14 +88,14 @@ def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path: Path)
         assert (place.folder, place.output) == (tmp_path, None)
 
 
-def test_a_mirror_in_a_run_folder_is_read(tmp_path: Path) -> None:
+def test_a_mirror_in_a_run_folder_is_read(tmp_path):
     mirror(f"{tmp_path}/checkpoints/00000", commits_jsonl=b"a\n")
     with open_place(str(tmp_path)) as place:
         assert (place.is_copy, place.what) == (True, f"{tmp_path}/checkpoints")
 
 
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
-def test_a_mirror_is_copied_and_the_copy_removed(tmp_path: Path, where: str) -> None:
+def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
     url = {
         "folder": str(tmp_path / "m"),
         "file://": f"file://{tmp_path}/m",
@@ -127,7 +127,7 @@ def test_a_mirror_is_copied_and_the_copy_removed(tmp_path: Path, where: str) -> 
     assert not copy.exists()
 
 
-def test_a_copy_is_brought_up_to_date(tmp_path: Path) -> None:
+def test_a_copy_is_brought_up_to_date(tmp_path):
     mirror(f"{tmp_path}/00000", chunk_00000_jsonl=b"a\n")
     with open_place(str(tmp_path)) as place:
         mirror(f"{tmp_path}/00000", 2, finished=True, commits_jsonl=b"b\n")
@@ -140,7 +140,7 @@ def test_a_copy_is_brought_up_to_date(tmp_path: Path) -> None:
         assert (place.folder / "00001/run.json").exists()
 
 
-def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> None:
+def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path):
     mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
     mirror(f"{tmp_path}/00000", 2, commits_jsonl=b"b\n")
     for folder in ("objects", "copies"):
@@ -155,7 +155,7 @@ def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path: Path) -> No
         pass
 
 
-def test_a_url_that_cannot_work_is_refused() -> None:
+def test_a_url_that_cannot_work_is_refused():
     refused("memory://nothing contains no mirror of a checkpoint", "memory://nothing")
     refused("WHAT: 'sthree://x' cannot be used", "sthree://x")
     refused("WHAT: the URL holds a user or a password", "s3://key:secret@bucket/x")
@@ -164,7 +164,7 @@ def test_a_url_that_cannot_work_is_refused() -> None:
 # YAML --------------------------------------------------------------------------------------------
 
 
-def test_a_yaml_file_is_told_from_a_folder(tmp_path: Path) -> None:
+def test_a_yaml_file_is_told_from_a_folder(tmp_path):
     (tmp_path / "job.txt").touch()
     (tmp_path / "folder.yaml").mkdir()
     assert is_config(str(tmp_path / "job.txt"))
@@ -174,7 +174,7 @@ def test_a_yaml_file_is_told_from_a_folder(tmp_path: Path) -> None:
     assert not is_config("checkpoints")
 
 
-def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Path) -> None:
+def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")
     with open_place("job.yaml", config(str(local), remote)) as place:
@@ -188,7 +188,7 @@ def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path: Pat
         assert place.what == remote
 
 
-def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path) -> None:
+def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path):
     assert "NO_SUCH_VARIABLE" not in os.environ
     mirror(f"{tmp_path}/remote/00000")
     with open_place("job.yaml", config("$NO_SUCH_VARIABLE/c", f"{tmp_path}/remote")) as place:
@@ -196,10 +196,8 @@ def test_the_mirror_is_read_where_the_folders_variable_is_not_set(tmp_path: Path
     refused("NO_SUCH_VARIABLE is not set here", "job.yaml", config("$NO_SUCH_VARIABLE/c"))
 
 
-def test_without_the_network_the_folder_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any, **options: Any) -> Any:
+def test_without_the_network_the_folder_is_read(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
         raise OSError("no route to host")
 
     monkeypatch.setattr(MemoryFileSystem, "ls", refuse)
@@ -212,7 +210,7 @@ def test_without_the_network_the_folder_is_read(
         assert not place.is_copy
 
 
-def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path: Path) -> None:
+def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path):
     missing = config(str(tmp_path / "checkpoints"))
     refused(
         r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, ",
@@ -238,8 +236,8 @@ def of_jobs(logging_dir: str, **executor: Any) -> dict[str, Any]:
 
 
 def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         rank(Path("checkpoints"), number)
@@ -250,7 +248,7 @@ def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_mach
         assert (place.what, place.is_copy) == ("memory://r/logs/checkpoints", True)
 
 
-def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path: Path) -> None:
+def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path):
     mirror("memory://bucket/x/logs/checkpoints/00000")
     with open_place("memory://bucket/x/") as place:
         assert (place.what, place.given) == (

@@ -59,7 +59,7 @@ def group(
     )
 
 
-def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
+def test_a_worker_tunes_the_collector_once_for_all_its_tasks():
     with group(lambda slot, task: (gc.get_threshold()[0], gc.get_freeze_count()), 1) as workers:
         thresholds, frozen = zip(*dict(workers.run(range(3))).values(), strict=True)
     assert min(thresholds) > gc.get_threshold()[0]
@@ -68,9 +68,9 @@ def test_a_worker_tunes_the_collector_once_for_all_its_tasks() -> None:
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_nobody(
-    stop: bool,
-) -> None:
-    def run(slot: int, task: int) -> int:
+    stop,
+):
+    def run(slot, task):
         report = reporter()
         for number in range(1000 if stop else 10):  # more than a pipe holds
             report(task, RankProgress(slot, number + 1, (number + 1, 0, 0)))
@@ -94,16 +94,16 @@ def square(slot: int, task: int) -> int:
 
 @pytest.mark.parametrize("tasks", [0, 2])
 def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_comes_whole(
-    tasks: int,
-) -> None:
+    tasks,
+):
     with group(lambda slot, task: (os.getpid(), b"x" * 3_000_000), 5) as workers:
         done = [value for _, value in workers.run(range(tasks))]
     assert len({pid for pid, _ in done}) <= tasks
     assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
-def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> int:
+def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path):
+    def run(slot, task):
         with (tmp_path / str(task)).open("a") as file:
             file.write("tried\n")
         tried = len((tmp_path / str(task)).read_text().splitlines())
@@ -126,11 +126,11 @@ def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 
 
 
 def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Task 1 kills its process. The first worker has three tasks then."""
 
-    def work(slot: int, tasks: Tasks) -> None:
+    def work(slot, tasks):
         mine = [tasks.next()]
         if not (tmp_path / "first").exists():
             (tmp_path / "first").touch()
@@ -153,10 +153,10 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
     assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
 
 
-def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path: Path) -> None:
+def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path):
     """The process that has one is ready for more, and there is more."""
 
-    def work(slot: int, tasks: Tasks) -> None:
+    def work(slot, tasks):
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
             os._exit(1)
@@ -191,10 +191,10 @@ async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
         await asyncio.wait([waiting])
 
 
-def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path: Path) -> None:
+def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path):
     """The second worker starts only when the first one has taken all that it gets."""
 
-    def work(slot: int, tasks: Tasks) -> None:
+    def work(slot, tasks):
         if slot:
             until((tmp_path / "has all").exists)
         mine = [tasks.next()]
@@ -213,9 +213,9 @@ def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path: Path) -
         assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
 
 
-def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path: Path) -> None:
-    def work(slot: int, tasks: Tasks) -> None:
-        async def one() -> None:
+def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path):
+    def work(slot, tasks):
+        async def one():
             task = await tasks.wait_for_next()
             waiting = asyncio.create_task(tasks.wait_for_next())
             assert not (await asyncio.wait([waiting], timeout=0.2))[0]
@@ -230,10 +230,8 @@ def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_p
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(
-    tmp_path: Path, is_async: bool
-) -> None:
-    def work(slot: int, tasks: Tasks) -> None:
+def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_path, is_async):
+    def work(slot, tasks):
         if not (tmp_path / "signalled").exists():
             (tmp_path / "signalled").touch()
             signal.raise_signal(signal.SIGTERM)
@@ -245,8 +243,8 @@ def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(
         assert dict(workers.run([7])) == {7: "done"}
 
 
-def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path: Path) -> None:
-    def work(slot: int, tasks: Tasks) -> None:
+def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path):
+    def work(slot, tasks):
         task = tasks.next()
         assert task is not None
         (tmp_path / f"{slot} has a task").touch()
@@ -265,9 +263,9 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
 
 
 def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
-    tmp_path: Path,
-) -> None:
-    def work(slot: int, tasks: Tasks) -> None:
+    tmp_path,
+):
+    def work(slot, tasks):
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
             signal.raise_signal(signal.SIGTERM)
@@ -293,10 +291,8 @@ class Stubborn(Exception):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_first_error_is_raised_once_the_others_have_drained(
-    tmp_path: Path, error: BaseException, kind: type[Exception], said: str
-) -> None:
-    def run(slot: int, task: int) -> int:
+def test_the_first_error_is_raised_once_the_others_have_drained(tmp_path, error, kind, said):
+    def run(slot, task):
         if task == 1:
             while not (tmp_path / "started").exists():
                 time.sleep(0.001)
@@ -326,7 +322,7 @@ class Exits:
 
 
 @pytest.mark.slow
-def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop() -> None:
+def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop():
     said = r"(?s)No worker process could be started.*__main__"
     with group(Exits(), method="spawn") as workers, pytest.raises(WorkerDied, match=said):
         list(workers.run([1]))
@@ -362,13 +358,11 @@ def in_thread(*steps: Callable[[], object]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: bool
-) -> None:
+def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(tmp_path, monkeypatch, second):
     # Else a busy machine would make two events of one.
     monkeypatch.setattr(module, "SAME_EVENT", 600.0)
 
-    def signal_again() -> None:
+    def signal_again():
         os.kill(os.getpid(), signal.SIGTERM)  # of the same event
         time.sleep(0.2)
         if second:
@@ -393,7 +387,7 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(
     assert multiprocess.active_children() == children
 
 
-def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
     """The kernel gives a signal to any thread. The main thread's wait for pipes is not interrupted
     by it then.
 
@@ -403,7 +397,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) ->
     workers = group(wait_for_stop(tmp_path))
     was_noticed: list[bool] = []
 
-    def signal_this_thread() -> None:
+    def signal_this_thread():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         patience = Patience(20)
         while not (noticed := workers.signal is not None) and not patience.over():
@@ -424,13 +418,11 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path: Path) ->
     assert signal.set_wakeup_fd(-1) == -1, "what woke this process is restored"
 
 
-def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SAME_EVENT", 0.0)
     monkeypatch.setattr(module, "_AFTER_SECOND_SIGNAL", 0.3)
 
-    def run(slot: int, task: int) -> None:
+    def run(slot, task):
         for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
         (tmp_path / "started").touch()
@@ -453,20 +445,18 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("moment", range(4))
-def test_a_signal_while_workers_are_started_leaves_none(
-    method: str, moment: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_workers_are_started_leaves_none(method, moment, monkeypatch):
     """At each moment around two starts; among them is that when a process runs and nobody knows its
     number.
     """
     context = multiprocess.get_context(method)
     original, moments = context.Process.start, iter(range(100))
 
-    def pass_by() -> None:
+    def pass_by():
         if next(moments) == moment:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def start(process: Any) -> None:
+    def start(process):
         pass_by()
         original(process)
         pass_by()
@@ -479,7 +469,7 @@ def test_a_signal_while_workers_are_started_leaves_none(
     assert multiprocess.active_children() == children
 
 
-def test_signals_that_this_process_ignores_stay_ignored(tmp_path: Path) -> None:
+def test_signals_that_this_process_ignores_stay_ignored(tmp_path):
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
     try:
         with group(lambda slot, task: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) as workers:
@@ -491,9 +481,9 @@ def test_signals_that_this_process_ignores_stay_ignored(tmp_path: Path) -> None:
 
 
 def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(
-    tmp_path: Path,
-) -> None:
-    def run(slot: int, task: int) -> tuple[int, int, set[int]]:
+    tmp_path,
+):
+    def run(slot, task):
         if (fork := os.fork()) == 0:
             signal.raise_signal(signal.SIGTERM)
             os._exit(0)
@@ -509,8 +499,8 @@ def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_defa
     assert done[1:] == (-signal.SIGTERM, set())
 
 
-def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None:
-    def close() -> None:
+def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path):
+    def close():
         time.sleep(0.2)
         (tmp_path / f"closed {os.getpid()}").touch()
 
@@ -521,11 +511,11 @@ def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(module, "_TO_EXIT", 0.2)
 
-    def run(slot: int, task: int) -> int:
+    def run(slot, task):
         threading.Thread(target=time.sleep, args=(600,)).start()
         return task
 
@@ -535,8 +525,8 @@ def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
     assert time.monotonic() - began < 200
 
 
-def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> None:
+def test_no_worker_outlives_its_parent(tmp_path):
+    def run(slot, task):
         (tmp_path / str(slot)).write_text(str(os.getpid()))
         time.sleep(600)
 
@@ -555,8 +545,8 @@ def test_no_worker_outlives_its_parent(tmp_path: Path) -> None:
 
 
 def test_a_process_ends_as_its_signal_asks_but_through_the_stack(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)  # for pytest's threads
     previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
@@ -571,13 +561,11 @@ def test_a_process_ends_as_its_signal_asks_but_through_the_stack(
 
 
 @pytest.mark.slow
-def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(pid: int, flags: int = 0) -> int:
+def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(tmp_path, monkeypatch):
+    def refuse(pid, flags=0):
         raise PermissionError(1, "Operation not permitted")  # of a container's seccomp profile
 
-    def run(slot: int, task: int) -> int:
+    def run(slot, task):
         if task == 1 and not (tmp_path / "died").exists():
             (tmp_path / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -589,8 +577,8 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path: Path) -> None:
-    def run(slot: int, task: int) -> None:
+def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
+    def run(slot, task):
         (tmp_path / "started").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -609,7 +597,7 @@ def environment(slot: int, task: int) -> str:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_workers_have_the_environment_of_now(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_have_the_environment_of_now(method, monkeypatch):
     for value in ("first", "second"):  # a fork server keeps that of its own start
         monkeypatch.setenv("OF_THE_PARENT", value)
         with group(environment, method=method) as workers:

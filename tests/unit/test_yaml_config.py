@@ -32,7 +32,7 @@ Build = Callable[..., Any]
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+def job(tmp_path, monkeypatch):
     """Builds JOB with pieces of its text replaced; my_module is importable."""
     (tmp_path / "my_module.py").write_text(
         "from typing import TYPE_CHECKING\n"
@@ -49,7 +49,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
 
-    def from_text(*replacements: tuple[str, str]) -> Any:
+    def from_text(*replacements):
         text = JOB
         for old, new in replacements:
             assert old in text
@@ -70,9 +70,7 @@ def mistake(build_job: Build, *replacements: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_builds_and_begins_with_the_command_that_runs_it(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_config_builds_and_begins_with_the_command_that_runs_it(path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     head = path.read_text().split("executor:")[0]
     assert head.startswith("# ")
@@ -82,16 +80,14 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
 
-def test_a_number_of_seconds_may_be_auto(job: Build) -> None:
+def test_a_number_of_seconds_may_be_auto(job):
     for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
         built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
         assert built.pipeline[1].sync_seconds == value
 
 
 @pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
-def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(
-    name: str, tmp_path: Path
-) -> None:
+def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name, tmp_path):
     text = (CONFIGS / name).read_text()
     shown, lines = re.subn(
         r"^( +)# (checkpoints_remote_dir|mirror_seconds):", r"\1\2:", text, flags=re.MULTILINE
@@ -104,7 +100,7 @@ def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(
 
 
 @pytest.mark.parametrize("given", ["null", "{a: 1}", "my_module.my_rollout"])
-def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: str) -> None:
+def test_shared_context_may_be_a_mapping_or_an_import_path(job, given):
     runner = job(
         ("rollout_fn: chat", f"rollout_fn: chat\n          shared_context: {given}")
     ).pipeline[1]
@@ -112,7 +108,7 @@ def test_shared_context_may_be_a_mapping_or_an_import_path(job: Build, given: st
     assert runner.shared_context == expected
 
 
-def test_functions_are_import_paths_and_may_be_steps(job: Build) -> None:
+def test_functions_are_import_paths_and_may_be_steps(job):
     reader, runner = job(
         ("chat", "my_module.my_rollout"), ("documents}", "d, adapter: my_module.adapter}")
     ).pipeline
@@ -127,7 +123,7 @@ def test_functions_are_import_paths_and_may_be_steps(job: Build) -> None:
     assert executor.pipeline[0] is sys.modules["my_module"].my_rollout
 
 
-def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
+def test_a_class_of_mine_gets_its_further_arguments(job):
     reader, step = (
         "JsonlReader\n        init_args: {data_folder: documents}",
         "my_module.Step\n        init_args: ",
@@ -136,14 +132,14 @@ def test_a_class_of_mine_gets_its_further_arguments(job: Build) -> None:
     assert executor.pipeline[0].got == (3, None, {"other": [1, "x"]})
 
 
-def test_a_folder_may_come_with_storage_options(job: Build) -> None:
+def test_a_folder_may_come_with_storage_options(job):
     reader = job(
         ("data_folder: documents", "data_folder: [memory://d, {skip_instance_cache: true}]")
     ).pipeline[0]
     assert not reader.data_folder.is_local()
 
 
-def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job: Build) -> None:
+def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(job):
     assert type(job()) is LocalPipelineExecutor
     assert (
         type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor")))
@@ -151,13 +147,13 @@ def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(j
     )
 
 
-def test_an_executor_may_depend_on_another_one(job: Build) -> None:
+def test_an_executor_may_depend_on_another_one(job):
     first = "depends: {class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first}}"
     executor = job(("logging_dir: logs", f"logging_dir: logs\n    {first}"))
     assert type(executor.depends) is LocalPipelineExecutor
 
 
-def test_yaml_is_read_by_the_rules_of_yaml_1_2() -> None:
+def test_yaml_is_read_by_the_rules_of_yaml_1_2():
     text = "[1e-3, 1.5, .5, -7, 1_000, 0x1F, 0123, no, on, true, null, ~, 12:30, 2024-01-02, .inf, 1.2.3, '4']"
     expected = [
         0.001,
@@ -237,9 +233,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("logging_dir: logs", "logging_dir: logs\n    local_tasks: 5", None),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_with_its_place(
-    job: Build, old: str, new: str, message: str | None
-) -> None:
+def test_a_mistake_is_one_line_with_its_place(job, old, new, message):
     said = mistake(job, (old, new))
     assert "\n" not in said
     if message is None:  # a constructor's own words, after the place
@@ -250,7 +244,7 @@ def test_a_mistake_is_one_line_with_its_place(
         assert said == message
 
 
-def test_a_module_that_fails_is_named_with_its_error(job: Build, tmp_path: Path) -> None:
+def test_a_module_that_fails_is_named_with_its_error(job, tmp_path):
     (tmp_path / "broken_module.py").write_text("1 / 0")
     said = mistake(job, ("rollout_fn: chat", "rollout_fn: broken_module.f"))
     assert (
@@ -305,9 +299,7 @@ ALIASES = "executor:\n  a0: &a0 [x, x]\n" + "".join(
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str | None
-) -> None:
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(text)
     with pytest.raises(ConfigError) as refused:
@@ -320,13 +312,13 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(
     )
 
 
-def test_texts_in_an_open_mapping_stay_texts(job: Build) -> None:
+def test_texts_in_an_open_mapping_stay_texts(job):
     params = 'default_generation_params: {stop: "no", user: "1:00:00", n: 2}'
     config = job(("server_type: dummy,", f"server_type: dummy, {params},")).pipeline[1].config
     assert config.default_generation_params == {"stop": "no", "user": "1:00:00", "n": 2}
 
 
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError) as refused:
         load(tmp_path / "nope.yaml")
     assert str(refused.value) == f"{tmp_path}/nope.yaml: cannot be read: No such file or directory."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +16,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
-def test_any_value_comes_back(value: Any) -> None:
+def test_any_value_comes_back(value):
     assert read_value(dump(value)) == value
 
 
@@ -54,12 +52,12 @@ TEXTS += [
 TEXTS += ["&a", "*a", "'", '"', "\\", "a\r\nb", "---", "...", "\x00", "?", "|"]
 
 
-def test_a_text_stays_a_text() -> None:
+def test_a_text_stays_a_text():
     for value in (*TEXTS, TEXTS, {"a": TEXTS}, dict.fromkeys(TEXTS, "a")):
         assert read_value(dump(value)) == value
 
 
-def test_a_text_of_several_lines_is_written_as_such() -> None:
+def test_a_text_of_several_lines_is_written_as_such():
     assert (
         dump({"prompt": "Rewrite this: é\n\n{text}"})
         == "prompt: |-\n  Rewrite this: é\n\n  {text}\n"

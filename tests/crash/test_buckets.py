@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from datatrove.io import DataFolder
@@ -24,11 +23,9 @@ from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
-from tests.crash.test_hub import CrashingClient, crashing_client
+from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
-from tests.hub import FakeHub
 from tests.jobs import config
 from tests.mirrors import ONE_BY_ONE, PASSES, answered
 
@@ -61,7 +58,7 @@ def _one_after_the_other(ram, monkeypatch, policy):
     PASSES.watch(monkeypatch)
 
 
-def attempt(folder: Path, server: FakeServer) -> None:
+def attempt(folder, server):
     """A process of its own: it has seen no listing yet."""
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
@@ -83,7 +80,7 @@ def attempt(folder: Path, server: FakeServer) -> None:
         logger.remove()
 
 
-def in_newest_version(folder: Path) -> Counter[str]:
+def in_newest_version(folder):
     """The questions that are answered according to the mirror."""
     HfFileSystem.clear_instance_cache()
     scratch = folder.with_name("scratch")
@@ -92,7 +89,7 @@ def in_newest_version(folder: Path) -> Counter[str]:
     return answered(scratch / "00000") if (scratch / "00000").exists() else Counter()
 
 
-def put_input(hub: FakeHub, documents: int) -> None:
+def put_input(hub, documents):
     hub.create_repo(PLACE, kind="bucket")
     rows = [f'{{"id": "id {n}", "text": "text {n}"}}\n' for n in range(documents)]
     hub.put(PLACE, {"input/0.jsonl": "".join(rows).encode()}, kind="bucket")
@@ -100,7 +97,7 @@ def put_input(hub: FakeHub, documents: int) -> None:
         hub.put(PLACE, {f"other/{number}": b""}, kind="bucket")
 
 
-def output(hub: FakeHub) -> dict[str, bytes]:
+def output(hub):
     return {
         n: c
         for n, c in hub.files(PLACE, kind="bucket").items()
@@ -108,9 +105,7 @@ def output(hub: FakeHub) -> dict[str, bytes]:
     }
 
 
-def crash(
-    number: int, folder: Path, server: FakeServer, client: CrashingClient, counted: tuple[str, ...]
-) -> str | None:
+def crash(number, folder, server, client, counted):
     client.disk = CrashingDisk(number, folder, counted=counted)
     with disk_in_place(client.disk), suppress(SimulatedCrash):
         attempt(folder, server)

@@ -9,9 +9,7 @@ import errno
 import functools
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -59,23 +57,23 @@ def folder(ram):
     return ram / "job"
 
 
-def slow_start(payload: dict, times: int) -> float:
+def slow_start(payload, times):
     """Delays the first document, so that later chunks are committed before the first one."""
     return 0.003 if payload["messages"][-1]["content"] == "text 0" else 0.0
 
 
-def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
+def out_of_order(server, number):
     """Attempts of a job with one chunk per document, of which the first chunk is committed last."""
 
     @functools.cache  # one for all attempts, so that its code is described once
-    def context(log: Path) -> dict[str, Any]:
-        async def others_committed() -> None:
+    def context(log):
+        async def others_committed():
             while committed(log) < number - 1:
                 await asyncio.sleep(0.001)  # an attempt that crashes meanwhile cancels this
 
         return {"others_committed": others_committed}
 
-    def attempt(folder: Path) -> None:
+    def attempt(folder):
         shared = context(folder / "checkpoints" / "00000" / "commits.jsonl")
         runner(folder, server, the_first_last, records_per_chunk=1, shared_context=shared).run(
             documents(number)
@@ -84,11 +82,11 @@ def out_of_order(server: FakeServer, number: int) -> Callable[[Path], None]:
     return attempt
 
 
-def committed(log: Path) -> int:
+def committed(log):
     return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
-def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
+def assert_out_of_order(attempt, folder):
     """Checks that an undisturbed attempt commits out of order; otherwise the proof below covers a
     simpler job.
     """
@@ -100,7 +98,7 @@ def assert_out_of_order(attempt: Callable[[Path], None], folder: Path) -> None:
     assert order != sorted(order)
 
 
-def answered(folder: Path) -> Counter[str]:
+def answered(folder):
     """Returns what is answered according to cache, journals and commits, for documents whose text
     is their ordinal.
     """
@@ -313,9 +311,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
 # -------------------------------------------------------------------------------------------------
 
 
-def prove(
-    folder: Path, disk_type: type[CopyingDisk] = CopyingDisk, counted: tuple[str, ...] = EFFECTS
-) -> None:
+def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
     """A proof like those above.
 
     Where it must fail, crashes at some effects may be enough: then it fails sooner.
@@ -323,7 +319,7 @@ def prove(
     folder.mkdir(exist_ok=True)
     with FakeServer(delay=slow_start) as server:
 
-        def attempt(folder: Path) -> None:
+        def attempt(folder):
             runner(folder, server).run(documents(3))
 
         assert_same_output_after_every_crash(attempt, folder, disk_type=disk_type, counted=counted)
@@ -398,7 +394,7 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(folder, monkeypatch, left_o
         prove(folder.with_name("again"), CopyingPowerLossDisk, counted=("remove", "commit"))
 
 
-def prove_commits_are_durable(folder: Path) -> int:
+def prove_commits_are_durable(folder):
     """Checks that a chunk whose journal was deleted is committed in everything that may survive a
     power loss.
     """

@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
 from datatrove_ckpt.output import hub_uploads
-from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
 from tests.hub.server import route
@@ -56,7 +54,7 @@ class CrashingClient:
                 )
 
 
-def crashing_client(monkeypatch: pytest.MonkeyPatch) -> CrashingClient:
+def crashing_client(monkeypatch):
     """In the place of huggingface_hub's."""
     library = type(get_session())  # httpx's or httpx2's, as huggingface_hub has it
     crashing = CrashingClient(library.send)
@@ -81,14 +79,14 @@ def _quick(tmp_path, monkeypatch, policy):
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def attempt(folder: Path, server: FakeServer, seconds: float) -> None:
+def attempt(folder, server, seconds):
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet")
     runner(folder, server, output_writer=writer, hub_commit_seconds=seconds).run(
         documents(DOCUMENTS)
     )
 
 
-def wait_for_requests_in_flight() -> None:
+def wait_for_requests_in_flight():
     """A dead process sends nothing more, but the threads of this one would, once the disk works
     again.
     """

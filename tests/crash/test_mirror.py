@@ -8,15 +8,12 @@ import asyncio
 import re
 import shutil
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
-from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.mirror import uploads
@@ -24,7 +21,6 @@ from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
@@ -32,12 +28,12 @@ from tests.jobs import documents, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
 
 
-async def one_pass() -> None:
+async def one_pass():
     for pause in PASSES.waits():
         await asyncio.sleep(pause)
 
 
-async def ask_twice(document: Document, generate: Any) -> Any:
+async def ask_twice(document, generate):
     """Between any two answers there is an upload to the mirror."""
     await generate({"messages": [{"role": "user", "content": document.text}]})
     await one_pass()
@@ -71,7 +67,7 @@ def folder(ram):
     return ram / "job"
 
 
-def mirrored(folder: Path, server: FakeServer, **changes: Any) -> InferenceRunner:
+def mirrored(folder, server, **changes):
     """One document after the other, so that each run has the same effects."""
     changes = {
         "checkpoints_remote_dir": str(folder / "remote"),
@@ -82,7 +78,7 @@ def mirrored(folder: Path, server: FakeServer, **changes: Any) -> InferenceRunne
     return runner(folder, server, ask_twice, **changes)
 
 
-def in_newest_version(folder: Path) -> Counter[str]:
+def in_newest_version(folder):
     """The questions that are answered according to the mirror."""
     scratch = folder.with_name("scratch")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -92,19 +88,19 @@ def in_newest_version(folder: Path) -> Counter[str]:
     return answered(scratch / "00000")
 
 
-def lose_the_node(folder: Path) -> None:
+def lose_the_node(folder):
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def keep_the_node(folder: Path) -> None:
+def keep_the_node(folder):
     pass
 
 
-def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashReport:
+def prove(folder, after_crash, torn, number):
     with FakeServer() as server:
         known: Counter[str] = Counter()
 
-        def run(folder: Path) -> None:
+        def run(folder):
             server.asked.clear()
             mirrored(folder, server).run(documents(number))
             assert not known & server.asked, (
@@ -112,7 +108,7 @@ def prove(folder: Path, after_crash: Any, torn: bool, number: int) -> CrashRepor
             )
             known.clear()
 
-        def note(folder: Path) -> None:
+        def note(folder):
             after_crash(folder)
             known.update(in_newest_version(folder))
 
@@ -148,7 +144,7 @@ def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_w
         assert effects[effect] > 2, effects
 
 
-def stopped_in_the_middle(folder: Path) -> None:
+def stopped_in_the_middle(folder):
     """Leaves a mirror of committed chunks, a journal and answers, and nothing of the node."""
     job = Job(folder)
     job.run_until("text 5 again")
@@ -157,12 +153,10 @@ def stopped_in_the_middle(folder: Path) -> None:
     assert in_newest_version(folder) == up_to("text 5 again")
 
 
-def prove_restoring(
-    folder: Path, server: FakeServer, after_crash: Any, counted: tuple[str, ...]
-) -> CrashReport:
+def prove_restoring(folder, server, after_crash, counted):
     known = in_newest_version(folder)
 
-    def run(folder: Path) -> None:
+    def run(folder):
         server.asked.clear()
         Job(folder).run(server)
         assert not known & server.asked, (

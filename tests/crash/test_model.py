@@ -68,7 +68,7 @@ class Faults:
 FAULTS = Faults()
 
 
-async def rollout(document: Document, generate: Any, prompt: str) -> Any:
+async def rollout(document, generate, prompt):
     """Two questions, the second with the answer to the first.
 
     The text says what happens: its kind and hardness.
@@ -87,16 +87,16 @@ async def rollout(document: Document, generate: Any, prompt: str) -> Any:
     return [first.text, second.text]
 
 
-def question(prompt: str, text: str, attempt: int, answer: str = "nothing") -> dict[str, Any]:
+def question(prompt, text, attempt, answer="nothing"):
     return {"messages": [{"role": "user", "content": f"{prompt} {text} {attempt} {answer}"}]}
 
 
-def _words(content: str) -> list[str]:
+def _words(content):
     """Prompt, kind, hardness, number, attempt, answer."""
     return content.split(maxsplit=5)
 
 
-def refuse(payload: dict[str, Any], times: int) -> int | None:
+def refuse(payload, times):
     if FAULTS.answers_left is not None:
         FAULTS.answers_left -= 1
         if FAULTS.answers_left < 0:
@@ -109,18 +109,18 @@ def refuse(payload: dict[str, Any], times: int) -> int | None:
     )
 
 
-def slowness(payload: dict[str, Any], times: int) -> float:
+def slowness(payload, times):
     return 0.003 if payload["messages"][-1]["content"].split()[1] == "slow" else 0.0
 
 
-def outcome(text: str, attempt: int) -> str:
+def outcome(text, attempt):
     kind, hardness, _ = text.split()
     if kind in ("rejected", "raises", "drops") and attempt <= int(hardness):
         return "dead"
     return "dropped" if kind == "drops" else "written"
 
 
-def line(text: str, attempt: int) -> bytes:
+def line(text, attempt):
     """Returns the line that the output must hold for a document, computed without the package."""
     answers: list[str] = []
     for answer in ("nothing", "the first"):
@@ -134,7 +134,7 @@ def line(text: str, attempt: int) -> bytes:
     return orjson.dumps(row) + b"\n"
 
 
-def identifier(text: str) -> str:
+def identifier(text):
     return f"id {text.split()[2]}"
 
 
@@ -610,7 +610,7 @@ class JobMachine(RuleBasedStateMachine):
 
 
 @contextmanager
-def fault(raising: str | None = None, answers_left: int | None = None) -> Iterator[None]:
+def fault(raising=None, answers_left=None):
     FAULTS.answers_left = answers_left
     try:
         with pytest.MonkeyPatch.context() as patch:

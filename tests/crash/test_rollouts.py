@@ -4,8 +4,6 @@ run.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
@@ -54,7 +52,7 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
     assert len(report.points) >= 2
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
+def answer(payload, times):
     """By the payload alone: what a server says must not depend on how often it was asked before."""
     question = payload["messages"][-1]["content"]
     return f"answer {len(question) * 2:x}"

@@ -13,7 +13,7 @@ def api(hub):
     return HfApi()
 
 
-def add(api: HfApi, path: str, **how: str) -> str:
+def add(api, path, **how):
     addition = CommitOperationAdd(path, path.encode())
     return api.create_commit(
         "org/data", [addition], commit_message=path, repo_type="dataset", **how

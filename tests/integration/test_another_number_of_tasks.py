@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.kept import edit
 from .test_finished_from import rows_of, write_yaml
 
 
-def rows(here: Path, folder: str) -> list[str]:
+def rows(here, folder):
     """The rows of the output, without where they are in the input of this machine."""
     found = [row for path in (here / folder / "output").iterdir() for row in rows_of(path)]
     return sorted(json.dumps(row, sort_keys=True) for row in found)

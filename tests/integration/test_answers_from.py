@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
 from datatrove_ckpt.maintenance.verify import verify
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, writer
@@ -30,7 +30,7 @@ from .test_releases import VERSIONS, kept, restored
 DOCUMENTS = 7
 
 
-def number_of_commits(path: str) -> int:
+def number_of_commits(path):
     return Path(path).read_bytes().count(b"\n") if Path(path).exists() else 0
 
 
@@ -54,15 +54,15 @@ class TwoSteps:
 
 
 def start(
-    folder: Path,
-    server: FakeServer,
-    rollout: TwoSteps,
-    number: int = DOCUMENTS,
-    changed: str | None = None,
-    config: dict[str, Any] | None = None,
-    world_size: int = 1,
-    **settings: Any,
-) -> None:
+    folder,
+    server,
+    rollout,
+    number=DOCUMENTS,
+    changed=None,
+    config=None,
+    world_size=1,
+    **settings,
+):
     """Runs the only task. ``changed``: id of a document with another text."""
     found = documents(number)
     for document in found:
@@ -96,11 +96,11 @@ def old(tmp_path, server):
     return folder
 
 
-def checkpoints(folder: Path) -> str:
+def checkpoints(folder):
     return str(folder / "checkpoints")
 
 
-def first_requests(server: FakeServer) -> set[str]:
+def first_requests(server):
     """The documents whose first request was sent."""
     return {
         question.removeprefix("Say text ")

@@ -4,8 +4,6 @@ the end.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
@@ -15,11 +13,11 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 COLUMNS = 160
 
 
-def has_bar(lines: list[str]) -> bool:
+def has_bar(lines):
     return bool(lines) and " doc/s" in lines[-1] and "tasks" in lines[-1]
 
 
-def write(folder: Path, server: FakeServer, tasks: int = 4) -> None:
+def write(folder, server, tasks=4):
     text = job_yaml(f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 2", tasks)
     texts = ([f"text {task} {number}" for number in range(4)] for task in range(tasks))
     write_job(folder, text + "          drain_seconds: 0.1\n", *texts)

@@ -7,13 +7,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -27,7 +25,7 @@ from tests.jobs import Budget, documents, letters, rows, runner, writer
 Payload = dict[str, Any]
 
 
-def texts_of(payload: Payload) -> list[str]:
+def texts_of(payload):
     texts = payload["input"]
     return [texts] if isinstance(texts, str) else texts
 
@@ -38,7 +36,7 @@ def shared(server):
     return server
 
 
-async def embed(document: Document, generate: Any) -> object:
+async def embed(document, generate):
     """A text alone, and two at once, one of which all documents have."""
     first = await generate.embed(document.text)
     both = await generate.embed([f"{document.text} again", "the same"])
@@ -47,15 +45,15 @@ async def embed(document: Document, generate: Any) -> object:
     return {"first": first, "both": both}
 
 
-def sizes(server: FakeServer) -> list[int]:
+def sizes(server):
     return [len(texts_of(payload)) for payload in server.payloads]
 
 
-def output(folder: Path) -> list[bytes]:
+def output(folder):
     return [path.read_bytes() for path in sorted((folder / "output").glob("*.jsonl"))]
 
 
-def asked(server: FakeServer) -> Counter[str]:
+def asked(server):
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
 
@@ -78,7 +76,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path):
     }
 
 
-def commits(folder: Path) -> list[Payload]:
+def commits(folder):
     lines = (folder / "checkpoints" / "00000" / "commits.jsonl").read_bytes().splitlines()
     return [orjson.loads(line) for line in lines]
 
@@ -235,7 +233,7 @@ def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path, 
 # a stop, and servers that die --------------------------------------------------------------------
 
 
-async def one_after_the_other(document: Document, generate: Any) -> object:
+async def one_after_the_other(document, generate):
     return [await generate.embed(document.text), await generate.embed(f"{document.text} again")]
 
 

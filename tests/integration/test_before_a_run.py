@@ -21,10 +21,9 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor
-from datatrove_ckpt.preflight.checks import PROBE, FilesystemTraits, Finding, check_remote
+from datatrove_ckpt.preflight.checks import PROBE, FilesystemTraits, check_remote
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.yaml_jobs import doctor_lines, job_yaml
@@ -60,7 +59,7 @@ def examined(job, command):
     )
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
@@ -187,7 +186,7 @@ def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
     folder.rm("", recursive=True)
 
 
-def checks_of(step: InferenceRunner, folder: Path, sample: Sample) -> list[Finding]:
+def checks_of(step, folder, sample):
     plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
     return list(doctor.check_runner(plan.runners[0], "", sample))
 

@@ -32,7 +32,6 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 from tests.hub.server import Access
 from tests.mirrors import Job
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -55,7 +54,7 @@ def _no_copies(tmp_path, monkeypatch, policy):
     assert not [text for text in left if "document 0 0" in text]
 
 
-def put_input(hub: FakeHub, tasks: int, documents: int) -> None:
+def put_input(hub, tasks, documents):
     files = {}
     for task in range(tasks):
         rows = [
@@ -66,7 +65,7 @@ def put_input(hub: FakeHub, tasks: int, documents: int) -> None:
     hub.put("org/job", files, kind="bucket")
 
 
-def write_yaml(server: FakeServer, mirror: str = f"{BUCKET}/mirror", tasks: int = 2) -> None:
+def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=2):
     text = job_yaml(
         ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output"
     )
@@ -85,13 +84,13 @@ def job(hub, server, here, monkeypatch):
     return hub
 
 
-def lose_the_node() -> None:
+def lose_the_node():
     shutil.rmtree("checkpoints", ignore_errors=True)
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
 
 
-def output(hub: FakeHub) -> dict[str, bytes]:
+def output(hub):
     return {
         name: content
         for name, content in hub.files("org/job", kind="bucket").items()
@@ -99,7 +98,7 @@ def output(hub: FakeHub) -> dict[str, bytes]:
     }
 
 
-def markers(hub: FakeHub) -> list[str]:
+def markers(hub):
     return [
         name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")
     ]

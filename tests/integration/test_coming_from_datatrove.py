@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
@@ -105,7 +104,7 @@ TABLE = (
 ROWS = table_rows(TABLE)
 
 
-def missing(names: Iterable[str]) -> list[str]:
+def missing(names):
     """Those that the page does not name."""
     return [name for name in names if f"`{name}`" not in TABLE]
 

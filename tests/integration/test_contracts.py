@@ -24,7 +24,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Printed
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
@@ -57,24 +56,24 @@ _MACHINE = re.compile(r"^\w+ +\w+, (syncs|room|space|file system|open files|lock
 Change = Callable[[Path], object]
 
 
-def rank(number: int, name: str) -> Callable[[Path], Path]:
+def rank(number, name):
     return lambda job: job / "checkpoints" / f"{number:05d}" / name
 
 
-def only(folder: str, pattern: str = "*") -> Callable[[Path], Path]:
+def only(folder, pattern="*"):
     return lambda job: min((job / folder).glob(pattern))
 
 
-def cut(path: Callable[[Path], Path], size: int = -10) -> Change:
+def cut(path, size=-10):
     return lambda job: path(job).write_bytes(path(job).read_bytes()[:size])
 
 
-def gone(path: Callable[[Path], Path]) -> Change:
+def gone(path):
     return lambda job: shutil.rmtree(path(job)) if path(job).is_dir() else path(job).unlink()
 
 
-def add(name: str, text: str = "") -> Change:
-    def change(job: Path) -> None:
+def add(name, text=""):
+    def change(job):
         (job / name).parent.mkdir(parents=True, exist_ok=True)
         with (job / name).open("a") as file:
             file.write(text)
@@ -82,34 +81,34 @@ def add(name: str, text: str = "") -> Change:
     return change
 
 
-def swap(path: Callable[[Path], Path], old: bytes, new: bytes) -> Change:
+def swap(path, old, new):
     return lambda job: path(job).write_bytes(path(job).read_bytes().replace(old, new, 1))
 
 
-def folder(name: str) -> Callable[[Path], Path]:
+def folder(name):
     return lambda job: job / name
 
 
-def moved(job: Path) -> None:
+def moved(job):
     (job / "output").rename(job / "elsewhere")
 
 
-def no_documents(job: Path) -> None:
+def no_documents(job):
     for path in (job / "input").iterdir():
         path.write_text('{"content": "a"}')
 
 
-def locked(job: Path) -> Callable[[], None]:
+def locked(job):
     file = rank(0, "lock")(job).open("r+")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file.close
 
 
-def datatroves(job: Path) -> None:
+def datatroves(job):
     shutil.copytree(DATA / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
 
 
-def copied_over(job: Path) -> None:
+def copied_over(job):
     shutil.copyfile(rank(0, "commits.jsonl")(job), rank(1, "commits.jsonl")(job))
 
 
@@ -248,13 +247,13 @@ def test_what_three_doors_say(name, jobs, command, monkeypatch):
     assert found == sections.get(name, ""), name
 
 
-def restore(job: Path, state: str) -> None:
+def restore(job, state):
     shutil.rmtree(job)
     shutil.copytree(job.parent / state, job)
     DataFolder.clear_instance_cache()
 
 
-def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
+def shown(door, said, job, server):
     """What counts of it, without what differs from run to run."""
     text = said.out + said.err
     if door == "doctor" and said.out:
@@ -277,7 +276,7 @@ def shown(door: str, said: Printed, job: Path, server: FakeServer) -> str:
     return re.sub("probe-[0-9a-f]+", "probe", text).strip() + "\n"
 
 
-def read() -> dict[str, str]:
+def read():
     sections: dict[str, str] = {}
     with suppress(FileNotFoundError):
         for part in REFUSALS.read_text().split("=== ")[1:]:
@@ -286,7 +285,7 @@ def read() -> dict[str, str]:
     return sections
 
 
-def write(sections: dict[str, str]) -> None:
+def write(sections):
     REFUSALS.write_text(
         "\n".join(f"=== {name}\n{sections[name]}" for name in SITUATIONS if name in sections)
     )
@@ -295,7 +294,7 @@ def write(sections: dict[str, str]) -> None:
 # names -------------------------------------------------------------------------------------------
 
 
-def hold(what: str, found: Any) -> None:
+def hold(what, found):
     """Holds what was found against names.json."""
     names = json.loads(NAMES.read_bytes())
     if IS_WRITTEN:
@@ -324,7 +323,7 @@ def test_commands_and_their_flags():
     hold("flags", {name: flags(one) for name, one in commands.choices.items()})
 
 
-def flags(command: argparse.ArgumentParser) -> str:
+def flags(command):
     return " ".join(" ".join(one.option_strings) or str(one.metavar) for one in command._actions)
 
 
@@ -350,7 +349,7 @@ def test_keys_of_json(name, jobs, command, monkeypatch):
     hold(f"{name} --json", " ".join(sorted({one[1:] for one in keys(found)})))
 
 
-def keys(content: Any, path: str = "") -> Iterator[str]:
+def keys(content, path=""):
     if isinstance(content, list):
         for one in content:
             yield from keys(one, f"{path}[]")

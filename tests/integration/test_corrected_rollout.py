@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ BY_ID = [
 ]
 
 
-def versions(folder: Path) -> list[tuple[str, str]]:
+def versions(folder):
     return [(row["id"], row["metadata"]["rollout_results"][0]["version"]) for row in rows(folder)]
 
 

@@ -9,9 +9,8 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,13 +45,13 @@ Said = Callable[..., Printed]
 Mutation = tuple[str, Callable[[Path], None]]
 
 
-def statuses(broken: bool) -> Callable[[dict[str, Any], int], int | None]:
+def statuses(broken):
     """Documents 1 and 2 are dead letters.
 
     ``broken``: document 5 gets an answer and no second one.
     """
 
-    def status(payload: dict[str, Any], times: int) -> int | None:
+    def status(payload, times):
         content = payload["messages"][-1]["content"]
         if broken and content == "text 5 again":
             return 500
@@ -67,12 +66,14 @@ def server():
         yield running
 
 
-def run(folder: Path, server: FakeServer, patience: Mapping[str, float] = {}) -> None:
-    step = runner(folder, server, ask_twice, skip_bad_requests=True, config=ONE_BY_ONE | patience)
+def run(folder, server, patience=None):
+    step = runner(
+        folder, server, ask_twice, skip_bad_requests=True, config=ONE_BY_ONE | (patience or {})
+    )
     step.run(documents(6))
 
 
-def dead(folder: Path) -> list[dict[str, Any]]:
+def dead(folder):
     """The dead letters without what differs from attempt to attempt."""
     text = (folder / RANK / "dead_letters.jsonl").read_text()
     return [
@@ -127,16 +128,16 @@ def _cleared(half):
 # mutations ---------------------------------------------------------------------------------------
 
 
-def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def mutate(folder: Path) -> None:
+def edit(name, change):
+    def mutate(folder):
         path = folder / "checkpoints" / name
         path.write_bytes(change(path.read_bytes()))
 
     return mutate
 
 
-def replace_by_folder(name: str) -> Callable[[Path], None]:
-    def mutate(folder: Path) -> None:
+def replace_by_folder(name):
+    def mutate(folder):
         path = folder / "checkpoints" / name
         path.unlink(missing_ok=True)
         path.mkdir()
@@ -144,17 +145,17 @@ def replace_by_folder(name: str) -> Callable[[Path], None]:
     return mutate
 
 
-def foreign(name: str, content: bytes) -> Callable[[Path], None]:
+def foreign(name, content):
     return lambda folder: (folder / RANK / name).write_bytes(content) and None
 
 
-def flipped(data: bytes, at: int, bit: int) -> bytes:
+def flipped(data, at, bit):
     changed = bytearray(data)
     changed[at] ^= 1 << bit
     return bytes(changed)
 
 
-def lines_changed(data: bytes, how: str, index: int) -> bytes:
+def lines_changed(data, how, index):
     lines = data.splitlines(keepends=True)
     index %= len(lines)
     if how == "double":
@@ -168,9 +169,7 @@ def lines_changed(data: bytes, how: str, index: int) -> bytes:
     return b"".join(lines)
 
 
-def byte_mutations(
-    half: Half, name: str, places: list[float], chance: random.Random
-) -> Iterator[Mutation]:
+def byte_mutations(half, name, places, chance):
     size = (half.template / "checkpoints" / name).stat().st_size
     for place in places:
         at, bit = int(place * size), chance.randrange(8)
@@ -202,7 +201,7 @@ NAMES = (
 )
 
 
-def whole_mutations() -> Iterator[Mutation]:
+def whole_mutations():
     """Those of which there are few."""
     for name in FILES:
         yield f"no file: {name}", lambda folder, name=name: (folder / "checkpoints" / name).unlink()
@@ -232,7 +231,7 @@ def whole_mutations() -> Iterator[Mutation]:
     yield "garbage of one line: commits.jsonl", edit(FILES[1], lambda data: data + b"abc\n")
 
 
-def mutations(half: Half, places: int, seed: int) -> list[Mutation]:
+def mutations(half, places, seed):
     chance = random.Random(seed)
     found = list(whole_mutations())
     for name in FILES:
@@ -252,7 +251,7 @@ def mutations(half: Half, places: int, seed: int) -> list[Mutation]:
 # the oracle --------------------------------------------------------------------------------------
 
 
-def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str:
+def judge(half, server, said, mutation):
     """Checks one mutation. Returns "refused" or "same"."""
     name, mutate = mutation
     folder = half.restore()
@@ -281,7 +280,7 @@ def judge(half: Half, server: FakeServer, said: Said, mutation: Mutation) -> str
     return "same"
 
 
-def judge_all(half: Half, server: FakeServer, said: Said, chosen: list[Mutation]) -> None:
+def judge_all(half, server, said, chosen):
     found = [judge(half, server, said, mutation) for mutation in chosen]
     print(
         f"{len(found)} kinds of damage: {found.count('refused')} refused, {found.count('same')} the same output"
@@ -334,7 +333,7 @@ LOGS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def lost(job: Path, name: str) -> None:
+def lost(job, name):
     path = job / RANK / "commits.jsonl"
     if name == "no file":
         path.unlink()
@@ -402,7 +401,7 @@ def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
         said("verify", half.job, "--full")
 
 
-def removed_rank(folder: Path) -> None:
+def removed_rank(folder):
     """With its output, as messages say: output that no checkpoint knows is refused."""
     shutil.rmtree(folder / RANK)
     shutil.rmtree(folder / "output")
@@ -428,7 +427,7 @@ def test_a_commit_names_only_files_in_the_output_folder(half, server):
             run(half.job, server)
 
 
-def rewritten_cache(folder: Path) -> None:
+def rewritten_cache(folder):
     path = folder / RANK / "replay.sqlite3"
     path.write_bytes(b"damaged" * 2000)
     path.with_name("replay.sqlite3-wal").write_bytes(b"damaged" * 2000)

@@ -8,7 +8,6 @@ import asyncio
 import inspect
 import pickle
 from contextlib import suppress
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -23,7 +22,7 @@ BAD = "BadRequestError"
 # what is skipped ---------------------------------------------------------------------------------
 
 
-async def raises_its_text_later(document: Document, generate: Any) -> Any:
+async def raises_its_text_later(document, generate):
     try:
         return await ask(document, generate)
     except InferenceError as error:
@@ -31,14 +30,14 @@ async def raises_its_text_later(document: Document, generate: Any) -> Any:
     raise InferenceError(document, f"page 1: {text}")
 
 
-async def raises_its_own_from_it(document: Document, generate: Any) -> Any:
+async def raises_its_own_from_it(document, generate):
     try:
         return await ask(document, generate)
     except InferenceError as error:
         raise RuntimeError("my own") from error
 
 
-async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
+async def gathers_and_raises_all(document, generate):
     both = await asyncio.gather(
         ask(document, generate), ask(document, generate), return_exceptions=True
     )
@@ -47,7 +46,7 @@ async def gathers_and_raises_all(document: Document, generate: Any) -> Any:
     return both
 
 
-async def returns_them(document: Document, generate: Any) -> Any:
+async def returns_them(document, generate):
     return {"pages": await asyncio.gather(ask(document, generate), return_exceptions=True)}
 
 
@@ -73,14 +72,14 @@ def test_a_remembered_rejection_skips_its_document(tmp_path):
     assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
 
 
-async def asks_and_fails(document: Document, generate: Any) -> Any:
+async def asks_and_fails(document, generate):
     result = await ask(document, generate)
     if document.id != "id 2":
         return result
     raise InferenceError(document, f"cannot parse {document.text!r}")
 
 
-async def swallows_and_fails(document: Document, generate: Any) -> Any:
+async def swallows_and_fails(document, generate):
     try:
         return await ask(document, generate)
     except InferenceError:
@@ -124,17 +123,17 @@ def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
     assert caught.value.payload is not None  # type: ignore[attr-defined]
 
 
-def line_of(function: Any, text: str) -> str:
+def line_of(function, text):
     lines, first = inspect.getsourcelines(function)
     return f"line {first + next(number for number, line in enumerate(lines) if text in line)} ({function.__name__})"
 
 
-async def sends_text(document: Document, generate: Any) -> Any:
+async def sends_text(document, generate):
     with suppress(Exception):
         return await generate(document.text)
 
 
-async def streams(document: Document, generate: Any) -> Any:
+async def streams(document, generate):
     one = generate({"messages": [{"role": "user", "content": document.text}], "stream": True})
     return await asyncio.gather(one, return_exceptions=True)
 
@@ -167,7 +166,7 @@ def test_a_dict_as_config_is_refused_with_its_place(tmp_path):
 # what is raised ----------------------------------------------------------------------------------
 
 
-async def fails(document: Document, generate: Any) -> Any:
+async def fails(document, generate):
     raise KeyError("a bug")
 
 

@@ -10,7 +10,6 @@ import signal
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
@@ -26,7 +25,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 BAD = {"id 1", "id 4"}
 
 
-async def fails_on_bad(document: Document, generate: Any) -> Any:
+async def fails_on_bad(document, generate):
     document.metadata["touched"] = True
     result = await ask(document, generate)
     if document.id in BAD:

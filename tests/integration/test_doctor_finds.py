@@ -104,7 +104,7 @@ def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
 # input -------------------------------------------------------------------------------------------
 
 
-def write_input(**sizes: int) -> None:
+def write_input(**sizes):
     """Files of about so many bytes, instead of those that are there."""
     for path in Path("documents").iterdir():
         path.unlink()

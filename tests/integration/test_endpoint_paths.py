@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,9 +18,7 @@ from tests.jobs import ask, documents, writer
 
 
 @contextmanager
-def gateway(
-    api: str, lists_models: bool = True, fails: Callable[[int, str], int] = lambda number, path: 0
-) -> Iterator[tuple[str, list[str]]]:
+def gateway(api, lists_models=True, fails=lambda number, path: 0):
     """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its
     requests.
 
@@ -30,7 +27,7 @@ def gateway(
     """
     loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         paths.append(request.path_qs)
         if request.method == "GET" and (status := fails(len(paths), request.path)):
             return web.Response(status=status)
@@ -41,7 +38,7 @@ def gateway(
         choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice], "usage": {}})
 
-    async def start() -> web.AppRunner:
+    async def start():
         app = web.Application()
         app.router.add_route("*", "/{any:.*}", answer)
         serving = web.AppRunner(app, access_log=None, shutdown_timeout=0)
@@ -50,7 +47,7 @@ def gateway(
         port.append(serving.addresses[0][1])
         return serving
 
-    def serve() -> None:
+    def serve():
         serving = loop.run_until_complete(start())
         ready.set()
         loop.run_forever()

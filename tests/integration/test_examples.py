@@ -13,7 +13,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml
 Capture = pytest.CaptureFixture[str]
 
 
-def write_documents(folder: Path) -> None:
+def write_documents(folder):
     (folder / "documents").mkdir()
     lines = (ROOT / "configs/quickstart_documents.jsonl").read_text().splitlines()
     (folder / "documents/a.jsonl").write_text("\n".join(lines[:3]))
@@ -59,7 +59,7 @@ def folder(here, monkeypatch):
     return here
 
 
-def examples(language: str) -> list[Any]:
+def examples(language):
     """README's run by default, those of docs/ are slow."""
     found = [block for block in blocks(language) if block not in torch_examples()]
     readme = set(blocks(language, "README.md"))
@@ -72,7 +72,7 @@ def examples(language: str) -> list[Any]:
 # python ------------------------------------------------------------------------------------------
 
 
-def on_one_core() -> None:
+def on_one_core():
     """For a child. llama.cpp's threads spin while they wait for each other: with fewer free cores
     than threads, a run takes many times as long.
     """
@@ -133,7 +133,7 @@ def test_yaml_builds(folder, capsys, block):
         assert "#SBATCH --partition=gpu\n" in capsys.readouterr().out
 
 
-def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
+def _merge(arguments, fragment):
     for name, value in fragment.items():
         if isinstance(value, dict) and "class_path" not in value and name in arguments:
             _merge(arguments[name], value)
@@ -144,7 +144,7 @@ def _merge(arguments: dict[str, Any], fragment: dict[str, Any]) -> None:
 GOOD = '{"explanation": "It explains rain.", "score": 4}'
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
+def answer(payload, times):
     """What the examples of docs/rollouts.md count as a valid answer."""
     if "response_format" in payload:
         return "I cannot say." if not times else GOOD
@@ -196,7 +196,7 @@ IN_ORDER = ("docs/tutorial.md", "docs/recipes.md")
 """``test_tutorial.py`` runs their lines, each after the ones before it."""
 
 
-def type_in(line: str, more: Sequence[str] = ()) -> None:
+def type_in(line, more=()):
     """Does what a shell does with a command line of ours, and fails if the exit code is not 0."""
     command, _, file = line.partition(" > ")
     with contextlib.ExitStack() as stack:
@@ -236,7 +236,7 @@ def test_commands_run_as_they_stand(folder, capsys):
     assert "\n  save every 2,367 s (Daly)" in said  # of plan
 
 
-def help_examples() -> list[str]:
+def help_examples():
     """The command lines below "examples:" in each command's help, and in that of datatrove-ckpt
     itself.
     """
@@ -285,7 +285,7 @@ def test_the_mistake_in_the_docs_is_answered_as_they_say(folder, command):
     assert f"    {printed}" in section("docs/cli.md", "## The long form")
 
 
-def _run_export(line: str) -> None:
+def _run_export(line):
     variable = line.split()[1].partition("=")[0]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = f'{line}\nprintf %s "${variable}"'
@@ -321,23 +321,23 @@ def finished(kept, folder, monkeypatch):
     monkeypatch.chdir(kept / "job")
 
 
-def _interrupted() -> None:
+def _interrupted():
     raise KeyboardInterrupt
 
 
-def _unfinished() -> None:
+def _unfinished():
     Path("checkpoints/00000/lock").touch()
 
 
-def _damaged() -> None:
+def _damaged():
     Path("checkpoints/00000/run.json").write_text("{")
 
 
-def _array() -> None:
+def _array():
     Path("documents/a.jsonl").write_text(json.dumps([{"text": "Rain falls.", "id": "rain"}]))
 
 
-def _nothing() -> None:
+def _nothing():
     pass
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import dill
 import pytest
@@ -61,7 +59,7 @@ class Step(PipelineStep):  # type: ignore[misc]  # datatrove has no types
         yield from data or ()
 
 
-def attempts(folder: Path) -> dict[int, list[list[int]]]:
+def attempts(folder):
     """By rank: process id, and how many ranks this copy of the step had seen."""
     return {
         int(path.name.split()[1]): [
@@ -71,7 +69,7 @@ def attempts(folder: Path) -> dict[int, list[list[int]]]:
     }
 
 
-def completed(folder: Path) -> set[int]:
+def completed(folder):
     return {int(path.name) for path in (folder / "logs" / "completions").glob("*")}
 
 
@@ -189,7 +187,7 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path):
     assert isinstance(ours, DatatroveExecutor)
 
 
-def job(folder: Path, server: FakeServer, workers: int, **settings: Any) -> LocalPipelineExecutor:
+def job(folder, server, workers, **settings):
     step = runner(folder, server, **settings)
     return LocalPipelineExecutor(
         [JsonlReader(str(folder / "input"), add_file_path=False), step],
@@ -294,7 +292,7 @@ async def ask(document, generate):
 """
 
 
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(folder, *arguments):
     return processes.run([sys.executable, "script.py", *arguments], cwd=folder, timeout=500)
 
 

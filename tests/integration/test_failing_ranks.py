@@ -8,11 +8,8 @@ import os
 import signal
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import (
@@ -30,34 +27,34 @@ from tests.jobs import config, documents, rejects, runner, writer
 DOCUMENTS, AT_ONCE = 40, 20
 
 
-def payload(text: str) -> dict[str, Any]:
+def payload(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-async def twice(document: Document, generate: Any) -> Any:
+async def twice(document, generate):
     first = await generate(payload(document.text))
     return [first.text, (await generate(payload(f"{document.text} again"))).text]
 
 
-async def with_a_typo(document: Document, generate: Any) -> Any:
+async def with_a_typo(document, generate):
     first = await generate(payload(document.text))
     if document.id == "id 4":
         raise NameError("name 'fisrt' is not defined")
     return [first.text, (await generate(payload(f"{document.text} again"))).text]
 
 
-def step_of(folder: Path, server: FakeServer, rollout: Any, **changes: Any) -> InferenceRunner:
+def step_of(folder, server, rollout, **changes):
     changes.setdefault("config", {"max_concurrent_generations": AT_ONCE})
     return runner(folder, server, rollout, accept_changes=True, **changes)
 
 
-def undisturbed(folder: Path) -> tuple[Counter[str], dict[str, bytes]]:
+def undisturbed(folder):
     with FakeServer() as server:
         step_of(folder, server, twice).run(documents(DOCUMENTS))
         return server.asked, outputs(folder / "output")
 
 
-def others_wait(payload: dict[str, Any], times: int) -> float:
+def others_wait(payload, times):
     """The document that fails has its answer first."""
     return 0.05 if payload["messages"][-1]["content"] == "text 4" else 0.3
 

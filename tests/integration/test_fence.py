@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,12 +52,12 @@ def server():
         yield running
 
 
-def start(folder: Path, server: FakeServer, locks: str) -> subprocess.Popen[str]:
+def start(folder, server, locks):
     argv = [sys.executable, "-c", JOB, str(folder), server.url, locks]
     return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
 
-def assert_whole(folder: Path) -> None:
+def assert_whole(folder):
     """Every document once, and each file the one its commit speaks of."""
     commits = read_commits(folder / "checkpoints/00000/commits.jsonl").values()
     found = []

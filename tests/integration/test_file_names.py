@@ -4,9 +4,6 @@ chunk are ours.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import orjson
 import pytest
 from datatrove.data import Document
@@ -17,30 +14,28 @@ from datatrove_ckpt.errors import ConfigError, InvalidFileName, OutputFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.writer_checks import check_writer
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.jobs import ask, config, documents, letters, runner
 
 BY_LANGUAGE = "${lang}/${rank}_${chunk_index}.jsonl"
 
 
-def writer(folder: Path, template: str) -> JsonlWriter:
+def writer(folder, template):
     return JsonlWriter(str(folder / "output"), template, compression=None)
 
 
-def without_checkpoints(
-    folder: Path, server: FakeServer, output_writer: JsonlWriter
-) -> InferenceRunner:
+def without_checkpoints(folder, server, output_writer):
     return InferenceRunner(ask, config(server), output_writer, records_per_chunk=2)
 
 
-def ids(folder: Path) -> dict[str, list[str]]:
+def ids(folder):
     return {
         name: [orjson.loads(line)["id"] for line in data.splitlines()]
         for name, data in outputs(folder).items()
     }
 
 
-def about(number: int, **metadata: Any) -> Document:
+def about(number, **metadata):
     return Document(text=f"text {number}", id=f"id {number}", metadata=metadata)
 
 

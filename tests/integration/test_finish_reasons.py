@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ class Server(FakeServer):
         return "whole" if self.finish_reason else "half"
 
 
-def texts(folder: Path) -> list[str]:
+def texts(folder):
     return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -29,7 +28,6 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.commands import Command
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
 from tests.jobs import documents, rows, runner
 from tests.patience import until
@@ -69,7 +67,7 @@ def datatrove():
         yield process
 
 
-def write_yaml(here: Path, url: str, old: str = OLD, folder: str = "new", **changes: str) -> None:
+def write_yaml(here, url, old=OLD, folder="new", **changes):
     """Writes job.yaml."""
     values = {"URL": url, "PLACES": old, "FOLDER": folder, "SIZE": str(SIZE), "TASKS": "1"}
     text = YAML
@@ -82,7 +80,7 @@ def write_yaml(here: Path, url: str, old: str = OLD, folder: str = "new", **chan
     (here / "job.yaml").write_text(text)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path):
     """The whole rows of a file, the last of which may be torn."""
     if path.suffix == ".parquet":
         try:
@@ -96,7 +94,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def finished(*folders: Path) -> set[str]:
+def finished(*folders):
     """The documents that have a result in an old output."""
     found = set()
     for path in [path for folder in folders for path in folder.rglob("*.*")]:
@@ -111,20 +109,18 @@ def finished(*folders: Path) -> set[str]:
     return found
 
 
-def expected(number: int) -> Counter[str]:
+def expected(number):
     """The documents that a finished run of so many has in its output."""
     return Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
 
 
-def asked_first(server: FakeServer) -> Counter[str]:
+def asked_first(server):
     """How often the first request of each document was sent, by id."""
     firsts = {f"first {text_of(n)}": f"id {n}" for n in range(1000)}
     return Counter({firsts[text]: times for text, times in server.asked.items() if text in firsts})
 
 
-def take_over(
-    here: Path, command: Command, number: int, done: set[str], old: str = OLD, **changes: str
-) -> None:
+def take_over(here, command, number, done, old=OLD, **changes):
     """Runs a job with ``finished_from``, and the same job without it: both have the same rows."""
     with FakeServer() as server:
         write_yaml(here, server.url, old, **changes)
@@ -258,7 +254,7 @@ def left(tmp_path_factory, datatrove):
     return folder
 
 
-def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
+def make(folder, datatrove, **settings):
     write_input(folder, NUMBER)
     with FakeServer(hold_after=12) as server:
         pid = datatrove.start(folder, server.url, concurrent=1, **settings)
@@ -267,7 +263,7 @@ def make(folder: Path, datatrove: Datatrove, **settings: Any) -> None:
         assert datatrove.end() == -signal.SIGKILL
 
 
-def is_left(folder: Path) -> bool:
+def is_left(folder):
     """Whether all that the server has answered is on the disk."""
     last_chunk, lines = folder / "checkpoints/last_chunk/00000.txt", folder / CHUNK_FILE
     if not lines.exists() or lines.read_bytes().count(b"\n") < 2:
@@ -320,7 +316,7 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     take_over(job, command, NUMBER, done)
 
 
-def finished_or_torn(job: Path) -> set[str]:
+def finished_or_torn(job):
     try:
         return finished(job / "output", job / "checkpoints")
     except json.JSONDecodeError:  # a glued line
@@ -416,7 +412,7 @@ def test_a_run_that_takes_over_is_killed_and_started_again(job, command):
     take_over(job, command, NUMBER, DONE | {"id 5"})
 
 
-def finished_lines(folder: Path) -> str:
+def finished_lines(folder):
     return "".join(path.read_text() for path in folder.rglob("chunk_*.jsonl"))
 
 
@@ -457,7 +453,7 @@ def test_vectors_keep_their_type(here, server):
 # metadata ----------------------------------------------------------------------------------------
 
 
-async def translate(document: Document, generate: Any) -> Any:
+async def translate(document, generate):
     document.metadata["length"] = len(document.text)
     del document.metadata["raw"]
     return await generate(
@@ -465,7 +461,7 @@ async def translate(document: Document, generate: Any) -> Any:
     )
 
 
-def translations(*languages: str) -> list[Document]:
+def translations(*languages):
     return [
         Document(f"text {n}", f"id {n}", metadata={"lang": lang, "raw": "<p>"})
         for n in range(3)
@@ -473,14 +469,14 @@ def translations(*languages: str) -> list[Document]:
     ]
 
 
-def texts(folder: Path) -> list[tuple[str, str]]:
+def texts(folder):
     return [
         (row["metadata"]["lang"], row["metadata"]["rollout_results"][0]["text"])
         for row in rows(folder)
     ]
 
 
-def speak(payload: dict[str, Any], times: int) -> str:
+def speak(payload, times):
     return f"in {payload['messages'][-1]['content']}"
 
 

@@ -8,10 +8,8 @@ import os
 import threading
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
@@ -52,11 +50,11 @@ def url():
         server.shutdown()
 
 
-async def lets_out(document: Document, generate: Any) -> Any:
+async def lets_out(document, generate):
     await generate(PAYLOAD)
 
 
-async def quotes(document: Document, generate: Any) -> Any:
+async def quotes(document, generate):
     try:
         await generate(PAYLOAD)
     except InferenceError as error:
@@ -65,7 +63,7 @@ async def quotes(document: Document, generate: Any) -> Any:
         raise ValueError(f"{FORGED} {error} {PAYLOAD} {os.environ['SOME_PASSPHRASE']}") from error
 
 
-async def sends_nothing(document: Document, generate: Any) -> Any:
+async def sends_nothing(document, generate):
     raise InferenceError(document, FORGED, payload=PAYLOAD)
 
 

@@ -40,7 +40,7 @@ from tests.jobs import ask, config, documents, ids, runner, writer
 from tests.patience import until, until_async
 
 
-async def cancels_its_own_request(document: Document, generate: Any) -> Any:
+async def cancels_its_own_request(document, generate):
     request = asyncio.ensure_future(ask(document, generate))
     if document.id == "id 1":
         request.cancel()
@@ -123,7 +123,7 @@ def test_a_slow_disk_slows_the_run_and_fills_no_memory(tmp_path, server, monkeyp
     assert max(backlogs) <= 2 * 4 * one
 
 
-async def loads_lazily(document: Document, generate: Any) -> Any:
+async def loads_lazily(document, generate):
     global _model
     if _model is None:
         _model = "loaded"

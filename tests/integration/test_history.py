@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import signal
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,17 +17,17 @@ from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress as rank_progress
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
-from tests.histories import History, read_history
+from tests.histories import read_history
 from tests.jobs import ask, documents, fails_at, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
-def history_of(folder: Path) -> History:
+def history_of(folder):
     return read_history(folder / "checkpoints" / "00000" / "history.jsonl")
 
 
-def numbers(progress: Progress) -> tuple[int, int, int]:
+def numbers(progress):
     """Documents, requests and tokens of all attempts."""
     documents = progress.documents
     return documents.read, documents.requests, documents.prompt_tokens + documents.completion_tokens

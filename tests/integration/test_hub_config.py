@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +14,6 @@ import pytest
 import yaml
 
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROWS = 12
@@ -55,7 +52,7 @@ def datasets_on_hub(hub):
     return hub
 
 
-def on_this_machine(name: str, server: FakeServer) -> str:
+def on_this_machine(name, server):
     """The config's file, with its pipeline on this machine.
 
     Of the runner only server and chunks are other ones.
@@ -74,7 +71,7 @@ def on_this_machine(name: str, server: FakeServer) -> str:
     return name
 
 
-def rows_on_hub(hub: FakeHub, repository: str) -> dict[str, list[dict[str, Any]]]:
+def rows_on_hub(hub, repository):
     found = hub.files(repository)
     return {
         name: pq.read_table(io.BytesIO(content)).to_pylist()

@@ -5,14 +5,11 @@ commit.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from huggingface_hub import HfFileSystem
@@ -32,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 REPOSITORY = "org/data"
 
 
-def parquet(first: int, count: int, size: int = 10) -> bytes:
+def parquet(first, count, size=10):
     chance = np.random.default_rng(first)
     rows = [
         {"id": str(i), "text": f"{i} {chance.bytes(size).hex()}", "n": i}
@@ -67,7 +64,7 @@ def ranges(monkeypatch):
     return found
 
 
-def options(streaming: bool = True, **more: Any) -> dict[str, Any]:
+def options(streaming=True, **more):
     return {
         "dataset": REPOSITORY,
         "dataset_options": {"split": "train"},
@@ -76,13 +73,11 @@ def options(streaming: bool = True, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def read(kind: type[Any], given: dict[str, Any], rank: int = 0, tasks: int = 1) -> list[Document]:
+def read(kind, given, rank=0, tasks=1):
     return list(kind(**given).run(None, rank, tasks))
 
 
-def resumed(
-    given: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1
-) -> Iterator[Document]:
+def resumed(given, document, rank=0, tasks=1):
     reader = HuggingFaceDatasetReader(**given)
     reader.load_state_dict(position_state(document))
     return reader.run(None, rank, tasks)
@@ -233,7 +228,7 @@ def test_parquet_reader_waits_for_an_outage(hub, monkeypatch, policy):
     assert 900 <= max(waits) <= 990
 
 
-def _without_backoff(*arguments: Any, **more: Any) -> Any:
+def _without_backoff(*arguments, **more):
     from huggingface_hub.utils import http_backoff
 
     return http_backoff(*arguments, **more, max_retries=0)
@@ -245,7 +240,7 @@ LINES = b'{"id": "0", "text": "a"}\n{"id": "1", "text": "b"}\n'
 FILES = {ParquetReader: "part/0.parquet", JsonlReader: "part/0.jsonl"}
 
 
-def refused(reader: Any) -> str:
+def refused(reader):
     with pytest.raises(InputError) as caught:
         list(reader.run())
     assert "\n" not in str(caught.value)

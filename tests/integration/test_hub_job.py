@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 Said = Callable[..., Printed]
 
 
-def parquet(first: int, count: int) -> bytes:
+def parquet(first, count):
     rows = [{"text": f"text {i}", "n": i} for i in range(first, first + count)]
     buffer = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), buffer, row_group_size=4)

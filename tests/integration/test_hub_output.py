@@ -8,16 +8,12 @@ import os
 import queue
 import signal
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import dill
 import pyarrow.parquet as pq
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
@@ -65,16 +61,16 @@ def hub(hub):
     return hub
 
 
-def hub_runner(folder: Path, server: FakeServer, **changes: Any) -> Any:
+def hub_runner(folder, server, **changes):
     changes.setdefault("output_writer", ParquetWriter("hf://datasets/org/data/config", NAME))
     return runner(folder, server, **changes)
 
 
-def names(number: int) -> list[str]:
+def names(number):
     return [f"config/000_00000_{index:05d}.parquet" for index in range(number)]
 
 
-def committed(folder: Path) -> list[int]:
+def committed(folder):
     return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
 
 
@@ -306,7 +302,7 @@ def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritte
 # datatrove's writers for the hub -----------------------------------------------------------------
 
 
-def shout(writer: Any, document: Any) -> dict[str, Any]:
+def shout(writer, document):
     return {"text": document.text.upper(), "by": type(writer).__name__}
 
 
@@ -385,11 +381,11 @@ def test_the_token_is_in_no_file_no_pickle_and_no_log(hub, server, tmp_path, log
 # waiting -----------------------------------------------------------------------------------------
 
 
-def stops(last: int, ready: Callable[[], bool]) -> Any:
+def stops(last, ready):
     """A rollout whose last document asks the rank to stop, once, and never ends."""
     stopped: list[bool] = []
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id == f"id {last}" and not stopped:
             await until_async(ready)
             stopped.append(True)

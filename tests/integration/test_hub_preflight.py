@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,9 +22,7 @@ from datatrove_ckpt.errors import OutputFailed, Preempted
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.testing import FakeServer
 from tests.commands import Printed
-from tests.hub import FakeHub
 from tests.jobs import documents, runner
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
 
@@ -37,7 +34,7 @@ def _quick(policy):
     policy("HUB_LOOK", first=0.01, longest=0.01)
 
 
-def refused(folder: HubFolder = FOLDER, private: bool | None = None) -> str:
+def refused(folder=FOLDER, private=None):
     """The message of a refusal; a single line, without a token."""
     with pytest.raises(OutputFailed) as caught:
         check_access(folder, private)
@@ -159,9 +156,7 @@ def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
 # a runner, and a job -----------------------------------------------------------------------------
 
 
-def run_rank(
-    folder: Path, server: FakeServer, rank: int = 0, number: int = 4, **changes: Any
-) -> None:
+def run_rank(folder, server, rank=0, number=4, **changes):
     """One rank of two whose output is on the hub, two documents to a file."""
     writer = JsonlWriter(
         "hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None
@@ -264,7 +259,7 @@ def test_the_doctor_names_commits_and_files(job, hub):
 # what it costs -----------------------------------------------------------------------------------
 
 
-def counted(hub: FakeHub) -> list[str]:
+def counted(hub):
     """The kinds of the requests that count for the hub's limit of 1000 in 5 minutes."""
     return [
         request.kind for request in hub.requests if request.kind not in ("resolve", "lfs-upload")
@@ -302,7 +297,7 @@ def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job
 # input on the hub --------------------------------------------------------------------------------
 
 
-def from_hub(hub: FakeHub, files: int) -> None:
+def from_hub(hub, files):
     """The job's input lies in a repository, in Parquet files of one document each."""
     content = {}
     for number in range(files):

@@ -10,7 +10,6 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.owner import OWNER
-from tests.hub import FakeHub
 from tests.hub.job import hub_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]
@@ -31,7 +30,7 @@ def cli(
         yield run
 
 
-def remove(hub: FakeHub, *names: str) -> None:
+def remove(hub, *names):
     """By hand: a commit of somebody else."""
     repo = hub.repo("org/data")
     repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
@@ -112,7 +111,7 @@ def test_commits_of_an_earlier_release_name_no_hash(cli, hub):
     assert "00000_00000.jsonl is altered" in said
 
 
-def beside(job: str) -> str:
+def beside(job):
     """The job with local folders of its own."""
     return job.replace("logging_dir: logs", "logging_dir: b/logs").replace(
         "dir: checkpoints", "dir: b/checkpoints"
@@ -156,7 +155,7 @@ WRITER = """          class_path: HuggingFaceDatasetWriter
 """
 
 
-def make_incomplete() -> None:
+def make_incomplete():
     """As a job that was stopped after its files were committed."""
     for marker in Path("logs/completions").iterdir():
         marker.unlink()

@@ -48,7 +48,7 @@ class Drop(PipelineStep):
             yield from ()
 
 
-def lines(*numbers: int) -> str:
+def lines(*numbers):
     return "".join(
         json.dumps({"text": f"text {number}", "id": f"id {number}"}) + "\n" for number in numbers
     )
@@ -82,16 +82,16 @@ def job(here, command, server):
     return run
 
 
-def outputs(folder: Path) -> list[str]:
+def outputs(folder):
     """The texts in the output, in the order of the files' names."""
     return [row["text"] for row in rows(folder)]
 
 
-def completed(folder: Path) -> list[str]:
+def completed(folder):
     return sorted(path.name for path in folder.glob("logs/completions/*"))
 
 
-def kept(folder: Path, rank: int = 0) -> Any:
+def kept(folder, rank=0):
     return orjson.loads((folder / f"checkpoints/{rank:05}/shard.json").read_bytes())
 
 
@@ -249,7 +249,7 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
 # The input of a finished run ---------------------------------------------------------------------
 
 
-def rewrite(path: Path, old: str, new: str) -> None:
+def rewrite(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 

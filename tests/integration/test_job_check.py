@@ -73,7 +73,7 @@ def run(here, monkeypatch, command, server):
     return Run(command, server)
 
 
-def written() -> list[str]:
+def written():
     return sorted(row["id"] for row in rows(Path()))
 
 
@@ -149,7 +149,7 @@ def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run):
     assert "12 of 12 documents" in run()
 
 
-def finish_one_task(run: Run) -> None:
+def finish_one_task(run):
     """Task 0 is finished, task 1 has half of its documents, task 2 has not started."""
     fails = Path("input/1.jsonl")
     whole = fails.read_text()
@@ -262,11 +262,11 @@ def test_the_last_line_says_what_can_be_done_next(run):
     assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
 
 
-def drop_odd(data: Any, rank: int, world_size: int) -> Any:
+def drop_odd(data, rank, world_size):
     return (document for document in data if int(document.id[3:]) % 2 == 0)
 
 
-def passes_on(data: Any, rank: int, world_size: int) -> Any:
+def passes_on(data, rank, world_size):
     return data
 
 
@@ -285,7 +285,7 @@ KEEPS_FIRST, KEEPS_ALL = [
 ]
 
 
-def executor_of(folder: Path, server: FakeServer, *steps: Any) -> OurExecutor:
+def executor_of(folder, server, *steps):
     pipeline = [JsonlReader(str(folder / "input")), *steps, runner(folder, server)]
     return OurExecutor(pipeline, tasks=2, workers=1, logging_dir=str(folder / "logs"))
 

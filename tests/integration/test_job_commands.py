@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pytest
 import yaml
 
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.hub.jobs import Jobs
 
 BUCKET = "someone/work"
@@ -33,7 +31,7 @@ def here(hub, tmp_path, monkeypatch):
     jobs.close()
 
 
-def write(name: str, **changed: Any) -> dict[str, Any]:
+def write(name, **changed):
     """A short form of Jobs."""
     content = {
         "run_folder": f"{URL}/{name}",
@@ -47,7 +45,7 @@ def write(name: str, **changed: Any) -> dict[str, Any]:
     return content
 
 
-def begin(command: Command, name: str, **changed: Any) -> None:
+def begin(command, name, **changed):
     """What the run of a file would leave in the bucket, made in this process with a disk that is
     then gone.
     """

@@ -27,9 +27,8 @@ import yaml
 import datatrove_ckpt
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.executors.jobs import JobsPipelineExecutor, _Job, _wanted
+from datatrove_ckpt.executors.jobs import _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
-from tests.hub import FakeHub
 from tests.hub.jobs import Job, Jobs
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -83,9 +82,7 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def write_job(
-    hub: FakeHub, url: str, ranks: int, documents: int, run: str = "run", **settings: object
-) -> None:
+def write_job(hub, url, ranks, documents, run="run", **settings):
     """job.yaml, and its input in the bucket."""
     rows = {
         f"input/{rank:05d}.jsonl": "".join(
@@ -111,7 +108,7 @@ def write_job(
     Path("job.yaml").write_text(yaml.safe_dump(content))
 
 
-def written(hub: FakeHub, run: str = "run") -> dict[str, bytes]:
+def written(hub, run="run"):
     below = f"{run}/output/"
     return {
         name.removeprefix(below): data
@@ -120,11 +117,11 @@ def written(hub: FakeHub, run: str = "run") -> dict[str, bytes]:
     }
 
 
-def ids_of(files: dict[str, bytes]) -> list[str]:
+def ids_of(files):
     return [json.loads(line)["id"] for data in files.values() for line in data.splitlines()]
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
+def answer(payload, times):
     return f"answer to {payload['messages'][-1]['content']}"
 
 
@@ -387,7 +384,7 @@ def test_a_module_that_a_job_lacks_is_named_at_once(hub, jobs, here, command, mo
     assert "3 of 3 tasks are not complete. Job " in said.error
 
 
-def an_executor(hub: FakeHub, here: Path, **settings: object) -> JobsPipelineExecutor:
+def an_executor(hub, here, **settings):
     sys.path.insert(0, str(here))
     write_job(hub, "http://127.0.0.1:1", 4, 1, tasks_per_job=2, **settings)
     return build(yaml.safe_load(Path("job.yaml").read_text()))

@@ -325,6 +325,6 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         assert oldest <= most
 
 
-def total(metric: Any) -> Any:
+def total(metric):
     """Of a metric in a stats file, which is a number alone if that says all."""
     return metric["total"] if isinstance(metric, dict) else metric

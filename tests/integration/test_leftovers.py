@@ -108,12 +108,12 @@ def run(tmp_path):
     started.clean_up()
 
 
-def records() -> list[Path]:
+def records():
     return list(node._folder().glob("*.json"))
 
 
-def lease() -> None:
-    async def play() -> None:
+def lease():
+    async def play():
         async with leased_gpus(InferenceConfig("vllm", "m")):
             pass
 

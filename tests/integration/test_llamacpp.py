@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -27,7 +26,6 @@ from tests.clients import client_of
 from tests.jobs import make_server, started_server
 from tests.real.faults import (
     Job,
-    JobProcess,
     check_fault,
     check_killed_runner,
     server_process,
@@ -47,7 +45,7 @@ PROMPT = {
 }
 
 
-def config(**settings: object) -> InferenceConfig:
+def config(**settings):
     # One thread: several wait for each other by turning, which takes very long where they don't
     # have a core each.
     settings = {
@@ -83,7 +81,7 @@ async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path):
     assert time.monotonic() - began < 300
 
 
-async def _check_models_and_key(url: str, key: str) -> None:
+async def _check_models_and_key(url, key):
     async with aiohttp.ClientSession() as session:
         async with session.get(
             f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}
@@ -125,7 +123,7 @@ def test_a_file_that_is_no_model_fails_with_its_log(tmp_path):
         asyncio.run(make_server(settings, 0).start())
 
 
-def job(folder: Path, documents: int = 24, too_long: int = 0, **changes: object) -> Job:
+def job(folder, documents=24, too_long=0, **changes):
     settings = {
         "server_type": "llamacpp",
         "model_name_or_path": GGUF,
@@ -147,11 +145,11 @@ def job(folder: Path, documents: int = 24, too_long: int = 0, **changes: object)
     )
 
 
-def kill_server(process: JobProcess) -> None:
+def kill_server(process):
     os.kill(server_process(process), signal.SIGKILL)
 
 
-def stop_server(process: JobProcess) -> None:
+def stop_server(process):
     os.kill(server_process(process), signal.SIGSTOP)
 
 

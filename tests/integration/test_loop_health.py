@@ -15,17 +15,16 @@ What this does not see: a callback that waits for a lock of ours which nobody wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.files import Disk
-from tests.bench.measure import Result, mock_server, run_once
+from tests.bench.measure import mock_server, run_once
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
 from tests.jobs import documents, runner
@@ -69,7 +68,7 @@ class WatchedWriter(JsonlWriter):  # type: ignore[misc]
         super().close()
 
 
-def watched_documents(number: int) -> Iterator[Document]:
+def watched_documents(number):
     for document in documents(number):
         assert asyncio._get_running_loop() is None
         yield document
@@ -129,7 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def keeps_the_loop_free(run: Callable[[], Result]) -> None:
+def keeps_the_loop_free(run):
     """What takes long because of how it is made takes long each time; what a busy machine does,
     does not.
     """

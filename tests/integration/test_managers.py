@@ -69,7 +69,7 @@ if __name__ == "__main__":
 """
 
 
-def left_of(session: int, seconds: float = 5) -> list[int]:
+def left_of(session, seconds=5):
     """Processes that do not end within so many seconds. They are killed."""
     patience = Patience(seconds)
     while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
@@ -198,7 +198,7 @@ def test_datatroves_pool_ends_after_ours_in_one_process(tmp_path):
 # the parent watch --------------------------------------------------------------------------------
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
+def workers(process):
     """Handles of a job's pool workers, and of the server that forked them."""
     session = [str(other.pid) for other in process_table() if other.session == process.pid]
     forked = [pid for pid in session if b"forkserver" in Path("/proc", pid, "cmdline").read_bytes()]

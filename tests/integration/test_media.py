@@ -48,32 +48,30 @@ PDF = b"%PDF-1.7 a page"
 WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
 
 
-def picture(
-    seed: int = 0, size: tuple[int, int] = (60, 40), form: str = "PNG", **options: Any
-) -> bytes:
+def picture(seed=0, size=(60, 40), form="PNG", **options):
     noise = random.Random(seed).randbytes(size[0] * size[1] * 3)
     made = io.BytesIO()
     Image.frombytes("RGB", size, noise).save(made, form, **options)
     return made.getvalue()
 
 
-def media(data: bytes | None, name: str = "", **fields: Any) -> Media:
+def media(data, name="", **fields):
     return Media(id=name, type=0, url=fields.pop("url", ""), media_bytes=data, **fields)
 
 
-def pages(number: int) -> list[Document]:
+def pages(number):
     return [
         Document(f"page {index}", f"id {index}", [media(picture(index), f"m{index}")])
         for index in range(number)
     ]
 
 
-def parts(server: FakeServer, number: int = -1) -> list[dict[str, Any]]:
+def parts(server, number=-1):
     content: list[dict[str, Any]] = server.payloads[number]["messages"][-1]["content"]
     return content
 
 
-def sent(server: FakeServer, number: int = -1) -> list[bytes]:
+def sent(server, number=-1):
     """The bytes of the pictures in a payload."""
     urls = [
         part["image_url"]["url"] for part in parts(server, number) if part["type"] == "image_url"
@@ -81,7 +79,7 @@ def sent(server: FakeServer, number: int = -1) -> list[bytes]:
     return [base64.b64decode(url.partition(";base64,")[2]) for url in urls]
 
 
-def url_of(data: bytes, kind: str = "image/png") -> str:
+def url_of(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -598,7 +596,7 @@ def test_the_first_bytes_tell_the_type():
         assert kind_of(other) is None
 
 
-def image(data: bytes) -> Image.Image:
+def image(data):
     return Image.open(io.BytesIO(data))
 
 
@@ -627,7 +625,7 @@ def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits():
 # jobs --------------------------------------------------------------------------------------------
 
 
-def write_pages(number: int) -> None:
+def write_pages(number):
     """pages/all.jsonl, and the files that it names."""
     Path("pages/report").mkdir(parents=True)
     lines = []
@@ -687,7 +685,7 @@ def test_a_sample_of_a_column_of_bytes_is_written(here, command, server):
     assert [one["metadata"]["image"] for one in written] == [{"bytes": None}] * 3
 
 
-def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
+def stored(folder, kind):
     """Pages in one file of datatrove's form for media; the entries that name them."""
     if kind == "zstd":
         with ZstdWriter(str(folder), "pages.bin") as writer:

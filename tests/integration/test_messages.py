@@ -7,13 +7,11 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
-from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
-from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
@@ -24,7 +22,7 @@ def job(here, server):
     return here
 
 
-def refused(job: Path, command: Command, *arguments: str, code: int = 1) -> str:
+def refused(job, command, *arguments, code=1):
     """Runs the job, which must fail; gives what it said last."""
     said = command("run", "job.yaml", *arguments, code=code)
     assert "Traceback" not in said.err

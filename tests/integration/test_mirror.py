@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,11 @@ def expected():
         return outputs(Path(folder) / "output")
 
 
-def manifests(job: Job) -> list[Path]:
+def manifests(job):
     return sorted((job.folder / "remote" / "00000").glob("generation-*"))
 
 
-def three_versions(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def three_versions(job, monkeypatch):
     """Makes a mirror of three different states of one run.
 
     Returns what each is restored to, oldest first.
@@ -101,7 +101,7 @@ def three_versions(job: Job, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
     return states
 
 
-def state(rank: Path) -> dict[str, Any]:
+def state(rank):
     """Everything a restored folder must have in common with the lost one."""
     files = {path.name: path.read_bytes() for path in rank.glob("*.jsonl") if path.stat().st_size}
     rows = read_rows(rank / "replay.sqlite3") if (rank / "replay.sqlite3").exists() else None
@@ -187,7 +187,7 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
 # several ranks of one folder ---------------------------------------------------------------------
 
 
-def executor(folder: Path, server: FakeServer, **changes: Any) -> LocalPipelineExecutor:
+def executor(folder, server, **changes):
     """A task for each of three files with five documents. Its tasks are run one by one."""
     (folder / "input").mkdir(exist_ok=True)
     for number, document in enumerate(documents(15)):
@@ -200,7 +200,7 @@ def executor(folder: Path, server: FakeServer, **changes: Any) -> LocalPipelineE
     )
 
 
-def mirrored(folder: Path) -> dict[str, Any]:
+def mirrored(folder):
     return {"checkpoints_remote_dir": str(folder / "mirror"), "mirror_seconds": 1000}
 
 
@@ -244,7 +244,7 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path)
 # damage ------------------------------------------------------------------------------------------
 
 
-def flips(path: Path, places: int | None) -> Iterator[bytes]:
+def flips(path, places):
     """The content with one byte changed, at so many places or all, and at both ends; cut at several
     places; longer.
     """
@@ -257,13 +257,13 @@ def flips(path: Path, places: int | None) -> Iterator[bytes]:
     yield content + b"\n"
 
 
-def restored_folder(job: Job) -> Path:
+def restored_folder(job):
     job.lose_the_node()
     restore(f"{job.remote}/00000", job.rank)
     return job.rank
 
 
-def restored(job: Job) -> dict[str, Any]:
+def restored(job):
     return state(restored_folder(job))
 
 
@@ -300,7 +300,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(job, log, monkeyp
             path.write_bytes(content)
 
 
-def spoil(job: Job, manifest: Path, older: Path | None) -> None:
+def spoil(job, manifest, older):
     """Damages both copies of the objects that the version has and the older one has not."""
     needed, shared = (
         set(re.findall(r"[0-9a-f]{16}-\d{6}", path.read_text())) if path else set()
@@ -714,7 +714,7 @@ def key(monkeypatch):
     return KEY
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def rewrite(path, change):
     """Changes a manifest as somebody does who knows the format: its checksum is right."""
     content = orjson.loads(unseal(path.read_bytes()) or b"")
     change(content)
@@ -724,7 +724,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 # names and sizes ---------------------------------------------------------------------------------
 
 
-def a_part(content: dict[str, Any]) -> dict[str, Any]:
+def a_part(content):
     part: dict[str, Any] = next(iter(content["files"].values()))[0]
     return part
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.identity import fields_without_secrets
@@ -45,15 +43,13 @@ def b():
         yield server
 
 
-async def first_then_second(document: Document, generate: Any) -> Any:
+async def first_then_second(document, generate):
     """All models get the same payload, the one that was first in the first attempt at first."""
     order = Path("order").read_text().split()  # noqa: ASYNC240
     return {name: (await getattr(generate, name)(payload(document.text))).text for name in order}
 
 
-def attempt(
-    folder: Path, models: dict[str, FakeServer], seed: int | None = None, **changes: Any
-) -> None:
+def attempt(folder, models, seed=None, **changes):
     configs = {name: config(server, seed=seed) for name, server in models.items()}
     place = str(folder / "checkpoints")
     InferenceRunner(
@@ -110,7 +106,7 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
 # rejections --------------------------------------------------------------------------------------
 
 
-async def passes_the_text_on(document: Document, generate: Any) -> Any:
+async def passes_the_text_on(document, generate):
     try:
         return await generate_and_judge(document, generate)
     except Exception as error:

@@ -53,24 +53,24 @@ from tests.patience import until, until_async
 from tests.yaml_jobs import job_yaml, write_job
 
 
-def payload(text: str) -> dict[str, Any]:
+def payload(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-async def generate_and_judge(document: Document, generate: Any) -> Any:
+async def generate_and_judge(document, generate):
     written = await generate(payload(f"Write {document.text}"))
     judged = await generate.judge(payload(f"Judge {written.text}"))
     return {"text": written.text, "score": judged.text}
 
 
-async def ask_both_the_same(document: Document, generate: Any) -> Any:
+async def ask_both_the_same(document, generate):
     return [
         (await generate(payload(document.text))).text,
         (await generate.judge(payload(document.text))).text,
     ]
 
 
-def says(name: str) -> FakeServer:
+def says(name):
     return FakeServer(lambda payload, times: f"{name} on {payload['messages'][-1]['content']}")
 
 
@@ -100,12 +100,12 @@ def slow(here):
 
 
 def runner(
-    folder: Path,
-    writes: FakeServer,
-    judges: FakeServer,
-    rollout: Any = generate_and_judge,
-    **changes: Any,
-) -> InferenceRunner:
+    folder,
+    writes,
+    judges,
+    rollout=generate_and_judge,
+    **changes,
+):
     """``writer`` and ``judge`` hold changes to their configs."""
     models = {
         "writer": config(writes, **changes.pop("writer", {})),
@@ -372,7 +372,7 @@ async def test_a_server_that_loads_its_model_stops_no_other(here, writes, slow):
 # servers that the run launches -------------------------------------------------------------------
 
 
-def launched(folder: Path, **changes: Any) -> InferenceRunner:
+def launched(folder, **changes):
     models = {
         name: InferenceConfig("dummy", name, server_log_folder="logs", **changes)
         for name in ("writer", "judge")
@@ -414,10 +414,10 @@ def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here, log):
     assert sum("needs other servers" in line for line in log) == 3
 
 
-def of_scripts(folder: Path, **judge: Any) -> InferenceRunner:
+def of_scripts(folder, **judge):
     """The writer's server answers, and the judge's is an engine that does what a prompt says."""
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         await generate(payload(document.text))
         return (await generate.judge(payload(document.text))).text.partition(" says ")[2]
 

@@ -8,8 +8,6 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,9 +64,7 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, s
     assert found["documents_in_progress"] == found["requests_in_flight"] == 0
 
 
-def run_in_turn(
-    folder: Path, server: FakeServer, rollout: Any, number: int, *of: int, **settings: Any
-) -> None:
+def run_in_turn(folder, server, rollout, number, *of, **settings):
     """Documents one after another, to the end or, where the rollout is not ``ask``, to a
     failure.
     """
@@ -110,7 +106,7 @@ MONITORING = """\
 """
 
 
-def write_files(folder: Path, url: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_files(folder, url, host, monkeypatch):
     """A job of two tasks with metrics at a port, in the working directory."""
     monkeypatch.chdir(folder)
     text = job_yaml(ENDPOINT.replace("URL", url), tasks=2).replace("workers: 1", "workers: 2")
@@ -197,7 +193,7 @@ def calls(tmp_path, monkeypatch):
     sys.modules.pop("wandb", None)
 
 
-def made(calls: Path, call: str | None = None) -> list[dict[str, Any]]:
+def made(calls, call=None):
     """The calls of this name, or all."""
     found = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     return [one for one in found if call in (None, one["call"])]

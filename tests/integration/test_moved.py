@@ -33,14 +33,14 @@ REST = {"Rewrite: stop": 1, "Rewrite: b4": 2}
 """What task 1 of a release asks that goes on."""
 
 
-def copied(folder: Path, name: str = NEWEST) -> Path:
+def copied(folder, name=NEWEST):
     """A job of a release at one place, and a copy of it at another one, which is returned."""
     restored(name, folder / "old")
     shutil.copytree(folder / "old", folder / "new")
     return folder / "new"
 
 
-def recorded(folder: Path) -> str:
+def recorded(folder):
     """The output folder that the whole job has."""
     return str(json.loads((folder / "checkpoints" / "job.json").read_bytes())["output_folder"])
 
@@ -194,11 +194,11 @@ def job(tmp_path, server, monkeypatch):
     return folder
 
 
-def alter(path: Path) -> None:
+def alter(path):
     path.write_bytes(path.read_bytes().replace(b"answer", b"ANSWER"))
 
 
-def at(folder: Path) -> list[str]:
+def at(folder):
     """The job with the folders of a copy."""
     step = f"--pipeline.1.checkpoints_local_dir={folder}/checkpoints"
     writer = f"--pipeline.1.output_writer.output_folder={folder}/output"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -85,11 +84,11 @@ class Metadata:
 
 
 @contextmanager
-def metadata_server() -> Iterator[tuple[Metadata, str]]:
+def metadata_server():
     metadata = Metadata()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             status, text = metadata.answer(self.command, self.path, self.headers)
             self.send_response(status)
             self.end_headers()
@@ -97,7 +96,7 @@ def metadata_server() -> Iterator[tuple[Metadata, str]]:
 
         do_PUT = do_GET
 
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, *arguments):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

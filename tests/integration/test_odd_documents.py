@@ -33,22 +33,22 @@ class Mute(Exception):
         return 7
 
 
-def field(name: str, value: Any) -> Callable[[Document], None]:
+def field(name, value):
     return lambda document: setattr(document, name, value)
 
 
-def meta(key: Any, value: Any = 1) -> Callable[[Document], None]:
+def meta(key, value=1):
     return lambda document: document.metadata.update({key: value})
 
 
-def raises(error: BaseException) -> Callable[[Document], None]:
-    def fail(document: Document) -> None:
+def raises(error):
+    def fail(document):
         raise error
 
     return fail
 
 
-def nested(depth: int) -> list[Any]:
+def nested(depth):
     value: list[Any] = []
     for _ in range(depth):
         value = [value]
@@ -71,8 +71,8 @@ UNWRITABLE: dict[str, Callable[[Document], None]] = {
 }
 
 
-def spoils(spoil: Callable[[Document], None]) -> Any:
-    async def rollout(document: Document, generate: Any) -> Any:
+def spoils(spoil):
+    async def rollout(document, generate):
         result = await ask(document, generate)
         if document.id == "id 1":
             spoil(document)
@@ -103,7 +103,7 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_
     assert sorted(ids(tmp_path)) == all_of(4)
 
 
-def odd_input(number: int) -> list[Document]:
+def odd_input(number):
     found = documents(number)
     found[1].text = "a\ud800b"
     found[2].metadata["image"] = object()
@@ -156,7 +156,7 @@ _PLACES = st.sampled_from(
 )
 
 
-def _apply(place: str, value: Any, document: Document) -> Any:
+def _apply(place, value, document):
     if place in ("text", "id", "metadata", "media"):
         setattr(document, place, value)
     elif place == "key":

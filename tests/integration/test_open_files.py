@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
 
 
-def run_job(folder: Path, url: str, limit: str) -> subprocess.CompletedProcess[str]:
+def run_job(folder, url, limit):
     """``datatrove-ckpt run`` of 200 documents, 200 at once, after ``ulimit LIMIT``."""
     write_job(folder, JOB.replace("URL", url), [f"text {n}" for n in range(200)])
     command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
@@ -52,10 +49,10 @@ def test_auto_takes_what_the_hard_limit_leaves(monkeypatch, hard, servers, reque
     assert open_files.requests_at_once(500, servers) == 500
 
 
-def release_when_asked(server: FakeServer, number: int) -> threading.Thread:
+def release_when_asked(server, number):
     """Holds all answers until so many requests are in flight at once."""
 
-    def wait() -> None:
+    def wait():
         deadline = time.monotonic() + 300
         while len(server.payloads) < number and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -92,7 +89,7 @@ def test_a_hard_limit_that_is_too_low_is_one_line_before_anything_is_asked(tmp_p
 
 
 @contextmanager
-def no_file_left() -> Iterator[None]:
+def no_file_left():
     """This process may open no more file, whatever the code does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (sum(1 for _ in os.scandir("/dev/fd")) + 40, hard))
@@ -145,7 +142,7 @@ def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_server
     runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
 
 
-async def greedy_no_more(document: object, generate: object) -> object:
+async def greedy_no_more(document, generate):
     return await ask(document, generate)  # type: ignore[arg-type]
 
 

@@ -34,7 +34,6 @@ from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import outputs
-from tests.commands import Command
 from tests.jobs import ask, documents, runner, writer
 from tests.kept import content_of
 from tests.patience import until_async
@@ -51,7 +50,7 @@ def job(here, server):
     return here
 
 
-def follow_advice(message: str, command: Command) -> None:
+def follow_advice(message, command):
     """Runs the command that the message names, and the same run again."""
     found = re.search(
         "datatrove-ckpt (repair .*?), then run the same command again(, with --retry-dead-letters)?",
@@ -65,12 +64,12 @@ def follow_advice(message: str, command: Command) -> None:
 # between runs ------------------------------------------------------------------------------------
 
 
-def cut(job: Path) -> None:
+def cut(job):
     path = job / "output" / "00000_00001.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def swap(job: Path) -> None:
+def swap(job):
     one, other = (job / "output" / f"0000{rank}_00001.jsonl" for rank in range(2))
     one.rename(job / "aside")
     other.rename(one)
@@ -462,16 +461,16 @@ def test_the_main_branch_of_a_repository_has_several_names(branch, other):
 # lost commits of a finished rank are damage, whatever proves them --------------------------------
 
 
-def cut_log(job: Path, lines: int) -> None:
+def cut_log(job, lines):
     log = job / "checkpoints" / "00000" / "commits.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
 
 
-def forget_last_chunk(job: Path) -> None:
+def forget_last_chunk(job):
     shutil.rmtree(job / "checkpoints" / "last_chunk")
 
 
-def forget_documents(job: Path) -> None:
+def forget_documents(job):
     """As an earlier release left it."""
     path = job / "checkpoints" / "00000" / "shard.json"
     shard = content_of(path) | {"version": 1}

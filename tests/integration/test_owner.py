@@ -194,12 +194,12 @@ def unowned(monkeypatch):
     monkeypatch.setattr(OutputOwnership, "claim", lambda self, is_unused: None)
 
 
-def job(tmp_path: Path, name: str, server: FakeServer, place: Place, **changes: Any) -> Any:
+def job(tmp_path, name, server, place, **changes):
     rollout = changes.pop("rollout", place.rollout)
     return runner(tmp_path / name, server, rollout, output_writer=place.writer(), **changes)
 
 
-def killed_before_its_commit(step: Any, monkeypatch: pytest.MonkeyPatch, number: int = 5) -> None:
+def killed_before_its_commit(step, monkeypatch, number=5):
     """Its first chunk is published, and has no commit."""
     with monkeypatch.context() as patch:
         patch.setattr(CommitLog, "append", Mock(side_effect=StorageFailed("as asked")))
@@ -571,7 +571,7 @@ class Interrupting(WatchedDisk):
             self._interrupt()
 
 
-def claim_in_place_of_a_removed_run(tmp_path: Path) -> Callable[..., None]:
+def claim_in_place_of_a_removed_run(tmp_path):
     """Returns what each rank of a run does whose folder held an earlier run of the same
     settings.
     """

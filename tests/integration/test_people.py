@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.people.commands import Commands
-from tests.people.search import Found, explore
+from tests.people.search import explore
 from tests.people.world import Tally
 
 pytestmark = pytest.mark.xdist_group("people")  # one process that the others are forked from
@@ -27,7 +26,7 @@ def commands():
         yield running
 
 
-def first_failure(commands: Commands, seeds: Iterator[int]) -> tuple[Found | None, Tally]:
+def first_failure(commands, seeds):
     tally = Tally()
     found = next(explore(commands, seeds, tally), None)
     print(

@@ -124,7 +124,7 @@ def cluster(tmp_path):
     return Cluster(tmp_path)
 
 
-def edited(text: str) -> str:
+def edited(text):
     return "# a comment more\n\n" + text.replace("calls += 1", "calls += 2").replace(
         '"Rewrite:"', '"Shorten:"'
     )

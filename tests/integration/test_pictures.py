@@ -24,7 +24,7 @@ _SVG = (
 )
 
 
-def of_terminal(lines: list[str]) -> str:
+def of_terminal(lines):
     """A picture of these lines."""
     rows = [
         f'<text x="14" y="{25 + 19 * row}" textLength="{8.4 * len(line):.1f}">{escape(line)}</text>'
@@ -37,7 +37,7 @@ def of_terminal(lines: list[str]) -> str:
     return _SVG.format(width, height, width, "\n".join([f"<style>{style}</style>", ground, *rows]))
 
 
-def of_page(page: str) -> str:
+def of_page(page):
     """A picture of the beginning of a report: its figures and first two charts, without the
     tooltips.
     """
@@ -52,7 +52,7 @@ def of_page(page: str) -> str:
     return _SVG.format(1120, 760, 1120, f"{style and style[0]}{whole}")
 
 
-def shape(picture: str) -> list[str]:
+def shape(picture):
     """The first word of each piece of text.
 
     Numbers, and what is said of them, are other ones in each run.
@@ -63,7 +63,7 @@ def shape(picture: str) -> list[str]:
     ]
 
 
-def keep(name: str, picture: str) -> None:
+def keep(name, picture):
     path = PICTURES / f"{name}.svg"
     if os.environ.get("DATATROVE_CKPT_WRITE_PICTURES"):
         path.parent.mkdir(exist_ok=True)

@@ -13,10 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -39,12 +37,12 @@ DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in shutdown.SIGNALS]
 
 
-def send_signal(number: int = signal.SIGTERM) -> None:
+def send_signal(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
 
 
 @contextmanager
-def when_logged(text: str, action: Callable[[], object]) -> Iterator[None]:
+def when_logged(text, action):
     """Does something once a line with this text is logged."""
     todo = [action]
     handler = logger.add(lambda line: todo.pop()() if text in line and todo else None)
@@ -70,10 +68,10 @@ def reraised():
 
 
 @contextmanager
-def signal_once(condition: Callable[[], object], sent: int = signal.SIGTERM) -> Iterator[None]:
+def signal_once(condition, sent=signal.SIGTERM):
     """Sends this process a signal."""
 
-    def watch() -> None:
+    def watch():
         while not condition():
             time.sleep(0.001)
         send_signal(sent)
@@ -85,15 +83,15 @@ def signal_once(condition: Callable[[], object], sent: int = signal.SIGTERM) -> 
 
 
 def preempted(
-    step: InferenceRunner,
-    number: int,
-    server: FakeServer,
-    asked: int,
-    draining: Callable[[], object] | None = None,
-    sent: int = signal.SIGTERM,
-    end: type[BaseException] = Preempted,
-    match: str | None = None,
-) -> None:
+    step,
+    number,
+    server,
+    asked,
+    draining=None,
+    sent=signal.SIGTERM,
+    end=Preempted,
+    match=None,
+):
     """Runs so many documents, and is signalled once so many requests are asked.
 
     Args:
@@ -108,11 +106,11 @@ def preempted(
         step.run(documents(number))
 
 
-async def plain(document: Document, generate: Any) -> Any:
+async def plain(document, generate):
     return (await ask(document, generate)).text
 
 
-async def twice(document: Document, generate: Any) -> Any:
+async def twice(document, generate):
     first = await plain(document, generate)
     return [
         first,
@@ -122,7 +120,7 @@ async def twice(document: Document, generate: Any) -> Any:
     ]
 
 
-def expected(tmp_path: Path, rollout: Any, number: int) -> dict[str, bytes]:
+def expected(tmp_path, rollout, number):
     """The output of a run that nothing interrupted."""
     with FakeServer() as server:
         runner(tmp_path / "undisturbed", server, rollout).run(documents(number))
@@ -472,10 +470,10 @@ def test_a_rank_in_a_thread_does_without_signals(tmp_path, server, log):
 # --------------------------------------------------------------------------- Slurm's time limit
 
 
-def ends_once_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def ends_once_asked(server, monkeypatch):
     """A job whose time limit is near once the server has a request."""
 
-    async def deadline() -> float:
+    async def deadline():
         await until_async(lambda: server.payloads)
         return time.time() + 0.1
 

@@ -47,7 +47,7 @@ LocalPipelineExecutor([read, runner], tasks=1, logging_dir="logs").run()
 SECRETS = {"CODE": "canary-code", "KEY_OF_TEST": "canary-key"}
 
 
-def start(folder: Path, server: FakeServer) -> subprocess.Popen[bytes]:
+def start(folder, server):
     command = [sys.executable, "-c", JOB, server.url]
     environment = {**os.environ, **SECRETS}
     return subprocess.Popen(
@@ -55,14 +55,14 @@ def start(folder: Path, server: FakeServer) -> subprocess.Popen[bytes]:
     )
 
 
-def modes(folder: Path) -> dict[str, int]:
+def modes(folder):
     return {
         str(path.relative_to(folder)): stat.S_IMODE(path.stat().st_mode)
         for path in sorted(folder.rglob("*"))
     }
 
 
-def check(folder: Path) -> dict[str, int]:
+def check(folder):
     """Everything inside a rank's folder is private, and no file holds a secret."""
     found = modes(folder)
     for name, mode in found.items():

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import dill
 import pytest
@@ -32,7 +31,7 @@ def test_what_is_queued_is_the_job_that_it_was(pickle, here, monkeypatch):
         assert identity(step) == then["identity"]
 
 
-def known(then: Any, now: Any) -> Any:
+def known(then, now):
     """Without the settings that were added since."""
     return (
         {name: known(then[name], now[name]) for name in then if name in now}

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,7 @@ def _in_tmp_path(here, monkeypatch, policy):
     Path("engine.py").write_text(SCRIPT)
 
 
-def executor(
-    *ranks: str, folder: str = "job", at_once: int = 3, rollout: Any = jobs.ask, workers: int = 1
-) -> LocalPipelineExecutor:
+def executor(*ranks, folder="job", at_once=3, rollout=jobs.ask, workers=1):
     """A job over one server. ``ranks``: the texts of each, with commas between them."""
     for rank, texts in enumerate(ranks):
         path = Path(folder, f"input/{rank}.jsonl")
@@ -95,13 +93,13 @@ def executor(
 
 
 @contextmanager
-def gate_opens(when: Callable[[], object]) -> Iterator[None]:
+def gate_opens(when):
     """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if
     it never is.
     """
     found: list[bool] = []
 
-    def watch() -> None:
+    def watch():
         deadline = time.monotonic() + 30
         while not when() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -117,7 +115,7 @@ def gate_opens(when: Callable[[], object]) -> Iterator[None]:
     assert found == [True]
 
 
-def asked_all(*texts: str) -> Callable[[], bool]:
+def asked_all(*texts):
     return lambda: asked().keys() >= {*texts}
 
 
@@ -149,7 +147,7 @@ def test_each_rank_has_its_own_log():
         assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
 
 
-async def warns(document: Document, generate: Any) -> Any:
+async def warns(document, generate):
     logger.warning(f"said of {document.text}")
     return await jobs.ask(document, generate)
 
@@ -204,11 +202,11 @@ def test_at_most_so_many_run_at_once():
     assert Path("job/checkpoints/00002/run.json").stat().st_mtime >= Path("gate").stat().st_mtime
 
 
-def is_mended() -> bool:
+def is_mended():
     return Path("mended").exists()
 
 
-async def cannot_do_bad_ones(document: Document, generate: Any) -> Any:
+async def cannot_do_bad_ones(document, generate):
     if document.text == "bad" and not is_mended():
         raise ValueError("bad")
     return await jobs.ask(document, generate)
@@ -260,7 +258,7 @@ def test_a_request_that_kills_servers_is_the_only_dead_letter():
     assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
 
 
-async def interrupts_at_bad_ones(document: Document, generate: Any) -> Any:
+async def interrupts_at_bad_ones(document, generate):
     if document.text == "bad" and not is_mended():
         raise KeyboardInterrupt
     return await jobs.ask(document, generate)
@@ -286,7 +284,7 @@ class NoServers:
         pass
 
 
-def ignore(rank: int, result: None) -> None:
+def ignore(rank, result):
     pass
 
 
@@ -345,12 +343,12 @@ async def test_servers_that_cannot_start_are_started_once(monkeypatch):
     assert starts == 1
 
 
-async def leaves(document: Document, generate: Any) -> Any:
+async def leaves(document, generate):
     """For one document, in a task of its own: an exit leaves the event loop, and not the
     rollout.
     """
 
-    async def part() -> Any:
+    async def part():
         if document.text == "exit":
             sys.exit()
         return await jobs.ask(document, generate)
@@ -396,7 +394,7 @@ def test_each_rank_starts_in_the_folder_of_the_process(here):
     assert jobs.ids(here / "job") == ["0-0", "1-0", "2-0"]
 
 
-async def fails_after_a_request(document: Document, generate: Any) -> Any:
+async def fails_after_a_request(document, generate):
     while document.text == "bad" and not asked():
         await asyncio.sleep(0.01)
     return await cannot_do_bad_ones(document, generate)
@@ -406,12 +404,12 @@ left_behind: list[asyncio.Task[Any]] = []
 asked_late: list[bool] = []
 
 
-def is_complete() -> bool:
+def is_complete():
     return "Processing done" in Path("job/logs/logs/task_00000.log").read_text()
 
 
-async def leaves_a_task_behind(document: Document, generate: Any) -> Any:
-    async def late() -> None:
+async def leaves_a_task_behind(document, generate):
+    async def late():
         await until_async(is_complete)
         asked_late.append(True)
         await generate({"messages": [{"role": "user", "content": "late"}]})
@@ -443,7 +441,7 @@ def test_fewer_than_one_is_refused():
 
 
 @contextmanager
-def opened() -> Iterator[dict[str, Any]]:
+def opened():
     yield {}
 
 
@@ -497,9 +495,7 @@ LocalPipelineExecutor(
 
 
 @contextmanager
-def job(
-    server: FakeServer, before: str = "", workers: int = 1, at_once: int = 3
-) -> Iterator[subprocess.Popen[bytes]]:
+def job(server, before="", workers=1, at_once=3):
     Path("job.py").write_text(before + JOB)
     Path("input").mkdir(exist_ok=True)
     for rank in range(3 * workers):
@@ -513,7 +509,7 @@ def job(
             process.kill()
 
 
-def ends_well(process: subprocess.Popen[bytes], seconds: float = 60) -> bool:
+def ends_well(process, seconds=60):
     code = process.wait(seconds)
     assert process.stderr is not None
     said = process.stderr.read().decode()
@@ -583,7 +579,7 @@ def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room():
     ] * 4
 
 
-async def kills_at_bad_ones(document: Document, generate: Any) -> Any:
+async def kills_at_bad_ones(document, generate):
     """Once the other tasks have a request in flight."""
     while document.text == "bad":
         if len(asked()) == 5:

@@ -44,7 +44,7 @@ def ways(server):
     return server
 
 
-def parquet(folder: Path) -> ParquetWriter:
+def parquet(folder):
     return ParquetWriter(
         str(folder / "output"), "${rank}_${chunk_index}.parquet", expand_metadata=True
     )
@@ -61,9 +61,7 @@ class Refusing(Budget):
         return status
 
 
-def in_pieces(
-    folder: Path, server: FakeServer, rollout: Any, number: int = 3, **changes: Any
-) -> int:
+def in_pieces(folder, server, rollout, number=3, **changes):
     """Runs the job, which ends after each answer, until it is done.
 
     Returns the number of refused requests.
@@ -178,7 +176,7 @@ def test_another_model_judges_and_bad_documents_are_dropped(server, judges, tmp_
 # configs -----------------------------------------------------------------------------------------
 
 
-def at(server: FakeServer, name: str = "") -> list[str]:
+def at(server, name=""):
     """Flags with which a config's model, or one of its models, is this server."""
     path = f"--pipeline.1.config{name and '.' + name}"
     settings = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -38,7 +37,7 @@ NEWEST = "0.2.0.dev0"
 """The fixture that this version's code makes."""
 
 
-def restored(name: str, folder: Path) -> Path:
+def restored(name, folder):
     """The folders of a release, where a run can go on with them."""
     shutil.copytree(RELEASES / name, folder)
     write_input(folder / "input")
@@ -48,13 +47,13 @@ def restored(name: str, folder: Path) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {
         path.name: path.read_bytes() for path in (folder / "output").iterdir() if path.is_file()
     }
 
 
-def kept(folder: Path) -> dict[Path, bytes]:
+def kept(folder):
     """Everything but locks, which name the process that had them last."""
     return {
         path: path.read_bytes()
@@ -156,7 +155,7 @@ def test_the_mirror_of_each_release_is_restored(name, tmp_path):
 # newer versions ----------------------------------------------------------------------------------
 
 
-def from_the_future(path: Path) -> None:
+def from_the_future(path):
     """As a later version may write it: a larger number, its name, and values of which this one
     knows nothing.
     """
@@ -254,7 +253,7 @@ def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path, server
     assert fields(first[0]) == fields(first[1]) | {"files.stamp"}  # no release was made before it
 
 
-def fields(line: bytes) -> set[str]:
+def fields(line):
     content = orjson.loads(unseal(line) or b"")
     return {
         *content,

@@ -11,7 +11,6 @@ import os
 import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,7 +81,7 @@ def recording():
         server.shutdown()
 
 
-def step_of(folder: Path, url: str, rollout: Any, **settings: Any) -> InferenceRunner:
+def step_of(folder, url, rollout, **settings):
     config = InferenceConfig(
         "endpoint", "fake", endpoint_url=url, api_key="of-the-config", **settings
     )
@@ -91,8 +90,8 @@ def step_of(folder: Path, url: str, rollout: Any, **settings: Any) -> InferenceR
     )
 
 
-def asking(payload: dict[str, Any]) -> Any:
-    async def rollout(document: Document, generate: Any) -> Any:
+def asking(payload):
+    async def rollout(document, generate):
         return await generate({"messages": [{"role": "user", "content": document.text}], **payload})
 
     return rollout

@@ -24,7 +24,6 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFaile
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import EFFECTS
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
@@ -42,9 +41,7 @@ def folder(ram):
     return ram / "job"
 
 
-def read(
-    folder: Path, reader: Any = JsonlReader, step: Any = None, counter: list[str] | None = None
-) -> Iterator[Document]:
+def read(folder, reader=JsonlReader, step=None, counter=None):
     data = reader(str(folder / "input"), add_file_path=False).run()
     data = step(data) if step else data
     for document in data:
@@ -68,9 +65,7 @@ class StopsAt:
         return await ask(document, generate)
 
 
-def interrupted(
-    folder: Path, server: FakeServer, data: Iterator[Document], bad: str = "id 15"
-) -> Any:
+def interrupted(folder, server, data, bad="id 15"):
     """A step whose first attempt ended at a document."""
     rollout = StopsAt(bad, folder)
     step = runner(
@@ -87,17 +82,17 @@ def interrupted(
     return step
 
 
-def committed(folder: Path) -> int:
+def committed(folder):
     """How many documents lie in the unbroken run of commits; everything beyond is read again."""
     commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
     return max((commit.next_ordinal for commit in commits.values()), default=0)
 
 
-def drop_odd(data: Iterator[Document]) -> Iterator[Document]:
+def drop_odd(data):
     yield from (document for document in data if int(document.id.split()[1]) % 2 == 0)
 
 
-def in_batches(data: Iterator[Document]) -> Iterator[Document]:
+def in_batches(data):
     """A filter that reads ahead."""
     batch = []
     for document in data:
@@ -201,7 +196,7 @@ class Filter:
         yield from (document for document in data if self.keeps(document))
 
 
-def datatroves(name: str) -> type[Filter]:
+def datatroves(name):
     """A filter with the name of one of datatrove's steps."""
     module, _, kind = name.rpartition(".")
     return type(kind, (Filter,), {"__module__": f"datatrove.pipeline.{module}"})
@@ -211,23 +206,21 @@ class OwnReader(JsonlReader):
     pass
 
 
-def numbered() -> Any:
+def numbered():
     """An adapter that numbers the documents."""
     numbers = itertools.count()
 
-    def adapter(
-        self: Any, data: dict[str, Any], path: str, id_in_file: int | str
-    ) -> dict[str, Any]:
+    def adapter(self, data, path, id_in_file):
         return {"text": data["text"], "id": f"id {next(numbers)}"}
 
     return adapter
 
 
-def documents(folder: Path, kind: Any = JsonlReader, **options: Any) -> Iterator[Document]:
+def documents(folder, kind=JsonlReader, **options):
     return kind(str(folder / "input"), add_file_path=False, **options).run()
 
 
-def key(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+def key(self, data, path, id_in_file):
     return {**data, "metadata": {"key": int(data["id"].split()[1]) % 18}}
 
 
@@ -286,7 +279,7 @@ def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, s
     assert name is None or any(f"because {name} may keep state" in line for line in log)
 
 
-def twice(data: Iterator[Document]) -> Iterator[Document]:
+def twice(data):
     for document in data:
         yield document
         yield document
@@ -321,7 +314,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
 NEW_ROW = json.dumps({"id": "new", "text": "new"}) + "\n"
 
 
-def change_a_text(files: Path) -> None:
+def change_a_text(files):
     (files / "0.jsonl").write_text((files / "0.jsonl").read_text().replace("text 3", "text X3"))
 
 

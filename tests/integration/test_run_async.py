@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from pathlib import Path
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
@@ -17,7 +16,7 @@ from tests.jobs import ask, documents, runner
 from tests.patience import until_async
 
 
-def outputs(folder: Path) -> dict[str, bytes]:
+def outputs(folder):
     return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
 
 

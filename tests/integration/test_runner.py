@@ -14,9 +14,7 @@ import sys
 import tracemalloc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,12 +36,12 @@ from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, 
 from tests.patience import until_async
 
 
-def commits(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+def commits(folder, rank=0):
     log = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
-async def until_journaled(folder: Path, number: int) -> None:
+async def until_journaled(folder, number):
     """Until that many documents of chunk 0 are finished."""
     journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
     await until_async(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= number)
@@ -169,7 +167,7 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, s
 
 
 @contextmanager
-def as_manager() -> Iterator[dict[str, str]]:
+def as_manager():
     yield {"word": "from a manager"}
 
 
@@ -403,7 +401,7 @@ def test_a_template_that_would_lose_data_is_refused(tmp_path, server, template, 
 PROMPT = "say {}"
 
 
-async def ask_with_prompt(document: Document, generate: Any) -> Any:
+async def ask_with_prompt(document, generate):
     return await generate({"messages": [{"role": "user", "content": PROMPT.format(document.text)}]})
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,7 @@ THEIRS = "datatrove.pipeline.inference.run_inference"
 TYPES = "datatrove.pipeline.inference.types"
 
 
-def run_script(name: str, folder: Path, argument: str, **environment: str) -> str:
+def run_script(name, folder, argument, **environment):
     """The script's output."""
     text = (SCRIPTS / name).read_text()
     assert text.count(f"from {THEIRS} import") == 1
@@ -36,7 +35,7 @@ def run_script(name: str, folder: Path, argument: str, **environment: str) -> st
     return ended.stdout
 
 
-def dataset(folder: Path) -> str:
+def dataset(folder):
     folder.mkdir()
     rows = [{"prompt": f"text {n}\n" * 3, "source": f"s{n % 2}"} for n in range(29)] + [
         {"prompt": "long\n" * 999}
@@ -45,7 +44,7 @@ def dataset(folder: Path) -> str:
     return str(folder)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     import pyarrow.parquet as parquet
 
     return [
@@ -55,7 +54,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def total(folder: Path, name: str) -> float:
+def total(folder, name):
     """The total of one number in ``stats.json``, as datatrove's dataset card reads it."""
     steps = json.loads((folder / "logs" / "stats.json").read_text())
     (found,) = [step["stats"][name] for step in steps if name in step["stats"]]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -23,14 +23,14 @@ from tests.jobs import rejects, runner
 SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
 
 
-def outputs_of(folder: Path) -> Counter[str]:
+def outputs_of(folder):
     """How often each document is in the output."""
     return Counter(
         json.loads(line)["id"] for text in outputs(folder).values() for line in text.splitlines()
     )
 
 
-def executor(step: InferenceRunner, tasks: int = 1) -> LocalPipelineExecutor:
+def executor(step, tasks=1):
     logs = Path(step.checkpoints_root).with_name("logs")
     return LocalPipelineExecutor([JsonlReader("input"), step], tasks, logging_dir=str(logs))
 

@@ -15,9 +15,6 @@ import os
 import socket
 import subprocess
 import sys
-import types
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -42,7 +39,7 @@ KEY, CODE, PASSWORD = "sk-canary-key-1234", "canary/code 5678", "canary:pass-901
 SHOWN = "canary"
 
 
-def all_values(error: BaseException | None) -> Iterator[str]:
+def all_values(error):
     """What a log that shows every variable could print of an error."""
     while error is not None:
         yield f"{error!r} {error}"
@@ -54,7 +51,7 @@ def all_values(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _values_of(frame: types.FrameType) -> Iterator[str]:
+def _values_of(frame):
     for name, value in frame.f_locals.items():
         where = f"{frame.f_code.co_qualname} {name}"
         yield f"{where} = {value!r}"
@@ -70,7 +67,7 @@ def _values_of(frame: types.FrameType) -> Iterator[str]:
 REVEALING = ("HiddenUrl", "Key")
 
 
-def _slots(value: object) -> dict[str, object]:
+def _slots(value):
     return {
         name: getattr(value, name, None)
         for name in getattr(type(value), "__slots__", ())
@@ -97,7 +94,7 @@ def _environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def refusing_port() -> int:
+def refusing_port():
     """Nothing listens there, and no other process gets the port while this process lives."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
@@ -106,10 +103,10 @@ def refusing_port() -> int:
     return port
 
 
-def echo(status: int) -> Reply:
+def echo(status):
     """A server that answers with everything that it was sent."""
 
-    async def reply(server: Any, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         head = server.requests[-1][0].decode()
         bearer, basic = (
             head.partition("Bearer ")[2].split("\r\n")[0],
@@ -122,7 +119,7 @@ def echo(status: int) -> Reply:
     return reply
 
 
-async def broken(server: Any, writer: asyncio.StreamWriter) -> None:
+async def broken(server, writer):
     writer.write(f"nonsense {CODE} {server.requests[-1][0].decode()[:30]}\r\n\r\n".encode())
 
 
@@ -147,7 +144,7 @@ LAYERS: dict[str, tuple[str, Reply | None]] = {
 
 
 @contextlib.asynccontextmanager
-async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
+async def endpoint(layer, user):
     """The config of an endpoint that fails in this layer."""
     url, reply = LAYERS[layer]
     async with serving(reply or never) as (_, base):
@@ -174,12 +171,12 @@ async def endpoint(layer: str, user: bool) -> AsyncIterator[InferenceConfig]:
             os.environ.pop("AUTHORITY", None)
 
 
-async def start(config: InferenceConfig) -> None:
+async def start(config):
     async with lent_client(config):
         pass
 
 
-async def complete(config: InferenceConfig) -> None:
+async def complete(config):
     from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 
     servers = ExternalServers(config)
@@ -187,12 +184,12 @@ async def complete(config: InferenceConfig) -> None:
         await client.complete(BODY)
 
 
-async def complete_with_a_timeout_of_the_rollout(config: InferenceConfig) -> None:
+async def complete_with_a_timeout_of_the_rollout(config):
     async with asyncio.timeout(0.05):
         await complete(config)
 
 
-def check(error: BaseException, said: list[str]) -> None:
+def check(error, said):
     try:
         raise error
     except BaseException:
@@ -204,7 +201,7 @@ def check(error: BaseException, said: list[str]) -> None:
     assert not secrets, "\n".join(secrets[:10])
 
 
-def forms() -> set[str]:
+def forms():
     """The secrets as they are, and as they look in a URL, in a header and in a repr."""
     basic = base64.b64encode(f"me:{PASSWORD}".encode()).decode()
     plain = {KEY, CODE, PASSWORD}
@@ -244,7 +241,7 @@ async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user, said):
     check(caught.value, said)
 
 
-def _files(error: BaseException | None) -> Iterator[str]:
+def _files(error):
     while error is not None:
         trace = error.__traceback__
         while trace is not None:

@@ -79,11 +79,11 @@ def _in_tmp_path(here, monkeypatch, policy):
     policy("RELAUNCH", first=0.0)
 
 
-def dummy(**settings: Any) -> InferenceConfig:
+def dummy(**settings):
     return InferenceConfig("dummy", "m", **settings)
 
 
-def custom(script: str, flags: dict[str, Any] | None = None, **settings: Any) -> InferenceConfig:
+def custom(script, flags=None, **settings):
     Path("script.py").write_text(script)
     settings = {"server_start_max_retries": 0, **settings}
     return InferenceConfig(
@@ -91,17 +91,17 @@ def custom(script: str, flags: dict[str, Any] | None = None, **settings: Any) ->
     )
 
 
-def logs(folder: str = ".") -> list[Path]:
+def logs(folder="."):
     return list(Path(folder).glob("server_rank_*.log"))
 
 
-def command_lines() -> Iterator[bytes]:
+def command_lines():
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             yield path.read_bytes()
 
 
-def family(file: str = "pids") -> list[int]:
+def family(file="pids"):
     """Process ids of the guardian, the server and its hidden grandchild; of "helper", that of the
     server's helper.
     """
@@ -109,7 +109,7 @@ def family(file: str = "pids") -> list[int]:
 
 
 @contextlib.contextmanager
-def all_gone_within(pids: list[int], seconds: float) -> Iterator[None]:
+def all_gone_within(pids, seconds):
     """Its body must end the processes. Waits on their pidfds afterwards."""
     handles = [os.pidfd_open(pid) for pid in pids]
     try:
@@ -122,7 +122,7 @@ def all_gone_within(pids: list[int], seconds: float) -> Iterator[None]:
             os.close(handle)
 
 
-async def failed_start(config: InferenceConfig) -> str:
+async def failed_start(config):
     with pytest.raises(ServerStartFailed) as caught:
         await InferenceServer(config, 0).start()
     return str(caught.value)
@@ -337,7 +337,7 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key.reveal() not in text
 
 
-def plain(backend: InferenceServer) -> str:
+def plain(backend):
     assert backend.api_key
     return backend.api_key.reveal()
 
@@ -480,7 +480,7 @@ class WholeJob:
             return job.wait()
 
 
-def leaks() -> list[str]:
+def leaks():
     """The files below the current folder that hold the key."""
     return [
         str(path)

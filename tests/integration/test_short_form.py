@@ -71,7 +71,7 @@ def listings(monkeypatch):
     return found
 
 
-def expanded(*overrides: str, **settings: Any) -> dict[str, Any]:
+def expanded(*overrides, **settings):
     """The executor's arguments; and those of reader and runner as ``reader`` and ``runner``."""
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, **settings}))
     node = read_config("job.yaml", list(overrides))["executor"]

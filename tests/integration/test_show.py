@@ -26,7 +26,7 @@ _NAME = "${rank}_chunk_${chunk_index}"
 Show = Callable[..., Printed]
 
 
-def nested(self: DiskWriter, document: Document) -> dict[str, Any]:
+def nested(self, document):
     """An adapter that keeps no results where datatrove has them."""
     return {"id": document.id, "reply": document.metadata["rollout_results"][0].text}
 
@@ -57,7 +57,7 @@ def counting():
         yield server
 
 
-def ids(said: Printed) -> list[str]:
+def ids(said):
     """Of the documents in what was printed: "1. id 0  (file)"."""
     return re.findall(r"^\d+\. (.*?)(?:  \(.*)?$", said.out, re.MULTILINE)
 

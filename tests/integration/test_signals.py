@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ async def ask(document, generate):
 DOCUMENTS = 12
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
+def answer(payload, times):
     return f"answer to {payload['messages'][-1]['content']}"
 
 
@@ -91,7 +90,7 @@ class Process:
         return [p for p in guardian.process_table() if p.session == self.popen.pid and not p.zombie]
 
 
-def ends(pid: int) -> bool:
+def ends(pid):
     """Whether a process ends by itself: multiprocess's helpers do, a moment after their parent."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -146,7 +145,7 @@ class Job:
         return len(list((self.folder / "logs").glob("completions/*")))
 
 
-def until_asked(server: FakeServer, number: int) -> None:
+def until_asked(server, number):
     while len(server.payloads) < number:
         time.sleep(0.01)
 

@@ -9,12 +9,10 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.claims import claims
-from datatrove_ckpt.testing import FakeServer
 from tests.processes import write_program
 
 TASKS = 3
@@ -85,7 +83,7 @@ def array(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(folder: Path, server: FakeServer, code: int, *words: str) -> str:
+def run(folder, server, code, *words):
     argv = [sys.executable, "job.py", server.url, *words]
     done = subprocess.run(
         argv, cwd=folder, capture_output=True, text=True, timeout=400, check=False
@@ -95,7 +93,7 @@ def run(folder: Path, server: FakeServer, code: int, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def completed(folder: Path) -> int:
+def completed(folder):
     return len(list((folder / "logs/completions").iterdir()))
 
 

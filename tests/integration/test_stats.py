@@ -6,15 +6,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
@@ -50,7 +47,7 @@ class WithoutDrop(PipelineStep):
                 yield document
 
 
-def write_input(folder: Path, rows: int = 10, files: int = 2) -> None:
+def write_input(folder, rows=10, files=2):
     """Texts of different lengths.
 
     Every third row, the last one included, is dropped by the filter.
@@ -69,12 +66,12 @@ def write_input(folder: Path, rows: int = 10, files: int = 2) -> None:
         )
 
 
-def pipeline(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> list[Any]:
+def pipeline(folder, server, rollout=ask, **changes):
     reader = JsonlReader(str(folder / "input"), add_file_path=False)
     return [reader, WithoutDrop(), runner(folder, server, rollout, seek=True, **changes)]
 
 
-def run(steps: list[Any], rank: int = 0, world_size: int = 1) -> list[dict[str, Any]]:
+def run(steps, rank=0, world_size=1):
     """Runs a rank as an executor does. Returns what it would save, without times."""
     data = None
     for step in steps:
@@ -82,7 +79,7 @@ def run(steps: list[Any], rank: int = 0, world_size: int = 1) -> list[dict[str, 
     return numbers(steps)
 
 
-def numbers(steps: list[Any]) -> list[dict[str, Any]]:
+def numbers(steps):
     return [
         {
             name: metric.to_dict()
@@ -93,7 +90,7 @@ def numbers(steps: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def flat(found: list[dict[str, Any]]) -> dict[str, Any]:
+def flat(found):
     """Each number by its name, to be compared up to the rounding of floats in means and
     variances.
     """
@@ -115,7 +112,7 @@ class CrashesAfterThreeCommits(CrashingDisk):
 
 
 @contextmanager
-def crashed_in_the_middle(folder: Path) -> Iterator[None]:
+def crashed_in_the_middle(folder):
     """Several chunks are committed, and several are not."""
     disk = CrashesAfterThreeCommits(2, folder, False, ("rename",))
     with disk_in_place(disk):
@@ -124,14 +121,14 @@ def crashed_in_the_middle(folder: Path) -> Iterator[None]:
     next(disk.survivors())
 
 
-async def two_questions(document: Document, generate: Any) -> Any:
+async def two_questions(document, generate):
     """The second one is rejected for some documents."""
     first = await generate({"messages": [{"role": "user", "content": document.text}]})
     await generate({"messages": [{"role": "user", "content": f"again: {document.text}"}]})
     return first
 
 
-def rejects_some(payload: dict[str, Any], times: int) -> int | None:
+def rejects_some(payload, times):
     text = payload["messages"][-1]["content"]
     return 400 if text.startswith("again") and text.split()[3] == "3" else None
 
@@ -278,7 +275,7 @@ def test_steps_may_count_in_types_of_numpy(tmp_path, server):
     assert total(first["score"]) == total(again["score"]) == 10
 
 
-def total(metric: Any) -> Any:
+def total(metric):
     return metric["total"] if isinstance(metric, dict) else metric
 
 

@@ -37,7 +37,7 @@ def said(command):
     return partial(command, "status")
 
 
-def make_run(root: Path, now: float) -> None:
+def make_run(root, now):
     """One rank in each state, a slow one, and a retry."""
     then = now - 30 * MIN
     for number in range(5):
@@ -287,7 +287,7 @@ def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
     assert totals["work"]["sent"] <= asked.total()
 
 
-def finished(folder: Path) -> int:
+def finished(folder):
     """Documents in output files and journals, counted without our readers."""
     rank = folder / "checkpoints/00000"
     log = rank / "commits.jsonl"

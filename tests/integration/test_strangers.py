@@ -4,29 +4,26 @@ with the way out.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.jobs import ask, config, documents, fails_at, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
 
 
-def put(folder: Path, name: str = STRANGER) -> Path:
+def put(folder, name=STRANGER):
     path = folder / "output" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"text": "text 0", "id": "id 0"}\n')
     return path
 
 
-def refused(what: str, folder: Path, server: FakeServer, number: int = 5, **changes: Any) -> str:
+def refused(what, folder, server, number=5, **changes):
     """The message of a start that is refused before it asks anything."""
     asked = server.asked.total()
     with pytest.raises(OutputMismatch, match=what) as failed:
@@ -93,6 +90,6 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(tmp_path, server
 # two jobs that start at one moment, with checkpoints of their own and the same output files ------
 
 
-def job(folder: Path, server: FakeServer, name: str) -> Any:
+def job(folder, server, name):
     """A runner whose checkpoint is that of the job ``name``; all jobs have one output folder."""
     return runner(folder / name, server, output_writer=writer(folder))

@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +51,7 @@ async def ask(document, generate):
 """
 
 
-def job(folder: Path, server: FakeServer, rollouts: str, drain: float) -> Process:
+def job(folder, server, rollouts, drain):
     (folder / "my_rollouts.py").write_text(rollouts)
     text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
     text = text.replace("workers: 1", "workers: 1\n    start_method: fork")

@@ -15,10 +15,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -128,7 +127,7 @@ def _quick(here, monkeypatch, policy):
     (here / "engine.py").write_text(ENGINE)
 
 
-def config(**settings: Any) -> InferenceConfig:
+def config(**settings):
     """One attempt per request: a request that is sent again because its server died must use up
     none.
     """
@@ -157,7 +156,7 @@ class Run:
 
 
 @asynccontextmanager
-async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
+async def running(settings):
     async with client_of(settings) as client:
         models = RankModels([settings], 0, keeps=False)
         servers = ServerPool(settings, 0, client.servers, Shutdown(), models)
@@ -165,7 +164,7 @@ async def running(settings: InferenceConfig) -> AsyncIterator[Run]:
             yield Run(client, servers, watch)
 
 
-def asked() -> Counter[str]:
+def asked():
     return (
         Counter(line.partition(" ")[2] for line in lines("asked"))
         if Path("asked").exists()
@@ -173,20 +172,20 @@ def asked() -> Counter[str]:
     )
 
 
-def engines() -> list[int]:
+def engines():
     return [int(line.split()[0]) for line in lines("engines")] if Path("engines").exists() else []
 
 
-def lines(name: str) -> list[str]:
+def lines(name):
     return Path(name).read_text().splitlines()
 
 
-def open_gate() -> None:
+def open_gate():
     """Let the engines answer prompts that begin with "wait"."""
     Path("gate").touch()
 
 
-def break_engine() -> None:
+def break_engine():
     Path("engine.py").write_text("import sys; sys.exit('out of luck')")
 
 
@@ -269,7 +268,7 @@ async def test_a_server_that_answers_now_and_then_does_not_hang(clock):
         assert run.servers.restarts == 1
 
 
-def stand_in_for_vllm(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in_for_vllm(program, monkeypatch):
     write_program(Path("bin/vllm"), program)
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
@@ -282,12 +281,10 @@ def idle_vllm(monkeypatch):
 
 
 @asynccontextmanager
-async def vllm_here(
-    routes: list[web.RouteDef], monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> AsyncIterator[Run]:
+async def vllm_here(routes, monkeypatch, **settings):
     """Serves ``routes`` at the port of the ``idle_vllm``, which serves nothing."""
 
-    async def well(request: web.Request) -> web.Response:
+    async def well(request):
         return web.json_response({})
 
     app = web.Application()
@@ -514,7 +511,7 @@ runner.run(iter([Document(text=text, id=str(n)) for n, text in enumerate(job["te
 KEY, KEY_OF_TEST = "DATATROVE_CKPT_LINK_KEY", "known to both"
 
 
-def master_port() -> int:
+def master_port():
     """One that is free, and so is the next, until they are used: servers choose below 32768, the
     kernel below 61000.
     """

@@ -12,14 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from datatrove_ckpt.errors import Preempted
 from datatrove_ckpt.process import slurm_job
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.patience import until_async
 from tests.processes import write_program
@@ -92,20 +90,20 @@ def array(tmp_path, monkeypatch):
     return tmp_path
 
 
-def attempt(folder: Path, server: FakeServer, *signals: str) -> int:
+def attempt(folder, server, *signals):
     argv = [sys.executable, "task.py", server.url, *signals]
     return subprocess.run(
         argv, cwd=folder, capture_output=True, timeout=400, check=False
     ).returncode
 
 
-def requeued(folder: Path) -> list[str]:
+def requeued(folder):
     return [
         line for line in (folder / "asked").read_text().splitlines() if line.startswith("requeue")
     ]
 
 
-def completed(folder: Path) -> list[str]:
+def completed(folder):
     return sorted(path.name for path in (folder / "logs/completions").iterdir())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import on_one_core
-from tests.pages import ROOT, Block, blocks, section
+from tests.pages import ROOT, blocks, section
 
 TUTORIAL, RECIPES = "docs/tutorial.md", "docs/recipes.md"
 REFUSED = "datatrove-ckpt run facts.yaml --prompt 'Give this text a title: {text}'"
@@ -22,14 +22,14 @@ ENDS_WITH = {"timeout -s KILL 10 datatrove-ckpt run facts.yaml": 137, REFUSED: 1
 """Lines of the tutorial that are to fail, with their exit codes."""
 
 
-def write_files(page: str) -> None:
+def write_files(page):
     """The files that a page shows: examples that begin with the file's name, as a comment."""
     for block in blocks(page=page):
         if name := re.match(r"# (\S+)\n", block.text):
             Path(name[1]).write_text(block.text)
 
 
-def type_in(line: str, code: int = 0) -> str:
+def type_in(line, code=0):
     """What a shell prints for it. It must end with this exit code."""
     environment = {
         **os.environ,
@@ -75,11 +75,11 @@ def test_the_tutorial_runs_as_typed(here):
 # recipes -----------------------------------------------------------------------------------------
 
 
-def headings() -> list[str]:
+def headings():
     return re.findall(r"^## (.*)$", (ROOT / RECIPES).read_text(), re.MULTILINE)
 
 
-def of(heading: str) -> list[Block]:
+def of(heading):
     text = section(RECIPES, f"## {heading}")
     return [block for block in blocks("bash", RECIPES) if block.text in text]
 
@@ -89,7 +89,7 @@ def test_there_are_at_least_twelve_recipes():
     assert sum(bool(of(heading)) for heading in headings()) >= 12
 
 
-def here_instead(text: str, server: FakeServer) -> str:
+def here_instead(text, server):
     return re.sub("(my|other)-model", "fake", text.replace("http://127.0.0.1:8000", server.url))
 
 

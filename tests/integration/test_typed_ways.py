@@ -12,25 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner, writer
 
 Payload = dict[str, Any]
 DIMENSIONS = 4
 
 
-def vector_of(text: str) -> list[float]:
+def vector_of(text):
     """Of float32 values that need all their digits."""
     digits = hashlib.shake_128(text.encode()).digest(4 * DIMENSIONS)
     return [number / 2**31 for (number,) in struct.iter_unpack("<i", digits)]
 
 
-def embeddings(payload: Payload) -> Payload:
+def embeddings(payload):
     texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
     data: list[Payload] = [
         {"index": at, "embedding": vector_of(text)} for at, text in enumerate(texts)
@@ -47,11 +45,11 @@ def embeddings(payload: Payload) -> Payload:
     }
 
 
-def score_of(query: str, text: str) -> float:
+def score_of(query, text):
     return vector_of(query + text)[0]
 
 
-def scores(payload: Payload) -> Payload:
+def scores(payload):
     return {
         "data": [
             {"index": i, "score": score_of(payload["text_1"], t)}
@@ -60,13 +58,13 @@ def scores(payload: Payload) -> Payload:
     }
 
 
-def ranking(payload: Payload) -> Payload:
+def ranking(payload):
     found = [(score_of(payload["query"], text), at) for at, text in enumerate(payload["documents"])]
     found = sorted(found, reverse=True)
     return {"results": [{"index": at, "relevance_score": score} for score, at in found]}
 
 
-def classes(payload: Payload) -> Payload:
+def classes(payload):
     return {"data": [{"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}]}
 
 
@@ -86,7 +84,7 @@ def numbers(server):
     return server
 
 
-async def all_ways(document: Document, generate: Any) -> object:
+async def all_ways(document, generate):
     """Each of them once, and what it must give."""
     text = document.text
     both = await generate.embed([text, "two"])
@@ -152,7 +150,7 @@ def test_wrong_arguments_stop_the_rank_and_name_the_line(numbers, tmp_path, call
     assert len(numbers.payloads) == (1 if "classes" in message else 0)
 
 
-def engine_config(server: FakeServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def engine_config(server, name, monkeypatch):
     """The endpoint's ways are those of another engine."""
     monkeypatch.setattr(type(ENGINES["endpoint"]), "ways", ENGINES[name].ways)
 
@@ -169,7 +167,7 @@ def test_a_way_that_an_engine_lacks_stops_the_rank(numbers, tmp_path, monkeypatc
     assert not numbers.payloads
 
 
-def sglang_ranking(payload: Payload) -> Any:
+def sglang_ranking(payload):
     assert payload["return_documents"] is False
     return [
         {

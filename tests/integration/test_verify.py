@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def server():
         yield running
 
 
-def run(folder: Path, server: FakeServer) -> None:
+def run(folder, server):
     """Two ranks of 7 documents each: chunks of 2, 2, 2 and 1, with dead letters in chunks 0 and
     2.
     """
@@ -82,13 +82,11 @@ def undamaged(kept):
     return outputs(kept / "undamaged" / "output")
 
 
-def chunk_file(folder: Path, chunk: int, rank: int = 0) -> Path:
+def chunk_file(folder, chunk, rank=0):
     return folder / "output" / f"{rank:05d}_chunk_{chunk:05d}.jsonl"
 
 
-def edit_commits(
-    folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None], rank: int = 0
-) -> None:
+def edit_commits(folder, change, rank=0):
     """Rewrites the commit log; ``change`` gives each line's new content, or None to leave it
     out.
     """
@@ -99,7 +97,7 @@ def edit_commits(
     )
 
 
-def edit_settings(folder: Path, rank: int, **changes: Any) -> None:
+def edit_settings(folder, rank, **changes):
     edit(folder / "checkpoints" / f"{rank:05d}" / "run.json", **changes)
 
 
@@ -156,11 +154,11 @@ def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(tmp_path, se
 # damage ------------------------------------------------------------------------------------------
 
 
-def remove(job: Path) -> None:
+def remove(job):
     chunk_file(job, 1).unlink()
 
 
-def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
+def rewrite(change):
     return lambda job: chunk_file(job, 1).write_bytes(change(chunk_file(job, 1).read_bytes()))
 
 
@@ -181,10 +179,10 @@ MENDABLE = {
 }
 
 
-def share_a_file(job: Path) -> None:
+def share_a_file(job):
     mine = chunk_file(job, 1).name
 
-    def change(commit: dict[str, Any]) -> dict[str, Any]:
+    def change(commit):
         if commit["chunk_index"] == 2:
             commit["files"][0]["path"] = mine
         return commit
@@ -193,20 +191,20 @@ def share_a_file(job: Path) -> None:
     chunk_file(job, 2, rank=1).unlink()
 
 
-def lose_a_commit(job: Path) -> None:
+def lose_a_commit(job):
     """So that nothing else names it."""
     (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
     (job / "checkpoints" / "00000" / "shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 
-def shift(job: Path, by: int) -> None:
+def shift(job, by):
     edit_commits(
         job, lambda c: c | {"first_ordinal": c["first_ordinal"] + by * (c["chunk_index"] > 1)}
     )
 
 
-def lose_a_dead_letter(job: Path) -> None:
+def lose_a_dead_letter(job):
     path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
@@ -511,9 +509,7 @@ def damaged(ram, server, said, request):
     return folder
 
 
-def crashes(
-    repair: Callable[[], Any], folder: Path, disk_type: type[CopyingDisk], points: list[str]
-) -> Iterator[str]:
+def crashes(repair, folder, disk_type, points):
     """Crashes a repair at each of its effects; puts every folder that this may leave behind in
     place, once.
     """
@@ -641,7 +637,7 @@ def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
     said("verify", job, "--full")
 
 
-def move_letters(job: Path) -> None:
+def move_letters(job):
     path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
     chunk_file(job, 0).unlink()
@@ -684,7 +680,7 @@ def test_what_cannot_be_redone_is_left_alone(job, server, said, damage, says):
 # with datatrove ----------------------------------------------------------------------------------
 
 
-def retry(folder: Path, server: FakeServer) -> None:
+def retry(folder, server):
     step = runner(folder, server, skip_bad_requests=True, retry_dead_letters=True)
     for rank in range(2):
         step.run([], rank=rank, world_size=2)

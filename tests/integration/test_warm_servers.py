@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -46,7 +45,7 @@ def _in_tmp_path(here, monkeypatch, policy):
     Path("engine.py").write_text(SCRIPT)
 
 
-def runner(folder: str = "job", rollout: Any = jobs.ask, **settings: Any) -> InferenceRunner:
+def runner(folder="job", rollout=jobs.ask, **settings):
     settings = {"server_type": "custom", "server_stop_timeout_sec": 5.0, **settings}
     if settings["server_type"] == "custom":
         settings.setdefault("model_kwargs", {"server_script": "engine.py"})
@@ -60,14 +59,14 @@ def runner(folder: str = "job", rollout: Any = jobs.ask, **settings: Any) -> Inf
     return InferenceRunner(rollout, config, writer, checkpoints_local_dir=checkpoints)
 
 
-def run(rank: int, *texts: str, **settings: Any) -> None:
+def run(rank, *texts, **settings):
     documents = [
         Document(text=text, id=f"{rank}-{index}") for index, text in enumerate(texts or ("a", "b"))
     ]
     runner(**settings).run(documents, rank, 9)
 
 
-def running() -> list[int]:
+def running():
     return [pid for pid in engines() if is_alive(pid)]
 
 
@@ -147,7 +146,7 @@ def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end, after_its_last_an
     assert not running()
 
 
-def change_environment() -> dict[str, Any]:
+def change_environment():
     os.environ["SOME_SWITCH_OF_AN_ENGINE"] = "on"
     return {}
 
@@ -234,7 +233,7 @@ ENDS = {
 }
 
 
-def job(end: str) -> subprocess.Popen[str]:
+def job(end):
     Path("job.py").write_text(JOB.format(root=str(Path(__file__).parents[2]), end=end))
     return subprocess.Popen(
         [sys.executable, "job.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -299,7 +298,7 @@ def test_a_fork_neither_ends_nor_keeps_the_servers_of_its_parent():
 # executors ---------------------------------------------------------------------------------------
 
 
-def steps(folder: str, tasks: int, **settings: Any) -> list[Any]:
+def steps(folder, tasks, **settings):
     """A pipeline with one document for each task."""
     Path("input").mkdir(exist_ok=True)
     for rank in range(tasks):
@@ -307,7 +306,7 @@ def steps(folder: str, tasks: int, **settings: Any) -> list[Any]:
     return [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
 
 
-def run_local(executor: Any, folder: str, tasks: int, workers: int, **settings: Any) -> None:
+def run_local(executor, folder, tasks, workers, **settings):
     logs = str(Path(folder, "logs").absolute())
     pipeline = steps(folder, tasks, **settings)
     executor(pipeline, tasks=tasks, workers=workers, logging_dir=logs, start_method="fork").run()

@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.errors import DocumentFailed
@@ -31,7 +29,7 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 
 
-async def fails_at_the_third(document: Document, generate: Any) -> Any:
+async def fails_at_the_third(document, generate):
     answer = await ask(document, generate)
     if document.id == "id 2":
         raise ValueError("as asked")

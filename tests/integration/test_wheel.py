@@ -63,7 +63,7 @@ def target(tmp_path_factory, pip):
     return folder / "target"
 
 
-def run(command: list[str], folder: Path) -> None:
+def run(command, folder):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 

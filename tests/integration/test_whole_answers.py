@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import orjson
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt import InferenceResult
@@ -21,7 +19,6 @@ from datatrove_ckpt.inference.client.answers import (
 )
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
-from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_ready_made_ways import in_pieces
 from tests.jobs import documents, rows, runner
 
@@ -36,7 +33,7 @@ def whole(server):
     return server
 
 
-async def ask_whole(document: Document, generate: Any) -> object:
+async def ask_whole(document, generate):
     result: InferenceResult = await generate(
         {"messages": [{"role": "user", "content": document.text}], **QUESTION}
     )
@@ -80,7 +77,7 @@ def test_a_plain_answer_is_written_as_datatrove_does(server, tmp_path):
         assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
 
 
-async def ask_other_paths(document: Document, generate: Any) -> object:
+async def ask_other_paths(document, generate):
     """The same payload to two paths, and a completion, which alone has defaults and a seed."""
     payload = {"input": document.text}
     first = await generate(payload, path="/v1/embeddings")
@@ -244,7 +241,7 @@ def test_a_field_that_the_given_schema_lacks_is_named(whole, tmp_path):
     assert re.search(said, str(failed.value))
 
 
-def _with_choices(*choices: dict[str, Any]) -> bytes:
+def _with_choices(*choices):
     return orjson.dumps(
         {
             "choices": [
@@ -446,7 +443,7 @@ def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_
         )
 
 
-def _with_logprobs_at_last(server: FakeServer, times: int) -> str:
+def _with_logprobs_at_last(server, times):
     server.logprobs = LOGPROBS if times else None
     return "hi"
 

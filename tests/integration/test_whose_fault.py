@@ -8,12 +8,9 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.errors import (
@@ -28,14 +25,14 @@ from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
 from tests.patience import until
 
 
-def all_of(number: int) -> list[str]:
+def all_of(number):
     return [f"id {index}" for index in range(number)]
 
 
 # servers -----------------------------------------------------------------------------------------
 
 
-async def swallows_and_tries_again(document: Document, generate: Any) -> Any:
+async def swallows_and_tries_again(document, generate):
     while True:
         try:
             return await ask(document, generate)
@@ -43,7 +40,7 @@ async def swallows_and_tries_again(document: Document, generate: Any) -> Any:
             continue
 
 
-async def gives_up(document: Document, generate: Any) -> Any:
+async def gives_up(document, generate):
     try:
         return await ask(document, generate)
     except Exception:
@@ -179,8 +176,8 @@ EXITS = {
 }
 
 
-def exits(name: str) -> Any:
-    async def leave(document: Document, generate: Any) -> Any:
+def exits(name):
+    async def leave(document, generate):
         result = await ask(document, generate)
         if document.id == "id 2":
             raise EXITS[name]
@@ -208,8 +205,8 @@ def test_a_rollout_that_exits_fails_its_document(tmp_path, server, name, rollout
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 2"]
 
 
-async def leaves_a_task_that_exits(document: Document, generate: Any) -> Any:
-    async def leave() -> None:
+async def leaves_a_task_that_exits(document, generate):
+    async def leave():
         raise SystemExit(0)
 
     task = asyncio.create_task(leave())
@@ -217,12 +214,12 @@ async def leaves_a_task_that_exits(document: Document, generate: Any) -> Any:
     await task
 
 
-def exiting_context() -> dict[str, Any]:
+def exiting_context():
     raise SystemExit(0)
 
 
 @contextmanager
-def exiting_manager() -> Iterator[dict[str, Any]]:
+def exiting_manager():
     raise SystemExit(0)
     yield {}
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,6 @@ from datatrove_ckpt.common.formatting import plural, ranges
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.conftest import Command
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
 
@@ -73,7 +71,7 @@ def server():
         yield running
 
 
-def write(server: FakeServer, tasks: int = TASKS, at_once: int = 2, more: str = "") -> None:
+def write(server, tasks=TASKS, at_once=2, more=""):
     config = f"{ENDPOINT.replace('URL', server.url)}, max_concurrent_generations: 4"
     text = (
         job_yaml(config, tasks, rollout="own.rollout") + "          records_per_chunk: 3\n" + more
@@ -83,18 +81,18 @@ def write(server: FakeServer, tasks: int = TASKS, at_once: int = 2, more: str = 
     write_tasks(Path.cwd(), tasks, DOCUMENTS)
 
 
-def worker(*words: str, program: str = "") -> subprocess.Popen[str]:
+def worker(*words, program=""):
     start = ["-c", program] if program else ["-m", "datatrove_ckpt"]
     return processes.start([sys.executable, *start, "run", "job.yaml", *(words or ["--worker"])])
 
 
-def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+def ended(process, code=0):
     text, _ = process.communicate(timeout=120)
     assert process.returncode == code, text
     return text
 
 
-def is_known(process: subprocess.Popen[str]) -> bool:
+def is_known(process):
     """Whether the other processes see this worker."""
     for path in Path("logs/claims/workers").iterdir():
         with suppress(FileNotFoundError):  # the worker has ended
@@ -103,11 +101,11 @@ def is_known(process: subprocess.Popen[str]) -> bool:
     return False
 
 
-def complete() -> set[int]:
+def complete():
     return {int(path.name) for path in Path("logs/completions").glob("*")}
 
 
-def assert_whole(server: FakeServer, command: Command, tasks: int = TASKS) -> None:
+def assert_whole(server, command, tasks=TASKS):
     """The output is that of a plain run, with each document once."""
     found = outputs(Path("output"))
     ids = [json.loads(line)["id"] for content in found.values() for line in content.splitlines()]
@@ -246,7 +244,7 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     assert "  given up   rank 3: DocumentFailed: bad\n" in command("status", "job.yaml").out
 
 
-def first_owner() -> str:
+def first_owner():
     return next(path.name for path in Path("logs/claims/workers").iterdir())
 
 

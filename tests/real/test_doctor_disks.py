@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from tests.real.test_full_disk import command, fill, mounted, tmpfs
 FILES = 20
 
 
-def checkpoints(folder: Path) -> dict[str, Finding]:
+def checkpoints(folder):
     return {check.what: check for check in check_checkpoints(folder, FILES)}
 
 
-def output(folder: Path) -> dict[str, Finding]:
+def output(folder):
     return {check.what: check for check in check_local_output(folder, FILES)}
 
 
@@ -72,7 +71,7 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path):
 
 
 @contextmanager
-def somebody_else() -> Iterator[None]:
+def somebody_else():
     """This process is of another user meanwhile, who may become root again."""
     os.setresuid(65534, 65534, 0)
     try:

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ MAKE_WRITABLE = (
 CHECK = "Check the disk and run the same command again"
 
 
-def command(*words: str) -> None:
+def command(*words):
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, (
         f"{' '.join(words)}: {done.stderr.strip()} (this test needs root on Linux)"
@@ -67,7 +67,7 @@ def command(*words: str) -> None:
 
 
 @contextmanager
-def mounted(folder: Path, *how: str) -> Iterator[Path]:
+def mounted(folder, *how):
     folder.mkdir(parents=True, exist_ok=True)
     command("mount", *how, str(folder))
     try:
@@ -86,12 +86,12 @@ def mounted(folder: Path, *how: str) -> Iterator[Path]:
 
 
 @contextmanager
-def tmpfs(folder: Path, kilobytes: int) -> Iterator[Path]:
+def tmpfs(folder, kilobytes):
     with mounted(folder, "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs") as here:
         yield here
 
 
-def resize(folder: Path, kilobytes: int) -> None:
+def resize(folder, kilobytes):
     command("mount", "-o", f"remount,size={kilobytes}k", str(folder))
 
 
@@ -331,7 +331,7 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     assert failed >= len(SIZES[on_it])
 
 
-def fill(folder: Path, leave: int) -> None:
+def fill(folder, leave):
     with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
@@ -340,12 +340,12 @@ def fill(folder: Path, leave: int) -> None:
 
 
 @contextmanager
-def after(server: FakeServer, answers: int, act: Callable[[], None]) -> Iterator[None]:
+def after(server, answers, act):
     """Does something once so many requests were sent, in another thread."""
     over = threading.Event()
     failures: list[BaseException] = []
 
-    def wait() -> None:
+    def wait():
         try:
             while server.asked.total() < answers and not over.is_set():
                 time.sleep(0.0005)
@@ -397,7 +397,7 @@ def test_a_file_system_that_turns_read_only_stops_the_rank(tmp_path, server, gat
     assert places.total() > len(moments) // 2
 
 
-def damage(folder: Path) -> None:
+def damage(folder):
     """Tells the kernel that this ext4 has an error."""
     device = subprocess.run(
         ["findmnt", "-n", "-o", "SOURCE", str(folder)], capture_output=True, text=True, check=True

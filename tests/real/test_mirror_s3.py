@@ -70,7 +70,7 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
     assert "Could not mirror" not in log
 
 
-def text(fs: s3fs.S3FileSystem, path: str) -> str:
+def text(fs, path):
     return str(fs.cat_file(path).decode())
 
 
@@ -96,7 +96,7 @@ def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
     assert len(outputs(tmp_path / "output")) == 2
 
 
-def until(condition: object) -> None:
+def until(condition):
     deadline = time.monotonic() + 120
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import SINGLE_NODE, EngineCommand, Launch, Nodes
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch, Nodes
 from datatrove_ckpt.rollouts import ChunkedRollout, InvalidAnswer, PromptRollout, for_config
 from tests.real import environment
 
@@ -56,7 +55,7 @@ for arguments in json.load(sys.stdin):
 """
 
 
-def parsed(python: str, parser: str, argvs: list[tuple[str, ...]]) -> list[dict[str, Any]]:
+def parsed(python, parser, argvs):
     command = [python, "-c", parser + _PARSE]
     done = subprocess.run(command, input=json.dumps(argvs), capture_output=True, text=True)
     lines = [
@@ -68,13 +67,11 @@ def parsed(python: str, parser: str, argvs: list[tuple[str, ...]]) -> list[dict[
     return [json.loads(line) for line in lines]
 
 
-def command_of(
-    config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE
-) -> EngineCommand:
+def command_of(config, found=None, nodes=SINGLE_NODE):
     return config.engine.command(Launch(config, found, 4321, Key("hush-hush-hush"), nodes))
 
 
-def configs(server_type: Any, kwargs: list[dict[str, Any] | None]) -> Iterator[InferenceConfig]:
+def configs(server_type, kwargs):
     for size, trust, chosen in itertools.product((1, 2), (False, True), kwargs):
         yield InferenceConfig(
             server_type,

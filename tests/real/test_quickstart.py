@@ -42,7 +42,7 @@ def checkout(tmp_path_factory):
     return folder
 
 
-def start(checkout: Path) -> subprocess.Popen[bytes]:
+def start(checkout):
     line = f"{commands()[0]} {COUNTED}"
     environment = {
         name: value
@@ -60,14 +60,14 @@ def start(checkout: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def answered(checkout: Path) -> int:
+def answered(checkout):
     log = checkout / "quickstart/logs/server/server_rank_00000.log"
     return (
         len(re.findall("stop processing", log.read_text(errors="replace"))) if log.exists() else 0
     )
 
 
-def kill_after(checkout: Path, answers: int) -> None:
+def kill_after(checkout, answers):
     """kill -9 to everything the line started, once the model has answered so many requests."""
     process = start(checkout)
     deadline = time.monotonic() + 300
@@ -79,7 +79,7 @@ def kill_after(checkout: Path, answers: int) -> None:
     process.wait()
 
 
-def kept(checkout: Path) -> set[str]:
+def kept(checkout):
     """The answers that are on disk."""
     texts = set()
     rank = checkout / "quickstart/checkpoints/00000"
@@ -99,7 +99,7 @@ def kept(checkout: Path) -> set[str]:
     return texts
 
 
-def written(checkout: Path) -> list[dict]:
+def written(checkout):
     files = sorted((checkout / "quickstart/output").glob("*.jsonl"))
     assert [path.name for path in files] == [f"00000_chunk_0000{index}.jsonl" for index in range(3)]
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]

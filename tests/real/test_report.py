@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -50,23 +49,23 @@ report.onload = () => {
 }</script>"""
 
 
-def text(task: int, number: int) -> str:
+def text(task, number):
     kind = {3: "bad", 5: "busy"}.get(number % 40, "slow" if task == SLOW else "fast")
     return f"{kind} {task} {number} {'word ' * (number % 90)}"
 
 
-def seconds(payload: Any, times: int) -> float:
+def seconds(payload, times):
     asked = payload["messages"][-1]["content"]
     return 1.5 if asked.startswith("slow") else 0.1 + len(asked) % 10 / 50
 
 
-def refusal(payload: Any, times: int) -> int | None:
+def refusal(payload, times):
     """Some documents are refused; at the first request of others the endpoint is busy."""
     kind = payload["messages"][-1]["content"].split()[0]
     return 400 if kind == "bad" else 503 if kind == "busy" and not times else None
 
 
-def command(folder: Path, *arguments: str) -> bytes:
+def command(folder, *arguments):
     line = [sys.executable, "-m", "datatrove_ckpt", *arguments]
     done = subprocess.run(line, cwd=folder, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
@@ -108,7 +107,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def chromium(folder: Path, *options: str) -> str:
+def chromium(folder, *options):
     """What it prints. It has no network, and says nothing on its console."""
     if not shutil.which("chromium"):
         install_debian(DEBIAN["chromium"])
@@ -135,7 +134,7 @@ def chromium(folder: Path, *options: str) -> str:
     return done.stdout
 
 
-def looked_at(folder: Path, dark: bool = False) -> dict[str, Any]:
+def looked_at(folder, dark=False):
     (folder / "around.html").write_text(AROUND)
     scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
     (found,) = re.findall(

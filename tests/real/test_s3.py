@@ -29,7 +29,7 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import targets
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.real import s3, s3_job
 from tests.real.s3 import (
     KEY,
@@ -89,7 +89,7 @@ def job(tmp_path, bucket, server):
     }
 
 
-def expected(job: dict[str, Any], folder: Path) -> dict[str, bytes]:
+def expected(job, folder):
     """What the job writes on a local disk."""
     local = {
         **job,
@@ -101,11 +101,11 @@ def expected(job: dict[str, Any], folder: Path) -> dict[str, bytes]:
     return outputs(folder / "local")
 
 
-def asked(server: FakeServer) -> int:
+def asked(server):
     return sum(server.asked.values())
 
 
-def finished(job: dict[str, Any], rank: int = 0) -> bool:
+def finished(job, rank=0):
     folder = Path(job["checkpoints"]) / f"{rank:05d}"
     return (folder / "run.json").exists() and not (folder / "lock").exists()
 
@@ -221,14 +221,14 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
 # What breaks -------------------------------------------------------------------------------------
 
 
-def once(*cases: tuple[str, str, str | int]) -> Callable[[Request], str | int | None]:
+def once(*cases):
     """Does something to the first request of a kind (and part of its path) at a stage:
 
     (kind path, stage, verdict).
     """
     left, lock = list(cases), threading.Lock()
 
-    def rule(request: Request) -> str | int | None:
+    def rule(request):
         with lock:
             for case in left:
                 kind, _, path = case[0].partition(" ")
@@ -343,7 +343,7 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     assert bucket.files("output") == whole
 
 
-def wait_for(happened: Callable[[], bool], seconds: float = 300) -> None:
+def wait_for(happened, seconds=300):
     deadline = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < deadline

@@ -60,7 +60,7 @@ def job(cluster, tmp_path, server):
     return Job(cluster, tmp_path, server)
 
 
-def preempt(cluster: Cluster) -> None:
+def preempt(cluster):
     """A job above all others takes both nodes, and ends at once."""
     cluster.command(
         "sbatch",
@@ -139,7 +139,7 @@ def test_one_task_of_an_array_requeues_itself_and_not_the_others(cluster, tmp_pa
     job.check("USR1 to the last of 2 tasks", 3, seconds, "no")
 
 
-def lose_node(job: Job, cluster: Cluster) -> None:
+def lose_node(job, cluster):
     """Its slurmd dies, and somebody takes the node out of service: what runs there runs on,
     unseen.
     """
@@ -263,7 +263,7 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
 
 
-def submitted(said: str, what: str) -> tuple[str, str]:
+def submitted(said, what):
     """The numbers of the array and of the last job, from the closing line."""
     found = re.search(rf"Submitted job (\d+): {what} tasks.* Job (\d+) checks", said)
     assert found, said

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.readers import JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch import ReaderDataset
 from tests.pages import torch_example
 
@@ -57,20 +57,20 @@ def reader(request, tmp_path):
 
 
 def loader(
-    reader: SeekingReader,
-    workers: int,
-    rank: int,
-    ranks: int,
-    epoch: int | None = 0,
-    **options: Any,
-) -> Any:
+    reader,
+    workers,
+    rank,
+    ranks,
+    epoch=0,
+    **options,
+):
     dataset = ReaderDataset(reader, rank, ranks, shuffle_seed=1)
     if epoch is not None:
         dataset.set_epoch(epoch)
     return StatefulDataLoader(dataset, batch_size=3, num_workers=workers, **options)
 
 
-def texts(batches: Any) -> list[str]:
+def texts(batches):
     return [text for batch in batches for text in batch["text"]]
 
 

@@ -57,13 +57,13 @@ def reader(request, tmp_path):
     return made
 
 
-def loader(reader: SeekingReader, workers: int = 0, **options: Any) -> Any:
+def loader(reader, workers=0, **options):
     dataset = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4, **options)
     dataset.set_epoch(2)
     return StatefulDataLoader(dataset, batch_size=4, num_workers=workers)
 
 
-def plain(batches: Any) -> list[tuple[Any, str]]:
+def plain(batches):
     """The rows of batches."""
     return [
         (torch.as_tensor(ids).tolist(), name)

@@ -41,17 +41,17 @@ def folder(tmp_path):
     return path
 
 
-def rows(folder: Path, **options: Any) -> ReaderDataset:
+def rows(folder, **options):
     return ReaderDataset(
         JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": as_text} | options)
     )
 
 
-def as_text(document: Any) -> str:
+def as_text(document):
     return str(document.text)
 
 
-def as_tokens(document: Any) -> list[int]:
+def as_tokens(document):
     return list(document.text.encode())
 
 
@@ -63,11 +63,11 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def shown(samples: Any) -> list[Any]:
+def shown(samples):
     return [one if isinstance(one, str | int) else one["input_ids"].tolist() for one in samples]
 
 
-def stopped(dataset: Any) -> tuple[Any, list[Any]]:
+def stopped(dataset):
     iterator = iter(dataset)
     list(itertools.islice(iterator, 3))
     state = dataset.state_dict()
@@ -147,7 +147,7 @@ def test_a_file_that_is_cut_off_or_no_file_of_torch_is_named(folder, tmp_path):
         merge([tmp_path / "none.pt"])
 
 
-def without_checksums(state: Any) -> Any:
+def without_checksums(state):
     if isinstance(state, list):
         return [without_checksums(one) for one in state]
     if isinstance(state, dict):

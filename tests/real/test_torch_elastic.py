@@ -46,54 +46,48 @@ def folder(tmp_path):
     return tmp_path
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
+def write(folder, rows):
     folder.mkdir()
     for number in range(3):
         lines = [json.dumps(row) + "\n" for row in rows[number::3]]
         (folder / f"{number}.jsonl").write_text("".join(lines))
 
 
-def tokens_of(document: Any) -> list[int]:
+def tokens_of(document):
     return list(document.metadata["tokens"])
 
 
-def text_of(document: Any) -> str:
+def text_of(document):
     return str(document.text)
 
 
-def letters(document: Any) -> list[int]:
+def letters(document):
     return [ord(document.text[0]) * 1000 + int(document.text[1:])] * 3
 
 
-def rows(
-    folder: Path, name: str, place: Place, transform: Any = text_of, **options: Any
-) -> ReaderDataset:
+def rows(folder, name, place, transform=text_of, **options):
     reader = JsonlReader((folder / name).as_posix())
     return ReaderDataset(reader, *place, shuffle_seed=1, transform=transform, **options)
 
 
-def packed(folder: Path, place: Place = (0, 1), **options: Any) -> Pack:
+def packed(folder, place=(0, 1), **options):
     return Pack(rows(folder, "rows", place, tokens_of), 16, **options)
 
 
-def mixed(
-    folder: Path, place: Place = (0, 1), at_end: Any = "drop", transform: Any = text_of
-) -> Mix:
+def mixed(folder, place=(0, 1), at_end="drop", transform=text_of):
     sources = [rows(folder, name, place, transform) for name in COUNTS]
     return Mix(sources, [2, 1, 1], at_end=at_end)
 
 
-def loader(dataset: Any, workers: int = 0, **options: Any) -> Any:
+def loader(dataset, workers=0, **options):
     return StatefulDataLoader(dataset, 2, num_workers=workers, collate_fn=list, **options)
 
 
-def take(batches: Any, count: int | None = None) -> list[Any]:
+def take(batches, count=None):
     return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
-def stopped(
-    make: Callable[[Place], Any], before: Place, steps: int, states: Any = ()
-) -> tuple[list[Any], list[Any]]:
+def stopped(make, before, steps, states=()):
     """What all ranks of (world size, workers) read up to a step, and their states, through JSON."""
     read, saved = [], []
     for rank in range(before[0]):
@@ -107,9 +101,7 @@ def stopped(
     return read, saved
 
 
-def rest(
-    make: Callable[[Place], Any], after: Place, states: list[Any]
-) -> tuple[list[Any], list[Any]]:
+def rest(make, after, states):
     """What all ranks read after these states, and in the next epoch."""
     read, following = [], []
     for rank in range(after[0]):
@@ -122,11 +114,11 @@ def rest(
     return read, following
 
 
-def flat(samples: list[Any]) -> list[int]:
+def flat(samples):
     return [token for sample in samples for token in sample["input_ids"].tolist() if token]
 
 
-def counted(samples: list[Any]) -> Counter[Any]:
+def counted(samples):
     return Counter(flat(samples) if isinstance(samples[0], dict) else samples)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -29,7 +28,7 @@ COUNT = 50
 TEXTS = [f"text {number}" for number in range(COUNT)]
 
 
-def made(**columns: Any) -> Any:
+def made(**columns):
     rows = {
         "text": TEXTS,
         "number": list(range(COUNT)),
@@ -46,20 +45,20 @@ def saved(tmp_path):
     return path
 
 
-def reader(path: str, **options: Any) -> IpcReader:
+def reader(path, **options):
     return IpcReader(path, glob_pattern="data-*.arrow", **options)
 
 
-def loader(path: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+def loader(path, workers=0, rank=0, ranks=1, **options):
     one = ReaderDataset(reader(path), rank, ranks, batch_size=4, **({"shuffle_seed": 1} | options))
     return StatefulDataLoader(one, batch_size=4, num_workers=workers)
 
 
-def texts(batches: Any) -> list[str]:
+def texts(batches):
     return [text for batch in batches for text in batch["text"]]
 
 
-def whole(document: Any) -> Any:
+def whole(document):
     return document
 
 

@@ -5,8 +5,6 @@ They come from PyPI: pip install mlflow-skinny wandb.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from datatrove_ckpt.cli import track
@@ -66,7 +64,7 @@ def test_all_attempts_of_a_job_are_one_run_of_mlflow(tmp_path, monkeypatch, serv
         assert not path.is_file() or b"canary" not in path.read_bytes(), path
 
 
-def wandb_records(content: bytes) -> Iterator[bytes]:
+def wandb_records(content):
     """Of a file in the format of LevelDB's log, after W&B's head of 7 bytes.
 
     Long records are divided at 32 kB.

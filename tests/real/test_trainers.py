@@ -257,7 +257,7 @@ def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
     assert first[: STEPS + 2] + trained(100) == whole_rows(folder)
 
 
-def whole_rows(folder: str) -> list[list[int]]:
+def whole_rows(folder):
     rows, found = dataset(folder), []
     for epoch in range(EPOCHS):
         rows.set_epoch(epoch)

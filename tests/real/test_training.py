@@ -47,17 +47,17 @@ def folder(tmp_path):
     return path.as_posix()
 
 
-def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> ReaderDataset:
+def dataset(folder, rank=0, ranks=1, **options):
     return ReaderDataset(ParquetReader(folder), rank, ranks, **({"shuffle_seed": 1} | options))
 
 
-def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+def loader(folder, workers=0, rank=0, ranks=1, **options):
     return StatefulDataLoader(
         dataset(folder, rank, ranks, **options), batch_size=4, num_workers=workers
     )
 
 
-def texts(batches: Any) -> list[str]:
+def texts(batches):
     return [text for batch in batches for text in batch["text"]]
 
 
@@ -265,9 +265,7 @@ def test_a_plain_loader_with_workers_gives_no_state(folder):
 # Another number of ranks and workers -------------------------------------------------------------
 
 
-def stopped(
-    folder: str, ranks: int, workers: int, steps: int, **options: Any
-) -> tuple[Counter[str], list[Any]]:
+def stopped(folder, ranks, workers, steps, **options):
     """What was read up to a step of epoch 2, and the states of the ranks."""
     read, states = Counter[str](), []
     for rank in range(ranks):

@@ -131,17 +131,15 @@ class Training:
             epoch += 1
 
 
-def numbers(document: Any) -> torch.Tensor:
+def numbers(document):
     return torch.tensor([float(ord(document.text[0]) - 100), float(document.text[1:]) / 10])
 
 
-def checkpoints(folder: Path | str, **settings: Any) -> TrainingCheckpoints:
+def checkpoints(folder, **settings):
     return TrainingCheckpoints(folder, **{"every_steps": EVERY, "asynchronous": False} | settings)
 
 
-def trained(
-    documents: str, folder: Path, steps: int = 25, **settings: Any
-) -> dict[int, tuple[float, float]]:
+def trained(documents, folder, steps=25, **settings):
     training = Training(documents)
     with checkpoints(folder, **settings) as saved:
         training.run(saved, steps)
@@ -389,9 +387,7 @@ class Numbered(torch.utils.data.Dataset[int]):
         return number
 
 
-def loops_over_numbers(
-    run: Path, workers: int, stop: int, **named: Any
-) -> list[tuple[int, list[int]]]:
+def loops_over_numbers(run, workers, stop, **named):
     loader = StatefulDataLoader(
         Numbered(),
         batch_size=5,
@@ -450,7 +446,7 @@ def test_another_trainings_steps_are_not_mixed_with_new_ones(documents, tmp_path
         checkpoints(tmp_path / "run").save(1, **Training(documents).states)
 
 
-def flipped(data: bytes, place: int) -> bytes:
+def flipped(data, place):
     return data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
 
 
@@ -954,9 +950,7 @@ def test_a_rollback_to_a_step_or_to_the_best(documents, tmp_path):
 # several ranks -----------------------------------------------------------------------------------
 
 
-def rank_of_script(
-    rank: int, size: int, port: int, arguments: tuple[str, str, int], variables: dict[str, str]
-) -> None:
+def rank_of_script(rank, size, port, arguments, variables):
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -997,7 +991,7 @@ class Ranks:
             assert process.exitcode == 0
 
 
-def losses_of(run: Path, rank: int = 0) -> dict[int, list[float]]:
+def losses_of(run, rank=0):
     """By step, those of the last time; each earlier time must have been the same up to a torn last
     line.
     """
@@ -1169,7 +1163,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
                 os.kill(each, signal.SIGKILL)
 
 
-def processes_below(pid: int) -> list[int]:
+def processes_below(pid):
     """The process, its children, and theirs."""
     found = [pid]
     for each in found:
@@ -1182,7 +1176,7 @@ def processes_below(pid: int) -> list[int]:
 # states of which ranks have parts ----------------------------------------------------------------
 
 
-def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict[str, Any]) -> None:
+def fsdp_rank(rank, size, port, run, steps, first):
     """Trains to a step, and leaves the whole model and optimizer in a file."""
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -1223,7 +1217,7 @@ def fsdp_rank(rank: int, size: int, port: int, run: str, steps: int, first: dict
     dist.destroy_process_group()
 
 
-def fsdp(ranks: Ranks, size: int, run: Path, steps: int, **first: Any) -> Any:
+def fsdp(ranks, size, run, steps, **first):
     run.mkdir(exist_ok=True)
     port = ranks._free_port()
     each = [
@@ -1238,7 +1232,7 @@ def fsdp(ranks: Ranks, size: int, run: Path, steps: int, **first: Any) -> Any:
     return torch.load(run / f"whole-{size}.pt")
 
 
-def assert_near(one: Any, other: Any) -> None:
+def assert_near(one, other):
     for place in (1, 2):
         content = [each[place].get("state", each[place]) for each in (one, other)]
         torch.testing.assert_close(*content, rtol=1e-5, atol=1e-6)
@@ -1281,7 +1275,7 @@ def test_a_list_of_parts_runs_no_code(line):
         _Metadata(io.BytesIO(b"\x80\x04" + line + b"\n(S'true'\ntR.")).load()
 
 
-def other_shapes(rank: int, size: int, port: int, run: str) -> None:
+def other_shapes(rank, size, port, run):
     import torch.distributed as dist
 
     os.environ |= {

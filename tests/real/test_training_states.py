@@ -39,22 +39,22 @@ def folder(tmp_path):
     return path.as_posix()
 
 
-def text(document: Any) -> str:
+def text(document):
     return str(document.text)
 
 
-def dataset(folder: str, rank: int = 0, ranks: int = 1, **options: Any) -> ReaderDataset:
+def dataset(folder, rank=0, ranks=1, **options):
     changed: dict[str, Any] = {"shuffle_seed": 1, "batch_size": 4, "transform": text} | options
     return ReaderDataset(ParquetReader(folder), rank, ranks, **changed)
 
 
-def loader(folder: str, workers: int = 0, rank: int = 0, ranks: int = 1, **options: Any) -> Any:
+def loader(folder, workers=0, rank=0, ranks=1, **options):
     return StatefulDataLoader(
         dataset(folder, rank, ranks), 4, num_workers=workers, collate_fn=list, **options
     )
 
 
-def take(batches: Any, count: int | None = None) -> list[str]:
+def take(batches, count=None):
     return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
@@ -80,7 +80,7 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder):
 # Wrappers belong to their rank -------------------------------------------------------------------
 
 
-def rows(folder: str, rank: int = 0, ranks: int = 1, seed: int = 1) -> ReaderDataset:
+def rows(folder, rank=0, ranks=1, seed=1):
     as_tokens: dict[str, Any] = {
         "batch_size": None,
         "transform": lambda one: list(one.text.encode()),
@@ -89,11 +89,11 @@ def rows(folder: str, rank: int = 0, ranks: int = 1, seed: int = 1) -> ReaderDat
     return dataset(folder, rank, ranks, **as_tokens)
 
 
-def pack(folder: str, rank: int = 0, ranks: int = 1) -> Pack:
+def pack(folder, rank=0, ranks=1):
     return Pack(rows(folder, rank, ranks), 50)
 
 
-def mix(folder: str, rank: int = 0, ranks: int = 1) -> Mix:
+def mix(folder, rank=0, ranks=1):
     return Mix([rows(folder, rank, ranks, seed) for seed in (1, 2)], [1, 1], at_end="drop")
 
 
@@ -175,7 +175,7 @@ def test_a_mix_of_one_dataset_with_itself_has_no_state(folder, wrap):
 # States of different steps -----------------------------------------------------------------------
 
 
-def saved(make: Any, ranks: int, steps: list[int]) -> list[tuple[list[str], Any]]:
+def saved(make, ranks, steps):
     """For each rank what it read up to its step, and its state."""
     found = []
     for rank, count in enumerate(steps):
@@ -242,7 +242,7 @@ def test_damaged_lines_are_no_difference_between_steps(tmp_path, columns):
     assert read == Counter(str(number) for number in range(120) if number % 4 != 1)
 
 
-def as_texts(batch: list[Any]) -> list[str]:
+def as_texts(batch):
     return [one["text"] if isinstance(one, dict) else one for one in batch]
 
 

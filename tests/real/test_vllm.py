@@ -15,10 +15,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -31,7 +28,6 @@ from tests.bench.engine.work import INSTRUCTION
 from tests.real import environment
 from tests.real.faults import (
     Job,
-    JobProcess,
     check_faults,
     check_killed_runner,
     preempt,
@@ -49,7 +45,7 @@ ENVIRONMENT = {
 }
 
 
-def job(folder: Path, documents: int = 60, too_long: int = 0, **changes: Any) -> Job:
+def job(folder, documents=60, too_long=0, **changes):
     settings = {
         "server_type": "vllm",
         "model_name_or_path": environment.model(),
@@ -63,11 +59,11 @@ def job(folder: Path, documents: int = 60, too_long: int = 0, **changes: Any) ->
     return Job(folder, settings, documents=documents, too_long=too_long, environment=ENVIRONMENT)
 
 
-def kill_engine(process: JobProcess) -> None:
+def kill_engine(process):
     os.kill(process_named("EngineCore", process), signal.SIGKILL)
 
 
-def stop_engine(process: JobProcess) -> None:
+def stop_engine(process):
     os.kill(process_named("EngineCore", process), signal.SIGSTOP)
 
 
@@ -107,7 +103,7 @@ def test_a_signal_to_all_processes(tmp_path):
 
 
 @contextmanager
-def vllm_server(folder: Path, *more: str, model: str | None = None) -> Iterator[str]:
+def vllm_server(folder, *more, model=None):
     """The address of a server that several runs use.
 
     ``more``: further flags. ``model``: its folder; None: SmolLM2.
@@ -138,22 +134,20 @@ def vllm_server(folder: Path, *more: str, model: str | None = None) -> Iterator[
         server.wait()
 
 
-def sampled(
-    folder: Path, url: str, at_once: int, interruption: int | None = None
-) -> dict[str, str]:
+def sampled(folder, url, at_once, interruption=None):
     """The answers of 48 documents at temperature 1, by id.
 
     The first attempt stops after so many of them.
     """
     answered = itertools.count(1)  # a list would be a part of the rollout's identity
 
-    async def rollout(document: Document, generate: Callable[[dict[str, Any]], Any]) -> Any:
+    async def rollout(document, generate):
         result = await generate({"messages": conversation(int(document.id))})
         if next(answered) == interruption:
             raise RuntimeError("interrupted")
         return result
 
-    def attempt() -> None:
+    def attempt():
         config = InferenceConfig(
             "endpoint",
             environment.model(),
@@ -208,6 +202,6 @@ def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path, rea
     assert equal(together, together_interrupted) >= 12
 
 
-def conversation(number: int) -> list[dict[str, str]]:
+def conversation(number):
     question = f"Note {number}: the bridge of town {number} has {3 * number + 2} arches."
     return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]

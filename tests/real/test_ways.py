@@ -124,9 +124,7 @@ class Attempts:
         return "".join((self.folder / name).read_text() for name in ("runner.log", "stderr"))
 
 
-def killed_twice(
-    folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER, requests: int = 1
-) -> list[Any]:
+def killed_twice(folder, kind, config, number=NUMBER, requests=1):
     """The results of a job, which a job that is killed twice has, too."""
     whole = Attempts(folder / "whole", kind, config, number)
     whole.run()
@@ -147,7 +145,7 @@ def killed_twice(
     return whole.results()
 
 
-def cosines(found: Any, expected: Any) -> Any:
+def cosines(found, expected):
     found, expected = np.array(found), np.array(expected)
     lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
     return (found * expected).sum(axis=1) / lengths

@@ -7,11 +7,8 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.readers import JsonlReader
@@ -41,12 +38,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def tokens(document: Document) -> dict[str, list[int]]:
+def tokens(document):
     row = int(document.text)
     return {"input_ids": [row] * (row % 7 + 1)}
 
 
-def sources(folder: Path, rank: int = 0, ranks: int = 1) -> list[ReaderDataset]:
+def sources(folder, rank=0, ranks=1):
     return [
         ReaderDataset(
             JsonlReader((folder / name).as_posix()),
@@ -59,7 +56,7 @@ def sources(folder: Path, rank: int = 0, ranks: int = 1) -> list[ReaderDataset]:
     ]
 
 
-def packed(folder: Path, rank: int, ranks: int, at_end: Any) -> Pack:
+def packed(folder, rank, ranks, at_end):
     mix = Mix(sources(folder, rank, ranks), [0.7, 0.3], seed=5, at_end=at_end)
     return Pack(mix, 8, pad=0, positions=True)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import hypothesis
 import pytest
@@ -139,7 +138,7 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
     assert made.limit == limit
 
 
-async def adapted(read: Callable[[float], Any], until: Callable[[Target], bool]) -> Target:
+async def adapted(read, until):
     """The target whose limit ``adapt_admission`` adapts."""
     target = Target()
     following = asyncio.create_task(
@@ -189,7 +188,7 @@ Ask = Callable[[], Awaitable[None]]
 Rollout = Callable[[Ask], Awaitable[None]]
 
 
-def config(**settings: Any) -> InferenceConfig:
+def config(**settings):
     return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
 
 
@@ -246,16 +245,16 @@ class Work:
         self.router.release(target, request)
 
 
-async def _turns(number: int) -> None:
+async def _turns(number):
     for _ in range(number):
         await asyncio.sleep(0)
 
 
-async def plain(ask: Ask) -> None:
+async def plain(ask):
     await ask()
 
 
-async def with_other_work(ask: Ask) -> None:
+async def with_other_work(ask):
     await _turns(10)
     await ask()
     await _turns(10)

@@ -47,26 +47,26 @@ class Decoder:
         self._hf_encoded = {"path": path, "bytes": data}
 
 
-def document(value: Any) -> Document:
+def document(value):
     return Document(
         "text", "id", metadata={"before": 1, "value": value, "after": [None, {"x": 0.5}]}
     )
 
 
-def shown(value: Any) -> Any:
+def shown(value):
     return decode(as_read(document(value)).data).metadata["value"]
 
 
-def digest(value: Any) -> str:
+def digest(value):
     return fingerprint(as_read(document(value)).data)
 
 
-def image(color: int = 7, mode: str = "L", size: tuple[int, int] = (3, 2)) -> Any:
+def image(color=7, mode="L", size=(3, 2)):
     pil = pytest.importorskip("PIL.Image")
     return pil.new(mode, size, color)
 
 
-def opened(picture: Any, kind: str) -> Any:
+def opened(picture, kind):
     """The image as it comes from a file: not loaded yet."""
     data = io.BytesIO()
     picture.save(data, kind)
@@ -105,7 +105,7 @@ def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(value,
     assert as_read(document(value)).data == encode(document(value))
 
 
-def differing() -> dict[str, tuple[Any, ...]]:
+def differing():
     """Values that are equal for each kind if made twice, and differ from each other."""
     fortran = np.array([["a", None], [1, b"x"]], dtype=object, order="F")
     return {
@@ -189,7 +189,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
 # containers that hold themselves -----------------------------------------------------------------
 
 
-def of_itself() -> dict[str, Any]:
+def of_itself():
     value: dict[str, Any] = {"list": ["x"] * 200}
     value["list"] += [value["list"], value]
     return value
@@ -212,7 +212,7 @@ def test_memory_of_images_counts_in_what_is_read_ahead():
 # in a run ----------------------------------------------------------------------------------------
 
 
-def with_images(number: int, color: int = 1) -> list[Document]:
+def with_images(number, color=1):
     found = documents(number)
     for index, one in enumerate(found):
         one.metadata["image"] = image(color + index)
@@ -220,7 +220,7 @@ def with_images(number: int, color: int = 1) -> list[Document]:
     return found
 
 
-async def takes(document: Document, generate: Any) -> Any:
+async def takes(document, generate):
     document.metadata.pop("time")
     document.metadata["width"] = document.metadata.pop("image").width
     return await ask(document, generate)

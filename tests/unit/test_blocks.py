@@ -16,7 +16,6 @@ from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
     JsonlReader,
-    SeekingReader,
     position_state,
 )
 from datatrove_ckpt.torch import blocks, line_blocks
@@ -42,7 +41,7 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(line_blocks, "_SKIP_BYTES", 300)
 
 
-def _tables() -> list[pa.Table]:
+def _tables():
     schema, first = pa.Table.from_pylist(ROWS).schema, 0
     tables = []
     for size in SIZES:
@@ -51,7 +50,7 @@ def _tables() -> list[pa.Table]:
     return tables
 
 
-def write(folder: Path, kind: str) -> SeekingReader:
+def write(folder, kind):
     """Four files, one of them without rows, in row groups or record batches of 20 rows: several
     blocks each.
     """
@@ -86,7 +85,7 @@ def test_a_stream_with_dictionaries_is_refused(tmp_path):
         BlockInput(reader_of(tmp_path, "arrow"))
 
 
-def rows_of(read: Any) -> list[dict[str, Any]]:
+def rows_of(read):
     found: list[dict[str, Any]] = read if isinstance(read, list) else read.to_pylist()
     return found
 
@@ -201,7 +200,7 @@ def test_a_row_is_a_line_that_is_not_blank(tmp_path, monkeypatch, size, lines):
     assert rows == [text_of(line) for line in b"".join(lines).splitlines() if line.strip()]
 
 
-def text_of(line: bytes) -> str | None:
+def text_of(line):
     try:
         row = json.loads(line)
     except ValueError:
@@ -229,12 +228,12 @@ def test_a_key_that_some_lines_lack_is_none_there(tmp_path):
     assert tags == [None, 1, *[None] * 20]
 
 
-def converted(reader: Any, patch: pytest.MonkeyPatch) -> list[int]:
+def converted(reader, patch):
     """Of each batch that a reader makes documents of from now on: its rows."""
     sizes: list[int] = []
     batches = reader._batches
 
-    def spied(*arguments: Any) -> Any:
+    def spied(*arguments):
         for found in batches(*arguments):
             sizes.append(found[2].num_rows)
             yield found

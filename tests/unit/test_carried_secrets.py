@@ -6,7 +6,6 @@ import copy
 import functools
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import dill
@@ -14,7 +13,7 @@ import pytest
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt import InferenceRunner, JobsPipelineExecutor
+from datatrove_ckpt import JobsPipelineExecutor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.script_names import secrets_in
@@ -108,7 +107,7 @@ def script(tmp_path, monkeypatch):
     return as_main(tmp_path, SCRIPT, monkeypatch)
 
 
-def slurm_job(folder: Path, step: InferenceRunner) -> SlurmPipelineExecutor:
+def slurm_job(folder, step):
     return SlurmPipelineExecutor([[], step], 1, "1:00:00", "any", logging_dir=str(folder / "logs"))
 
 

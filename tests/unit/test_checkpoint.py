@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -69,7 +68,7 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, ta
 # journal -----------------------------------------------------------------------------------------
 
 
-def finished(ordinal: int, outcome: str = "written") -> Finished:
+def finished(ordinal, outcome="written"):
     return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)  # type: ignore[arg-type]
 
 
@@ -162,7 +161,7 @@ def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
 # commits -----------------------------------------------------------------------------------------
 
 
-def commit(chunk_index: int, read: int = 2) -> Commit:
+def commit(chunk_index, read=2):
     output = [OutputFile(f"{chunk_index}.jsonl", 10, "ff")]
     return Commit(
         chunk_index,
@@ -212,9 +211,7 @@ def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
 # request cache -----------------------------------------------------------------------------------
 
 
-def request(
-    ordinal: int, occurrence: int = 0, chunk_index: int = 0, error: str | None = None
-) -> CachedRequest:
+def request(ordinal, occurrence=0, chunk_index=0, error=None):
     key = AnswerKey(0, payload_hash(b"{}"), occurrence)
     answer = Answer(None, error) if error else Answer(b'"%d"' % occurrence, None)
     return CachedRequest(chunk_index, ordinal, "same id", key, answer)
@@ -251,9 +248,7 @@ def test_a_second_connection_is_locked_out(tmp_path):
 CHUNK = Chunk(0, 0)
 
 
-def make_storage(
-    folder: Path, interval: Interval | None = None, on_change: Callable[[], None] = lambda: None
-) -> tuple[StorageThread, RankFiles]:
+def make_storage(folder, interval=None, on_change=lambda: None):
     fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
     every = interval or Interval(60, SYNC_TUNING)

@@ -128,7 +128,7 @@ def _ends_all():
         made.pop().die()
 
 
-def grow_old(folder: Path, seconds: float) -> None:
+def grow_old(folder, seconds):
     """As if so much time had passed since what is in the folder was written."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -139,11 +139,11 @@ def grow_old(folder: Path, seconds: float) -> None:
 # crash points ------------------------------------------------------------------------------------
 
 
-def on_disk(folder: Path) -> Callable[[str], ClaimStore]:
+def on_disk(folder):
     return lambda owner: DiskClaims(folder / "claims", owner)
 
 
-def in_bucket(folder: Path) -> Callable[[str], ClaimStore]:
+def in_bucket(folder):
     return lambda owner: ObjectClaims(f"file://{folder}/claims", owner, 0.0)
 
 
@@ -175,7 +175,7 @@ def test_after_a_crash_at_any_effect_another_process_does_what_is_left(tmp_path,
     assert len(points) > 15
 
 
-def attempt(process: Process) -> None:
+def attempt(process):
     """One rank fails, another one is done, and the process ends in the middle of the next."""
     first = process.take()
     if first is None:
@@ -547,7 +547,7 @@ def test_each_rank_is_completed_once_whatever_happens_to_workers(
     )
 
 
-def no_locks(fd: int, how: int) -> None:
+def no_locks(fd, how):
     raise OSError
 
 

@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import formatdate
@@ -35,7 +35,7 @@ from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
+from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
@@ -67,12 +67,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def chat(content: Any = "hi", finish_reason: Any = "stop", **message: Any) -> bytes:
+def chat(content="hi", finish_reason="stop", **message):
     choice = {"message": {"content": content, **message}, "finish_reason": finish_reason}
     return json.dumps({"choices": [choice], "usage": {"total_tokens": 3}}).encode()
 
 
-def http(status: int, body: bytes, *headers: str) -> bytes:
+def http(status, body, *headers):
     lines = [
         f"HTTP/1.1 {status} X",
         "Content-Type: application/json",
@@ -82,32 +82,32 @@ def http(status: int, body: bytes, *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-def answer(raw: bytes) -> Reply:
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+def answer(raw):
+    async def reply(server, writer):
         writer.write(raw)
 
     return reply
 
 
-def then_close(raw: bytes = b"") -> Reply:
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+def then_close(raw=b""):
+    async def reply(server, writer):
         writer.write(raw)
         writer.close()
 
     return reply
 
 
-async def reset(server: RawServer, writer: asyncio.StreamWriter) -> None:
+async def reset(server, writer):
     linger = struct.pack("ii", 1, 0)  # close() then sends RST instead of FIN
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     writer.close()
 
 
-async def never(server: RawServer, writer: asyncio.StreamWriter) -> None:
+async def never(server, writer):
     await server.closing.wait()
 
 
-async def chunked(server: RawServer, writer: asyncio.StreamWriter) -> None:
+async def chunked(server, writer):
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     for byte in chat():
         writer.write(b"1\r\n" + bytes([byte]) + b"\r\n")
@@ -150,7 +150,7 @@ class RawServer:
 
 
 @asynccontextmanager
-async def serving(*replies: Reply) -> AsyncIterator[tuple[RawServer, str]]:
+async def serving(*replies):
     raw = RawServer(*replies)
     listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0, backlog=1000)
     try:
@@ -176,7 +176,7 @@ class Sleeps(list[float]):
         return self.now
 
 
-def config(**settings: Any) -> InferenceConfig:
+def config(**settings):
     defaults: dict[str, Any] = {
         "server_type": "dummy",
         "model_name_or_path": "org/model",
@@ -186,9 +186,7 @@ def config(**settings: Any) -> InferenceConfig:
 
 
 @asynccontextmanager
-async def talking(
-    *replies: Reply, sleep: Any = None, **settings: Any
-) -> AsyncIterator[tuple[RawServer, CompletionClient, Sleeps]]:
+async def talking(*replies, sleep=None, **settings):
     """A scripted server, and a client whose time is that of ``Sleeps``."""
     sleeps = Sleeps()
     async with (
@@ -216,7 +214,7 @@ class Outcome:
             self.stats = client.stats
 
 
-def choices(*found: dict[str, Any]) -> bytes:
+def choices(*found):
     return json.dumps({"choices": list(found)}).encode()
 
 
@@ -494,10 +492,10 @@ async def test_the_wait_is_said_at_first_and_then_now_and_then(log):
     assert re.match(r"INFO The server answers, after \d+ s\.", log[-1])
 
 
-def only_others(status: int) -> Reply:
+def only_others(status):
     """Answers each request but those whose body is BODY."""
 
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         await (answer(http(status, b"")) if server.requests[-1][1] == BODY else GOOD)(
             server, writer
         )
@@ -612,10 +610,10 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status):
     assert outcome.server.connections == 2
 
 
-def right(writers: list[asyncio.StreamWriter]) -> Reply:
+def right(writers):
     """Answers each request; the test may write more into the connections."""
 
-    async def reply(server: RawServer, writer: asyncio.StreamWriter) -> None:
+    async def reply(server, writer):
         writers.append(writer)
         writer.write(http(200, chat("right")))
 
@@ -637,7 +635,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
         assert server.connections == 4
 
 
-async def turns() -> None:
+async def turns():
     """What was sent until now is read by then."""
     for _ in range(10):
         await asyncio.sleep(0)
@@ -671,7 +669,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
     assert "".join(log).count("has sent an answer without a request") == 1
 
 
-def numbered(content: str) -> bytes:
+def numbered(content):
     return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
 
 

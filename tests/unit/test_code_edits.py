@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     after: dict[str, str]
 
 
-def rows(kind: str) -> Iterator[Row]:
+def rows(kind):
     for part in re.split(r"^## ", (DATA / f"code_edits_{kind}.txt").read_text(), flags=re.M)[1:]:
         name, _, text = re.sub(r"^# .*\n", "", part, flags=re.M).partition("\n")
         flags = set(_FLAGS.findall(name))
@@ -63,7 +63,7 @@ def rows(kind: str) -> Iterator[Row]:
             yield Row(f"{name[6:]}: {change}", index == 0, flags, before, files(text, {index}))
 
 
-def files(text: str, edited: set[int] | None) -> dict[str, str]:
+def files(text, edited):
     """The files with some of the edits."""
     numbers = iter(range(text.count("→")))
     text = _EDIT.sub(
@@ -140,17 +140,17 @@ Load = Callable[[str, dict[str, str], set[str]], Project]
 
 
 @contextmanager
-def loading(folder: Path) -> Iterator[Load]:
+def loading(folder):
     loaded = set(sys.modules)
 
-    def purge() -> None:
+    def purge():
         for name in set(sys.modules) - loaded:
             if str(getattr(sys.modules[name], "__file__", None) or folder).startswith(str(folder)):
                 del sys.modules[name]
 
     with pytest.MonkeyPatch.context() as patch:
 
-        def load_project(version: str, files: dict[str, str], flags: set[str]) -> Project:
+        def load_project(version, files, flags):
             purge()
             return Project(folder / version, files, flags, patch)
 
@@ -167,7 +167,7 @@ def load(ram):
 _before: dict[Any, tuple[str, Any]] = {}
 
 
-def before(load: Load, row: Row) -> tuple[str, Any]:
+def before(load, row):
     """Identity and behaviour before an edit. Rows of one project share them."""
     key = frozenset(row.flags), frozenset(row.before.items())
     if key not in _before:
@@ -176,7 +176,7 @@ def before(load: Load, row: Row) -> tuple[str, Any]:
     return _before[key]
 
 
-def is_seen(load: Load, row: Row) -> bool:
+def is_seen(load, row):
     """Whether the edit changes both identity and behaviour; false: neither."""
     identity, behaviour = before(load, row)
     after = load("after", row.after, row.flags)
@@ -217,7 +217,7 @@ _OTHERS: dict[Any, Any] = {
 }
 
 
-def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
+def mutations(tree):
     """Nodes, each with a field and another value for it."""
     for node in ast.walk(tree):
         match node:
@@ -245,7 +245,7 @@ def mutations(tree: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
                         )
 
 
-def library() -> dict[str, str]:
+def library():
     """A project of a script and a copy of a library."""
     spec = importlib.util.find_spec("jmespath")
     assert spec.origin
@@ -261,10 +261,10 @@ class Endless(BaseException):
     pass
 
 
-def attempt(work: Callable[[], Any]) -> Any:
+def attempt(work):
     """What a mutated library gives; None if it raises, or if its loop does not end."""
 
-    def end(number: int, frame: Any) -> None:
+    def end(number, frame):
         raise Endless
 
     before = signal.signal(signal.SIGALRM, end)

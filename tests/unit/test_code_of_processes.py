@@ -66,7 +66,7 @@ if __name__ == "__main__":
 """
 
 
-def identity(folder: Path, start: str) -> str:
+def identity(folder, start):
     """What a process prints that is started with this environment and these arguments."""
     words = start.split()
     variables = dict(word.split("=", 1) for word in words if not word.startswith("--"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import itertools
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +34,11 @@ VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def a_writer(folder: Path, **changes: Any) -> ParquetWriter:
+def a_writer(folder, **changes):
     return ParquetWriter(str(folder), "${rank}.parquet", expand_metadata=True, **changes)
 
 
-def schema_of(*values: Any) -> Any:
+def schema_of(*values):
     types = ColumnTypes()
     types.add([{} if value is ... else {"c": value} for value in values])
     return types.schema()
@@ -59,7 +58,7 @@ def files(tmp_path_factory):
     return {name: folder / f"{name}.parquet" for name in VALUES}
 
 
-def rows(first: Path, later: Path) -> list[Any] | None:
+def rows(first, later):
     """The later file's two values, as they load after the first one."""
     try:
         return [row["c"] for row in ds.dataset([str(first), str(later)]).to_table().to_pylist()[2:]]
@@ -67,7 +66,7 @@ def rows(first: Path, later: Path) -> list[Any] | None:
         return None
 
 
-def without_none(value: Any) -> Any:
+def without_none(value):
     """The value without the keys of dicts that have no value."""
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}

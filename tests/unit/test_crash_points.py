@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ from tests.crash_points import (
 from tests.power_loss import PowerLossDisk
 
 
-def attempt(folder: Path) -> None:
+def attempt(folder):
     """Every effect, in one order."""
     disk, output, log = files.disk, folder / "output", folder / "log"
     disk.make_dirs(output)

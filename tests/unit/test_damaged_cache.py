@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import random
 import sqlite3
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from datatrove_ckpt.testing.disks import disk_in_place
 from tests.disk_errors import FailingDisk
 
 
-def request(ordinal: int, text: str = "{}") -> CachedRequest:
+def request(ordinal, text="{}"):
     return CachedRequest(
         0, ordinal, f"id {ordinal}", AnswerKey(0, "hash", 0), Answer(text.encode(), None)
     )
@@ -33,13 +32,13 @@ def path(tmp_path):
     return path
 
 
-def execute(path: Path, statement: str) -> None:
+def execute(path, statement):
     with sqlite3.connect(path) as connection:
         connection.executescript(statement)
     connection.close()
 
 
-def aside(path: Path) -> list[str]:
+def aside(path):
     return sorted(found.name.partition("Z")[2] for found in path.parent.glob("*.damaged-*"))
 
 

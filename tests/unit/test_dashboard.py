@@ -17,7 +17,7 @@ _NAME = re.compile(rf"\b{PREFIX}\w+")
 _PARTS = re.compile("_(bucket|sum|count)$")
 
 
-def expressions() -> list[str]:
+def expressions():
     shown = [target["expr"] for panel in PANELS for target in panel["targets"]]
     variables = [
         one["definition"] for one in DASHBOARD["templating"]["list"] if one["type"] == "query"
@@ -25,7 +25,7 @@ def expressions() -> list[str]:
     return shown + variables + [one["expr"] for one in DASHBOARD["annotations"]["list"]]
 
 
-def metric(name: str) -> str:
+def metric(name):
     """Of a series: a histogram has three."""
     return _PARTS.sub("", name) if name not in METRICS else name
 

@@ -8,17 +8,13 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
@@ -47,7 +43,7 @@ def _own_caches(tmp_path, monkeypatch):
     datasets.enable_progress_bars()
 
 
-def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
+def rows(count, first=0):
     """Every seventh row has no text."""
     return [
         {"text": f"text {i}" if i % 7 else "", "name": f"n{i}", "number": i}
@@ -55,7 +51,7 @@ def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def write(folder: Path, kind: str, sizes: tuple[int, ...] = SIZES) -> Path:
+def write(folder, kind, sizes=SIZES):
     folder.mkdir(exist_ok=True)
     for number, size in enumerate(sizes):
         write_table(
@@ -67,18 +63,16 @@ def write(folder: Path, kind: str, sizes: tuple[int, ...] = SIZES) -> Path:
     return folder
 
 
-def arguments(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
+def arguments(folder, kind, **options):
     chosen = {"data_files": str(folder / f"*.{kind}"), "split": "train"}
     return {"dataset": kind, "dataset_options": chosen, "batch_size": 8} | options
 
 
-def read(kind: type[Any], options: dict[str, Any], rank: int = 0, tasks: int = 1) -> list[Document]:
+def read(kind, options, rank=0, tasks=1):
     return list(kind(**options).run(None, rank, tasks))
 
 
-def assert_resumes_everywhere(
-    options: dict[str, Any], documents: list[Document], rank: int, tasks: int, step: int = 7
-) -> None:
+def assert_resumes_everywhere(options, documents, rank, tasks, step=7):
     """Where batches, row groups and shards begin and end differs, so every ``step``-th position
     meets all cases.
     """
@@ -120,7 +114,7 @@ def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_
         assert_resumes_everywhere(options, documents, rank, tasks)
 
 
-def upper(self: Any, data: dict[str, Any], path: str, id_in_file: int | str) -> dict[str, Any]:
+def upper(self, data, path, id_in_file):
     return {
         "text": data["text"].upper(),
         "id": f"{path}!{id_in_file}",
@@ -281,9 +275,7 @@ def test_shards_without_rows(tmp_path):
 # Another input -----------------------------------------------------------------------------------
 
 
-def resume(
-    options: dict[str, Any], document: Document, rank: int = 0, tasks: int = 1
-) -> list[Document]:
+def resume(options, document, rank=0, tasks=1):
     reader = HuggingFaceDatasetReader(**options)
     reader.load_state_dict(position_state(document))
     return list(reader.run(None, rank, tasks))
@@ -445,14 +437,14 @@ class Answer(Exception):
         )
 
 
-def retried(errors: Iterator[Exception]) -> tuple[list[float], object]:
+def retried(errors):
     """The waits for a call that raises these errors in turn, and then the error that came out of
     it, or "done".
     """
     waits: list[float] = []
     policy = replace(retrying.READING, sleep=waits.append, clock=lambda: sum(waits))
 
-    def call() -> str:
+    def call():
         for error in errors:
             raise error
         return "done"

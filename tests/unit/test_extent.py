@@ -5,13 +5,10 @@ start to the end.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.generation.progress import input_position
@@ -25,14 +22,14 @@ RANDOM = random.Random(3)
 TEXTS = [RANDOM.randbytes(RANDOM.randrange(20, 60)).hex() for _ in range(FILES * ROWS)]
 
 
-def write(folder: Path, kind: str) -> None:
+def write(folder, kind):
     options = {"compression": None} if kind == "parquet" else {}
     for number in range(FILES):
         table = pa.table({"text": TEXTS[number * ROWS : (number + 1) * ROWS]})
         write_table(folder / f"{number}.{kind}", table, 90, **options)
 
 
-def reached(document: Document) -> Reached:
+def reached(document):
     """At once: a reader is some documents ahead, and what was read of a compressed file is that of
     now.
     """
@@ -85,7 +82,7 @@ def test_of_many_files_some_are_measured_in_a_thread():
     assert not extent.measuring.is_alive(), "once"
 
 
-def source(done: Reached, handed_over: int, is_at_end: bool = False) -> Any:
+def source(done, handed_over, is_at_end=False):
     return SimpleNamespace(reached=lambda: done, handed_over=handed_over, is_at_end=is_at_end)
 
 

@@ -41,7 +41,7 @@ def test_this_machines_own_mounts_can_be_read(tmp_path):
     assert find_mount(tmp_path, "a line of another kind\n") is None
 
 
-def of(kind: str, options: str = "rw", source: str = "somewhere") -> FilesystemTraits:
+def of(kind, options="rw", source="somewhere"):
     return traits(Mount(Path("/m"), kind, source, frozenset(options.split(","))))
 
 

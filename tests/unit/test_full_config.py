@@ -61,14 +61,14 @@ def printed(tmp_path, monkeypatch, capsys):
     return dry_run
 
 
-def runner(text: str) -> dict[str, Any]:
+def runner(text):
     arguments: dict[str, Any] = read_value(text)["executor"]["init_args"]["pipeline"][-1][
         "init_args"
     ]
     return arguments
 
 
-def kept() -> dict[str, bytes]:
+def kept():
     """Output, files of the commits, and identity.
 
     Times and the running process are others each time.

@@ -5,7 +5,6 @@ bounded.
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,7 @@ from tests.histories import History, progress, read_history
 from tests.rank_folders import failed
 
 
-def records() -> list[Record]:
+def records():
     return [
         Start(at=1.0, attempt=1, host="node7", pid=42, job="17_3", slot=0, version="0.2.0"),
         progress(at=1.0),
@@ -55,7 +54,7 @@ def records() -> list[Record]:
     ]
 
 
-def written(path: Path, content: list[Record]) -> Path:
+def written(path, content):
     path.write_bytes(b"".join(record.to_line() for record in content))
     return path
 
@@ -102,7 +101,7 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path):
 _MINUTES_OF_A_WEEK = 7 * 24 * 60
 
 
-def minute(number: int) -> Progress:
+def minute(number):
     """A line as long as that of a rank in the middle of a large run."""
     own = WorkCounts(
         *(number * factor for factor in range(100, 110)), {"timeout": number, "HTTP 503": number}
@@ -120,7 +119,7 @@ def minute(number: int) -> Progress:
     )
 
 
-def progress_of(path: Path) -> list[Progress]:
+def progress_of(path):
     return [record for record in read_history(path).records if isinstance(record, Progress)]
 
 

@@ -86,7 +86,7 @@ BAD = {
 }
 
 
-def feed(pieces: list[bytes]) -> ResponseParser:
+def feed(pieces):
     """A parser whose answer is complete with the last piece and not before."""
     parser = ResponseParser()
     assert [parser.feed(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]

@@ -70,7 +70,7 @@ def test_a_writers_folder_is_recognised():
 FOLDER = HubFolder("dataset", "org/name")
 
 
-def answer(status: int, text: str = "", url: str = "https://hub/api/x", **headers: str) -> OSError:
+def answer(status, text="", url="https://hub/api/x", **headers):
     """An error of the client, as ``StoppableCalls`` raises it."""
     error = FileSystemFailed(text)
     inner = RuntimeError(f"{status} for url: {url}. {text}")
@@ -169,7 +169,7 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log):
 # How often the ranks of a job commit to one repository -------------------------------------------
 
 
-def made(ages: list[float], ranks: int = 1) -> CommitHistory:
+def made(ages, ranks=1):
     """Newest first."""
     titles = [commit_title("1 file", n % ranks, "0") for n in range(len(ages))]
     return CommitHistory(

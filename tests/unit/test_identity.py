@@ -19,12 +19,10 @@ from datatrove.data import Document
 from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.identity import fields_without_secrets
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_text, code_values, code_walk
 from datatrove_ckpt.generation.run_identity import code_identity
-from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import documents, runner
 from tests.kept import content_of, edit
@@ -60,14 +58,14 @@ rollout = make(1)
 """
 
 
-def load(path: Path, name: str = "rollouts_of_a_user") -> Any:
+def load(path, name="rollouts_of_a_user"):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def as_main(folder: Path, source: str, patch: pytest.MonkeyPatch) -> types.ModuleType:
+def as_main(folder, source, patch):
     """A program that Python runs."""
     path = folder / "main_script.py"
     path.write_text(source)
@@ -76,7 +74,7 @@ def as_main(folder: Path, source: str, patch: pytest.MonkeyPatch) -> types.Modul
     return module
 
 
-def load_changed(folder: Path, name: str, *changes: tuple[str, str], source: str = MODULE) -> Any:
+def load_changed(folder, name, *changes, source=MODULE):
     """The module with changes to its source, each version in a file of its own."""
     for old, new in changes:
         assert old in source
@@ -100,11 +98,11 @@ def test_a_setting_that_json_cannot_express_counts_with_its_type(tmp_path, serve
 # what the hash of code sees ----------------------------------------------------------------------
 
 
-def code_of(rollout: Any) -> Any:
+def code_of(rollout):
     return code_identity(rollout, None).fields["rollout_fn code"]
 
 
-def tree_hash(source: str) -> str:
+def tree_hash(source):
     return code_text.write_tree(code_text.parse(source))
 
 
@@ -213,7 +211,7 @@ If it changes, all unfinished runs are refused: raise ``_VERSION`` then.
 
 
 @functools.cache
-def python(minor: int) -> str | None:
+def python(minor):
     """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv
     installed.
     """
@@ -279,11 +277,11 @@ def test_a_refusal_says_that_bytecode_was_compared(tmp_path, server):
 # checkpoints of release 0.1.0 --------------------------------------------------------------------
 
 
-def run_json(folder: Path) -> Path:
+def run_json(folder):
     return folder / "checkpoints" / "00000" / "run.json"
 
 
-def fields_of(folder: Path) -> dict[str, Any]:
+def fields_of(folder):
     """The identity that is kept."""
     kept = content_of(run_json(folder))
     return {
@@ -358,7 +356,7 @@ class SecretAsker:
         return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
 
 
-def secret_runner(folder: Path, server: FakeServer, **settings: Any) -> InferenceRunner:
+def secret_runner(folder, server, **settings):
     params = {"extra_headers": {"Authorization": "s3cret"}}
     step = runner(folder, server, SecretAsker(), **{"shared_context": SECRETS} | settings)
     step.config.default_generation_params = params

@@ -26,7 +26,6 @@ from datatrove_ckpt.readers import (
     JsonlReader,
     ParquetReader,
     Reading,
-    SeekingReader,
     jsonl,
     no_document,
     position_state,
@@ -43,11 +42,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def texts(reader: SeekingReader) -> list[str]:
+def texts(reader):
     return [document.text for document in reader.run()]
 
 
-def read_until(error: type[Exception], reader: SeekingReader) -> list[Document]:
+def read_until(error, reader):
     """The documents before the error."""
     read: list[Document] = []
     with suppress(error):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch
 
 
-def identity(**fields: Any) -> RunIdentity:
+def identity(**fields):
     return RunIdentity({"model": "m", "tasks": 3, **fields})
 
 

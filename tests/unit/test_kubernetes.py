@@ -26,7 +26,6 @@ from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Printed
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +48,7 @@ def _here(here, monkeypatch):
         del sys.modules[name]
 
 
-def manifests(printed: Printed) -> tuple[dict[str, Any], dict[str, Any]]:
+def manifests(printed):
     """ConfigMap and Job, which are as the API wants them."""
     config_map, job = yaml.safe_load_all(printed.out)
     check("core.v1.ConfigMap", config_map)
@@ -57,20 +56,20 @@ def manifests(printed: Printed) -> tuple[dict[str, Any], dict[str, Any]]:
     return config_map, job
 
 
-def check(kind: str, manifest: dict[str, Any]) -> None:
+def check(kind, manifest):
     Draft202012Validator({"$ref": f"#/$defs/io.k8s.api.{kind}", **SCHEMA}).validate(manifest)
 
 
-def job_of(printed: Printed) -> dict[str, Any]:
+def job_of(printed):
     return manifests(printed)[1]
 
 
-def pod_of(printed: Printed) -> dict[str, Any]:
+def pod_of(printed):
     pod: dict[str, Any] = job_of(printed)["spec"]["template"]["spec"]
     return pod
 
 
-def on_volume(rollout: str | None = None, more: str = "") -> None:
+def on_volume(rollout=None, more=""):
     """Writes job.yaml, whose folders are on a volume; checkpoints are not."""
     given = {} if rollout is None else {"rollout": rollout}
     text = job_yaml(
@@ -372,13 +371,13 @@ def test_the_exit_code_of_a_worker_tells_what_happened(command, monkeypatch):
         command(*run, "--pipeline.1.rollout_fn.prompt=Sing {text}", code=2)
 
 
-def from_server() -> errors.CkptError:
+def from_server():
     error = errors.DocumentFailed("a request failed")
     error.__cause__ = errors.RequestFailed("503")
     return error
 
 
-def from_network(error: errors.CkptError) -> errors.CkptError:
+def from_network(error):
     error.__cause__ = httpx.ConnectError("no route")
     return error
 

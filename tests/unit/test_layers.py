@@ -55,7 +55,7 @@ class Module(NamedTuple):
 
 
 @cache
-def modules() -> dict[str, Module]:
+def modules():
     """Of each file what the tests need: its whole tree would stay in memory, and every collection
     would visit it.
     """
@@ -75,7 +75,7 @@ def modules() -> dict[str, Module]:
     return found
 
 
-def imports(tree: ast.Module) -> set[str]:
+def imports(tree):
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -88,7 +88,7 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 @cache
-def own_imports(name: str) -> set[str]:
+def own_imports(name):
     """The modules of ours that a module imports, by their names below the package."""
     prefix = "datatrove_ckpt."  # "torch" alone is not ours
     found = {
@@ -106,7 +106,7 @@ def test_the_name_of_a_class_has_one_meaning():
     assert shown <= set(modules()["errors"].classes)
 
 
-def room(name: str) -> str:
+def room(name):
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "inference" else parts[0]
 

@@ -53,7 +53,7 @@ def _short(monkeypatch):
         monkeypatch.setattr(preemption, name, seconds)
 
 
-async def stopping(shutdown: Shutdown, fast: bool = False) -> Watch:
+async def stopping(shutdown, fast=False):
     """As ``Preemption.watched`` does it, on a loop that answers."""
     watch = Watch(shutdown)
     stop = asyncio.create_task(shutdown.requested())

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint import files
@@ -51,7 +51,7 @@ def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path, 
 # Remote folders ----------------------------------------------------------------------------------
 
 
-def upload_fails(folder: DataFolder, kind: type[Exception], said: str) -> None:
+def upload_fails(folder, kind, said):
     with pytest.raises(kind, match=said), probe_object(folder) as upload:
         upload(b"1234")
 

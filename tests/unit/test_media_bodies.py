@@ -18,7 +18,7 @@ from datatrove_ckpt.generation.scheduler import DocumentLimit
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.transport import Transport, make_transport
+from datatrove_ckpt.inference.client.transport import make_transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.memory import ByteBudget, usable_memory
 from datatrove_ckpt.rollouts import media_part
@@ -29,7 +29,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def body(data: bytes = DATA, text: str = "What is it?") -> tuple[Body, bytes]:
+def body(data=DATA, text="What is it?"):
     """A body, and what must be sent of it."""
     part, again = media_part(data), media_part(data[:8])
     payload = {
@@ -63,10 +63,10 @@ def over(request, monkeypatch):
     return asyncio.run
 
 
-async def with_server(serve: Serve, use: Callable[[Transport], Awaitable[None]]) -> None:
+async def with_server(serve, use):
     writers: list[asyncio.StreamWriter] = []
 
-    async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def kept(reader, writer):
         writers.append(writer)
         await serve(reader, writer)
 
@@ -86,7 +86,7 @@ async def with_server(serve: Serve, use: Callable[[Transport], Awaitable[None]])
         await server.wait_closed()
 
 
-async def read_request(reader: asyncio.StreamReader) -> bytes:
+async def read_request(reader):
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.findall(rb"content-length: *(\d+)", head, re.IGNORECASE)
     assert len(length) == 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -38,14 +35,14 @@ from tests.histories import progress
 LONG = 3600.0  # seconds: however busy the machine is
 
 
-def buckets(*values: float) -> Buckets:
+def buckets(*values):
     found = Buckets()
     for value in values:
         found.count(value)
     return found
 
 
-def spread() -> Spread:
+def spread():
     return Spread(
         milliseconds=buckets(0.5, 1.5, 100, 3000),
         prompt_tokens=buckets(10, 100),
@@ -53,9 +50,7 @@ def spread() -> Spread:
     )
 
 
-def metrics(
-    rank: int = 3, state: str = "running", documents: int = 7, run: str = "my run"
-) -> RankNow:
+def metrics(rank=3, state="running", documents=7, run="my run"):
     return RankNow(
         run, rank, "node7", "4711_5", 1000.0, 8, state, 1234.5, progress(documents), spread()
     )
@@ -64,13 +59,13 @@ def metrics(
 METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
 
 
-def exposition(ranks: list[RankNow]) -> bytes:
+def exposition(ranks):
     """The text that Prometheus gets."""
     registry = SimpleNamespace(collect=lambda: families(ranks))
     return bytes(generate_latest(registry))  # type: ignore[arg-type]
 
 
-def samples(text: str, **wanted: str) -> dict[str, float]:
+def samples(text, **wanted):
     """By name and further labels: those of one rank."""
     found = {}
     for family in text_string_to_metric_families(text):
@@ -188,7 +183,7 @@ def test_a_run_is_named_after_its_folder():
     assert name_of_folder("") == "run"
 
 
-def waited_for(condition: Callable[[], Any]) -> Any:
+def waited_for(condition):
     """What it returns once it is true. A test's own time limit ends the wait."""
     while not (found := condition()):
         time.sleep(0.01)
@@ -209,7 +204,7 @@ def host(monkeypatch):
 PORT = 9464  # below those that the kernel gives to others
 
 
-def get(host: str, port: int = PORT) -> str:
+def get(host, port=PORT):
     """The answer; "" if nobody listens."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -221,7 +216,7 @@ def get(host: str, port: int = PORT) -> str:
         return ""
 
 
-def shown(host: str, rank: int, state: str = "running") -> contextlib.AbstractContextManager[None]:
+def shown(host, rank, state="running"):
     port = metrics_port(host, PORT)
     assert port is not None
     return port.shows(lambda: metrics(rank, state))

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -19,11 +18,11 @@ from tests.stateful_rows import Rows
 ENDS = ["stop", "drop", "repeat"]
 
 
-def source(name: str, count: int) -> Rows:
+def source(name, count):
     return Rows([f"{name}{i}" for i in range(count)], shuffles=True)
 
 
-def mix(at_end: Any = "stop", counts: tuple[int, ...] = (20, 5, 0), seed: int = 0) -> Mix:
+def mix(at_end="stop", counts=(20, 5, 0), seed=0):
     return Mix(
         [source(name, count) for name, count in zip("abc", counts, strict=False)],
         [2, 1, 1][: len(counts)],

@@ -8,17 +8,15 @@ import errno
 import fcntl
 import itertools
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from datatrove_ckpt.checkpoint import ledger
-from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot, ChunkTracker, no_position
+from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -33,12 +31,12 @@ from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 # chunks ------------------------------------------------------------------------------------------
 
 
-def tracker(folder: Path, point: ResumePoint | None = None) -> tuple[ChunkTracker, list[Chunk]]:
+def tracker(folder, point=None):
     complete: list[Chunk] = []
     return ChunkTracker(folder, 2, point or ResumePoint(), complete.append), complete
 
 
-def admit(chunks: ChunkTracker, ordinal: int) -> ChunkSlot:
+def admit(chunks, ordinal):
     slot = chunks.admit(f"input {ordinal}", no_position)
     assert slot is not None
     return slot
@@ -74,29 +72,27 @@ def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path
 # the whole ---------------------------------------------------------------------------------------
 
 
-def write_chunk(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+def write_chunk(index, documents):
     return [OutputFile(f"{index}", sum(len(finished.document) for finished in documents), "")]
 
 
-def nothing() -> None:
+def nothing():
     pass
 
 
 def opened(
-    folder: Path,
-    write: Callable[..., list[OutputFile]] = write_chunk,
-    placement: Placement | None = None,
-    **changes: Any,
-) -> OpenCheckpoint:
+    folder,
+    write=write_chunk,
+    placement=None,
+    **changes,
+):
     identity = RunIdentity({"records_per_chunk": 2, "tasks": 1})
     settings = CheckpointManager(folder, 0, 2, identity, nothing, nothing, **changes)
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
     return OpenCheckpoint(settings, settings.take(), output)
 
 
-def run(
-    checkpoint: OpenCheckpoint, number: int, while_open: Callable[[], None] = lambda: None
-) -> None:
+def run(checkpoint, number, while_open=lambda: None):
     """Each document has one answer, and is looked up first."""
     changed = threading.Event()
     checkpoint.on_change = changed.set
@@ -115,7 +111,7 @@ def run(
         checkpoint.raise_failure()
 
 
-def no_locks(fd: int, how: int) -> None:
+def no_locks(fd, how):
     raise OSError(errno.ENOLCK, "no locks")
 
 
@@ -237,18 +233,18 @@ def test_a_chunk_that_is_committed_between_any_two_reads_of_a_ledger_is_seen(
     assert moment >= 6
 
 
-def ledger_reads(folder: Path, moment: int, want: Want, monkeypatch: pytest.MonkeyPatch) -> int:
+def ledger_reads(folder, moment, want, monkeypatch):
     """Reads a rank whose second chunk is committed before read number ``moment``.
 
     Returns the number of reads.
     """
     may_publish, changed, reads = threading.Event(), threading.Event(), 0
 
-    def write_later(index: int, documents: Iterator[Finished]) -> list[OutputFile]:
+    def write_later(index, documents):
         assert index == 0 or may_publish.wait(30)
         return write_chunk(index, documents)
 
-    def reading(read: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def reading(read, *given, **named):
         nonlocal reads
         if reads == moment:
             may_publish.set()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,11 +60,11 @@ def files(monkeypatch):
     return Breaking
 
 
-def leased(check: Callable[[], None] = lambda: None) -> Any:
+def leased(check=lambda: None):
     return SimpleNamespace(check=check)
 
 
-def remote_folder(scratch: Path, lease: Any, calls: StoppableCalls) -> RemoteTarget:
+def remote_folder(scratch, lease, calls):
     return RemoteTarget(DataFolder("breaking://output"), scratch, lease, calls)
 
 
@@ -86,11 +85,11 @@ def local(tmp_path):
     return tmp_path / "staged"
 
 
-def failing(*errors: Exception) -> Put:
+def failing(*errors):
     """Raises these errors, one per call, and then none."""
     left = list(errors)
 
-    def fail(path: str) -> None:
+    def fail(path):
         if left:
             raise left.pop(0)
 
@@ -212,7 +211,7 @@ class Answered(Exception):
         self.__dict__.update(attributes)
 
 
-def by_s3(kind: type[OSError], code: str, status: int) -> OSError:
+def by_s3(kind, code, status):
     error = kind("said S3")
     error.__cause__ = Answered(
         response={"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
@@ -279,7 +278,7 @@ class Uploads:
         }
 
 
-def on_s3(uploads: Uploads, scratch: Path, *left: str) -> S3Target:
+def on_s3(uploads, scratch, *left):
     """``left``: the files that an earlier process has staged."""
     folder = SimpleNamespace(
         fs=uploads, resolve_paths=lambda name: f"s3://bucket/output/{name}".rstrip("/")

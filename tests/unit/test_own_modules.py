@@ -33,7 +33,7 @@ def write(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def names() -> set[str]:
+def names():
     return {name for files in own_modules().values() for name in files}
 
 

@@ -26,11 +26,11 @@ _FOR_TYPE_CHECKERS = {"_typeshed"}
 _FROM = {"mlflow": ["mlflow-skinny"]}
 
 
-def normalized(name: str) -> str:
+def normalized(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def declared() -> set[str]:
+def declared():
     lines = [
         *PROJECT["dependencies"],
         *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
@@ -38,7 +38,7 @@ def declared() -> set[str]:
     return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
 
 
-def imported() -> set[str]:
+def imported():
     """The top-level packages that the package imports, anywhere in it."""
     found: set[str] = set()
     for path in Path(datatrove_ckpt.__file__).parent.rglob("*.py"):

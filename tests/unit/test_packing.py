@@ -22,13 +22,13 @@ from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
 
 
-def rows_of(lengths: list[int], first: int = 0) -> list[list[int]]:
+def rows_of(lengths, first=0):
     """Rows of these lengths, whose tokens count on."""
     numbers = itertools.count(first)
     return [list(itertools.islice(numbers, length)) for length in lengths]
 
 
-def tokens(samples: Any) -> list[list[int]]:
+def tokens(samples):
     return [sample["input_ids"].tolist() for sample in samples]
 
 

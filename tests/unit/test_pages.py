@@ -46,7 +46,7 @@ from tests.unit.test_layers import ROOMS
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def codes(text: str) -> list[str]:
+def codes(text):
     """What stands between backticks."""
     return re.findall(r"`([^`\n]+)`", text)
 
@@ -112,7 +112,7 @@ def test_commands_that_run_elsewhere_are_in_a_page_and_are_covered_there():
 # links and names ---------------------------------------------------------------------------------
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -249,7 +249,7 @@ def parser(monkeypatch):
     return found[0]
 
 
-def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def subcommands(parser):
     (action,) = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ VECTORS = np.random.default_rng(0).random((600, 8), dtype=np.float32)
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])
 
 
-def adapter(self: Any, document: Document) -> dict[str, Any]:
+def adapter(self, document):
     return {"id": document.id, "words": document.text.split()}
 
 
@@ -60,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def documents(vectors: bool) -> list[Document]:
+def documents(vectors):
     found = []
     for number in range(600):
         metadata = {
@@ -76,14 +75,12 @@ def documents(vectors: bool) -> list[Document]:
     return found
 
 
-def writer(
-    folder: Path, kind: type[ParquetWriter] = ParquetWriter, **settings: Any
-) -> ParquetWriter:
+def writer(folder, kind=ParquetWriter, **settings):
     settings.setdefault("output_filename", "${rank}_chunk_${chunk_index}.parquet")
     return kind(str(folder), **settings)
 
 
-def ours(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, bytes]:
+def ours(folder, found, own):
     staged = StagedFiles(folder, own.output_mg)
     finished: Any = [
         SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)
@@ -92,7 +89,7 @@ def ours(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, b
     return {name: (folder / name).read_bytes() for name in staged.finished}
 
 
-def theirs(folder: Path, found: list[Document], own: ParquetWriter) -> dict[str, bytes]:
+def theirs(folder, found, own):
     for document in found:
         own.write(decode_rows(encode(document)), 2, chunk_index="00005")
     own.close()

@@ -8,12 +8,10 @@ import datetime
 import json
 from decimal import Decimal
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.cli.main import main
@@ -21,7 +19,6 @@ from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch.samples import table_rows
 from tests.jobs import documents, runner
 
@@ -33,12 +30,12 @@ Values = list[list[Any]]
 """The column's value in each document, by chunk. ``...``: the document has no such column."""
 
 
-def parquet(folder: Path, **changes: Any) -> ParquetWriter:
+def parquet(folder, **changes):
     changes.setdefault("expand_metadata", True)
     return ParquetWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.parquet", **changes)
 
 
-def with_values(values: Values) -> list[Document]:
+def with_values(values):
     flat = [value for chunk in values for value in chunk]
     found = documents(len(flat))
     for document, value in zip(found, flat, strict=True):
@@ -46,20 +43,20 @@ def with_values(values: Values) -> list[Document]:
     return found
 
 
-def written(folder: Path, server: FakeServer, values: Values, **changes: Any) -> list[Path]:
+def written(folder, server, values, **changes):
     changes.setdefault("output_writer", parquet(folder))
     step = runner(folder, server, records_per_chunk=len(values[0]), **changes)
     step.run(with_values(values))
     return sorted((folder / "output").glob("*.parquet"))
 
 
-def types(files: list[Path]) -> list[str]:
+def types(files):
     return [
         str(pq.read_schema(file).field("c").type).replace("element: ", "item: ") for file in files
     ]
 
 
-def rows(files: list[Path]) -> list[Any]:
+def rows(files):
     return [row.get("c") for file in files for row in pq.read_table(file).to_pylist()]
 
 
@@ -219,7 +216,7 @@ def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_chang
 # arrays ------------------------------------------------------------------------------------------
 
 
-def vector(*values: float) -> Any:
+def vector(*values):
     return np.array(values, np.float32)
 
 
@@ -379,7 +376,7 @@ def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_p
 # bytes -------------------------------------------------------------------------------------------
 
 
-def contents(files: list[Path]) -> list[bytes]:
+def contents(files):
     return [file.read_bytes() for file in files]
 
 

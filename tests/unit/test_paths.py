@@ -37,11 +37,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(
-    data: str = "documents",
-    output: str = "output",
-    logs: str = "logs",
-    checkpoints: str = "checkpoints",
-) -> int:
+    data="documents",
+    output="output",
+    logs="logs",
+    checkpoints="checkpoints",
+):
     text = job_yaml(
         "server_type: dummy, model_name_or_path: m", data=f'"{data}"', output=f'"{output}"'
     )
@@ -52,7 +52,7 @@ def run(
     return main(["run", "job.yaml"])
 
 
-def odd_names(folder: Path) -> list[str]:
+def odd_names(folder):
     return [path.name for path in folder.rglob("*") if "$" in path.name or "~" in path.name]
 
 

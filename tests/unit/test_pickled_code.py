@@ -35,11 +35,11 @@ class FakeUrl:
     url = "http://127.0.0.1:9"
 
 
-def step_of(folder: Path, rollout: Any, **settings: Any) -> InferenceRunner:
+def step_of(folder, rollout, **settings):
     return runner(folder, FakeUrl(), rollout, **settings)  # type: ignore[arg-type]
 
 
-def fields(step: InferenceRunner) -> dict[str, Any]:
+def fields(step):
     return step.identity(1).fields
 
 
@@ -58,11 +58,11 @@ def another_process(
     return load_elsewhere
 
 
-def comment(path: Path) -> None:
+def comment(path):
     path.write_text("# a comment\n" + path.read_text())
 
 
-def edit(path: Path) -> None:
+def edit(path):
     path.write_text(
         path.read_text()
         .replace("text + ending", "ending + text")

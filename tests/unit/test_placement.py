@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING, OpenCheckpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
 from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import opened
@@ -30,7 +28,7 @@ class Held(Placement):
         self.hurried.set()
 
 
-def finish_chunks(checkpoint: OpenCheckpoint, held: Held, number: int) -> None:
+def finish_chunks(checkpoint, held, number):
     for ordinal in range(2 * number):
         slot = checkpoint.admit(f"input {ordinal}")
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
@@ -38,7 +36,7 @@ def finish_chunks(checkpoint: OpenCheckpoint, held: Held, number: int) -> None:
         assert held.arrived.acquire(timeout=60)
 
 
-def free(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def free(monkeypatch, share):
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(placement, "reserve_bytes", lambda folder: 1000)
     monkeypatch.setattr(placement, "free_bytes", lambda folder: int(1000 * share))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -16,15 +16,13 @@ from yarl import URL
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from tests.unit.test_client import RawServer, Reply, answer, http, never, serving, then_close
+from tests.unit.test_client import answer, http, never, serving, then_close
 
 GOOD = answer(http(200, b"good"))
 
 
 @asynccontextmanager
-async def transport_to(
-    *replies: Reply, host: str = "127.0.0.1", **settings: Any
-) -> AsyncIterator[tuple[RawServer, PlainTransport]]:
+async def transport_to(*replies, host="127.0.0.1", **settings):
     async with serving(*replies) as (server, base):
         url = URL(base).with_host(host) / "v1/chat/completions"
         arguments = {
@@ -185,7 +183,7 @@ async def test_closing_ends_what_is_under_way():
 
 
 @contextmanager
-def silent_address() -> Iterator[tuple[str, int]]:
+def silent_address():
     """Where connections are neither accepted nor refused."""
     with ExitStack() as stack:
         full = stack.enter_context(socket.socket())

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,15 @@ PACKAGE = Path(datatrove_ckpt.__file__).parent
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def inside(node: ast.AST, kinds: type[ast.AST] | tuple[type[ast.AST], ...]) -> list[ast.AST]:
+def inside(node, kinds):
     return [one for one in ast.walk(node) if one is not node and isinstance(one, kinds)]
 
 
-def nested_conditional(node: ast.AST) -> bool:
+def nested_conditional(node):
     return isinstance(node, ast.IfExp) and bool(inside(node, ast.IfExp))
 
 
-def nested_comprehension(node: ast.AST) -> bool:
+def nested_comprehension(node):
     """A comprehension within another, and one of them has a condition."""
     if not isinstance(node, COMPREHENSIONS):
         return False
@@ -38,7 +37,7 @@ def nested_comprehension(node: ast.AST) -> bool:
     )
 
 
-def tuple_assignment(node: ast.AST) -> bool:
+def tuple_assignment(node):
     """Several values that are assigned in one statement.
 
     A swap is none: one of its values is a target, too.
@@ -62,7 +61,7 @@ def tuple_assignment(node: ast.AST) -> bool:
     return not has_star and targets.isdisjoint(values)
 
 
-def product_with_a_condition(node: ast.AST) -> bool:
+def product_with_a_condition(node):
     """``", ..." * (count > 3)``: an ``if`` in disguise."""
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
         return False
@@ -76,7 +75,7 @@ def product_with_a_condition(node: ast.AST) -> bool:
     return False
 
 
-def found(tree: ast.AST, is_packed: Callable[[ast.AST], bool]) -> Iterator[int]:
+def found(tree, is_packed):
     return (node.lineno for node in ast.walk(tree) if is_packed(node))  # type: ignore[attr-defined]
 
 

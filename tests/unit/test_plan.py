@@ -26,7 +26,7 @@ def test_the_formulas_give_what_a_calculator_gives():
     assert efficiency(1e6, 1, 60) == 0.0
 
 
-def simulated(interval: float, cost: float, mtbf: float, restart: float) -> float:
+def simulated(interval, cost, mtbf, restart):
     """Useful time divided by all time, over many failures.
 
     After each, what was not saved is done again.
@@ -88,7 +88,7 @@ def test_the_plan_of_a_training_needs_no_file(command):
     assert found["lost"] == 1 - efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR)
 
 
-def write_history(starts: int, end: str = "") -> None:
+def write_history(starts, end=""):
     """One process and ``starts`` more, an hour each, of three saves at steps of 2 s; the first
     loses a step.
     """

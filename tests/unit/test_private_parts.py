@@ -129,7 +129,7 @@ class _Sent(Exception):
         return Exception, (f"pickled in {os.getpid()}",)
 
 
-def _fail() -> None:
+def _fail():
     raise _Sent
 
 

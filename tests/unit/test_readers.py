@@ -12,7 +12,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from datatrove.data import Document
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers import IpcReader as OriginalIpc
@@ -37,7 +36,6 @@ from datatrove_ckpt.readers import (
     ParquetReader,
     PositionedDocument,
     Reading,
-    SeekingReader,
     Stateful,
     inputs,
     jsonl,
@@ -84,14 +82,14 @@ def _blocks(request, monkeypatch):
         monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
 
 
-def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
+def rows(count, first=0):
     """Every seventh row has no text. No row has an id, so the default ids are compared."""
     return [
         {"text": f"text {i}" if i % 7 else "", "number": i} for i in range(first, first + count)
     ]
 
 
-def write_jsonl(folder: Path, codec: str | None = None) -> None:
+def write_jsonl(folder, codec=None):
     files = {
         "a": b"".join(ODD_LINES),
         "b": b"",
@@ -105,7 +103,7 @@ def write_jsonl(folder: Path, codec: str | None = None) -> None:
         path.write_bytes(COMPRESS[codec](content))
 
 
-def write_tables(folder: Path, kind: str) -> None:
+def write_tables(folder, kind):
     """Groups of several sizes, empty ones among them, and a file without rows."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, sizes in enumerate([(5, 1, 0, 9), (), (3,), (7, 7)]):
@@ -128,20 +126,20 @@ def write_tables(folder: Path, kind: str) -> None:
 SCHEMA = pa.schema([("text", pa.string()), ("number", pa.int64())])
 
 
-def write(folder: Path, kind: str) -> None:
+def write(folder, kind):
     if kind.startswith("jsonl"):
         write_jsonl(folder, {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind])
     else:
         write_tables(folder, kind)
 
 
-def reader(folder: Any, kind: str, **options: Any) -> SeekingReader:
+def reader(folder, kind, **options):
     usual: dict[str, Any] = {"batch_size": 4} if kind == "parquet" else {}
     classes: dict[str, Any] = {"jsonl": JsonlReader, "parquet": ParquetReader}
     return classes.get(kind.split()[0], IpcReader)(folder, **usual | options)
 
 
-def original(folder: Any, kind: str, **options: Any) -> Any:
+def original(folder, kind, **options):
     usual = {"parquet": {"batch_size": 4}, "arrows": {"stream": True}}.get(kind, {})
     classes = {"jsonl": OriginalJsonl, "parquet": OriginalParquet}
     return classes.get(kind.split()[0], OriginalIpc)(folder, **usual | options)
@@ -151,17 +149,17 @@ KINDS = ["jsonl", "jsonl gzip", "jsonl zstd", "parquet", "arrow", "arrows"]
 FEW_KINDS = ["jsonl zstd", "parquet", "arrows"]
 
 
-def through_json(state: Any) -> Any:
+def through_json(state):
     text = json.dumps(state, separators=(",", ":"))  # as a checkpoint keeps it
     assert len(text) <= 1024, text
     return json.loads(text)
 
 
-def state_of(document: Document) -> Any:
+def state_of(document):
     return through_json(position_state(document))
 
 
-def plain(documents: Any) -> list[dict[str, Any]]:
+def plain(documents):
     return [asdict(document) for document in documents]
 
 
@@ -196,7 +194,7 @@ def test_documents_are_those_of_datatrove_in_their_order(tmp_path, kind):
         assert totals(ours) == totals(theirs), options
 
 
-def totals(step: Any) -> dict[str, float]:
+def totals(step):
     """The stats that both have.
 
     Files are counted when they are opened, and datatrove opens one more at its limit.
@@ -409,7 +407,7 @@ def six(tmp_path):
     return tmp_path
 
 
-def stop(folder: Path, after: int = 11, **options: Any) -> Any:
+def stop(folder, after=11, **options):
     """The state after the second document of ``f3.jsonl``, or after another number of documents."""
     documents = JsonlReader(folder.as_posix(), **options).run()
     for _ in range(after):
@@ -417,7 +415,7 @@ def stop(folder: Path, after: int = 11, **options: Any) -> Any:
     return state_of(document)
 
 
-def resume(folder: Path, state: Any, **options: Any) -> list[str]:
+def resume(folder, state, **options):
     ours = JsonlReader(folder.as_posix(), **options)
     ours.load_state_dict(state)
     return [document.text for document in ours.run()]
@@ -426,7 +424,7 @@ def resume(folder: Path, state: Any, **options: Any) -> list[str]:
 REST = ["3.2", "4.0", "4.1", "4.2", "5.0", "5.1", "5.2"]
 
 
-def overwrite(path: Path, old: bytes, new: bytes) -> None:
+def overwrite(path, old, new):
     path.write_bytes(path.read_bytes().replace(old, new))
 
 
@@ -617,14 +615,14 @@ def test_shuffle_files_is_refused_and_the_error_names_what_to_use():
 # Reader and runner -------------------------------------------------------------------------------
 
 
-def chain(*steps: Any) -> Iterator[Document]:
+def chain(*steps):
     data: Any = None
     for step in steps:
         data = step.run(data, 0, 1)
     return iter(data)
 
 
-def three_folders(tmp_path: Path) -> list[JsonlReader]:
+def three_folders(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir(exist_ok=True)
         for i in range(2):

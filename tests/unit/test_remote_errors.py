@@ -32,7 +32,7 @@ LIBRARIES = [
 ]
 
 
-def called(error: BaseException) -> BaseException:
+def called(error):
     """The error as it leaves a call into a file system."""
     try:
         with file_system_call():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt.checkpoint.clock import Seconds
@@ -19,14 +18,13 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.report.page import Page, Table
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, Totals
 from tests.unit.test_report_page import Reader
 
 T = 1_790_000_000.0
 
 
-def rank(folder: Path, number: int, per_minute: int = 60) -> RankState:
+def rank(folder, number, per_minute=60):
     """A rank that has run for some minutes after an attempt that was killed in its first one."""
     home = folder / f"{number:05d}"
     home.mkdir(parents=True)
@@ -57,7 +55,7 @@ def rank(folder: Path, number: int, per_minute: int = 60) -> RankState:
     )  # fmt: skip
 
 
-def run(ranks: list[RankState], **changes: Any) -> RunState:
+def run(ranks, **changes):
     totals = Totals(
         states=Counter(one.state for one in ranks),
         counts=DocumentCounts(2400, 2390, 4, 6, 2405, 23_000, 11_500),
@@ -86,7 +84,7 @@ def run(ranks: list[RankState], **changes: Any) -> RunState:
     return RunState("a/folder", False, T + 710, **fields | changes)
 
 
-def table(page: Page, title: str) -> Table:
+def table(page, title):
     (one,) = (table for table in page.tables if table.title == title)
     return one
 

@@ -49,7 +49,7 @@ class Reader(HTMLParser):
         return [attributes for found, attributes in self.found if found == tag]
 
 
-def a_page(rows: int = 8, word: str = "plain", **changes: Any) -> Page:
+def a_page(rows=8, word="plain", **changes):
     """A page with everything on it, ``word`` in each place that takes a name."""
     quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
     edges = [START + 60 * index for index in range(INTERVALS + 1)]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_read import History, parse_history
+from datatrove_ckpt.checkpoint.history_read import parse_history
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
@@ -23,16 +19,15 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
-    OverTime,
     time_axis,
 )
-from datatrove_ckpt.maintenance.report.page import Table, clock
+from datatrove_ckpt.maintenance.report.page import clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 
 T = 1_790_000_000.0
 
 
-def line(attempt: int, at: float, documents: int, in_flight: int = 0, **work: Any) -> Progress:
+def line(attempt, at, documents, in_flight=0, **work):
     total = WorkCounts(documents=documents, **work)
     counts = DocumentCounts(documents, documents, 0, 0, documents, 10 * documents, 5 * documents)
     seconds = Seconds(at, at)
@@ -46,19 +41,19 @@ def line(attempt: int, at: float, documents: int, in_flight: int = 0, **work: An
     )
 
 
-def log_of(records: Sequence[Record]) -> History:
+def log_of(records):
     return parse_history([record.to_line() for record in records], 1000)
 
 
-def start(attempt: int, at: float, **changes: Any) -> Start:
+def start(attempt, at, **changes):
     return Start(at=T + at, attempt=attempt, host="node7", pid=1, **changes)
 
 
-def server(attempt: int, at: float, what: Any, why: str = "", name: str = "0") -> ServerEvent:
+def server(attempt, at, what, why="", name="0"):
     return ServerEvent(at=T + at, attempt=attempt, what=what, name=name, why=why)
 
 
-def killed_once(until: float = 600) -> History:
+def killed_once(until=600):
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
     records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
@@ -73,7 +68,7 @@ def killed_once(until: float = 600) -> History:
     return log_of(records)
 
 
-def over_time(*logs: History, now: float | None = None, until: float | None = None) -> OverTime:
+def over_time(*logs, now=None, until=None):
     found = time_axis(logs, now)
     assert found is not None
     for log in logs:
@@ -81,7 +76,7 @@ def over_time(*logs: History, now: float | None = None, until: float | None = No
     return found
 
 
-def between(found: OverTime, values: Any, low: float, high: float) -> float:
+def between(found, values, low, high):
     """The sum of the values in intervals that lie between two times."""
     inside = (found.edges[:-1] >= T + low - 1e-6) & (found.edges[1:] <= T + high + 1e-6)
     return float(values[inside].sum())
@@ -130,7 +125,7 @@ def test_records_of_a_clock_that_was_set_back_do_no_harm():
 # attempts ----------------------------------------------------------------------------------------
 
 
-def report_of(folder: Path, *ranks: Sequence[Record], state: Any = "lost") -> dict[str, Table]:
+def report_of(folder, *ranks, state="lost"):
     """The tables of the report of ranks with these histories, by title."""
     states = []
     for number, records in enumerate(ranks):

@@ -28,13 +28,13 @@ SCHEMA = {
 GOOD = '{"why": "it rains", "answer": 7}'
 
 
-def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
+def config(server_type="vllm", **changes):
     url = "http://127.0.0.1:1" if server_type == "endpoint" else None
     given = {"server_type": server_type, "model_name_or_path": "m", "endpoint_url": url, **changes}
     return InferenceConfig(**given)
 
 
-def sent(rollout: Any, server_type: str) -> dict[str, Any]:
+def sent(rollout, server_type):
     """The payload's keys that ask the engine for the form."""
     fitted: Any = for_config(rollout, config(server_type, use_chat=True))
     fitted.invalid_answer, fitted.answer_attempts = "drop", 1
@@ -58,7 +58,7 @@ class Answers:
         return InferenceResult(self.answers[len(self.payloads) - 1], self.reason, {})
 
 
-def answer(rollout: Any, *answers: str) -> str | None:
+def answer(rollout, *answers):
     result = asyncio.run(rollout(document(), Answers(*answers)))
     return None if result is None else str(result.text)
 

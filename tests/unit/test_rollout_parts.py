@@ -5,7 +5,6 @@ answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from datatrove.pipeline.inference.types import InferenceResult
@@ -15,13 +14,11 @@ from tests.unit.test_rollouts import document
 from tests.words import write_tokenizer
 
 
-def requests(
-    rollout: Any, text: str, answers: Sequence[str] = ()
-) -> tuple[list[dict[str, Any]], Any]:
+def requests(rollout, text, answers=()):
     """The payloads in turn, and the result. The n-th answer is "An"."""
     sent: list[dict[str, Any]] = []
 
-    async def generate(payload: dict[str, Any]) -> InferenceResult:
+    async def generate(payload):
         sent.append(payload)
         given = answers[len(sent) - 1] if answers else f"A{len(sent)}"
         return InferenceResult(given, "stop", {"completion_tokens": 1})
@@ -29,7 +26,7 @@ def requests(
     return sent, asyncio.run(rollout(document(text), generate))
 
 
-def talks(rollout: Any, text: str) -> list[list[str]]:
+def talks(rollout, text):
     """Each request's messages, with the first letter of their roles."""
     sent, _ = requests(rollout, text)
     return [

@@ -29,12 +29,12 @@ from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
 
 
-def content(rollout: Any, given: Document) -> str:
+def content(rollout, given):
     """The user message."""
     return str(asked(rollout, given)["messages"][-1]["content"])
 
 
-def config(**changes: Any) -> InferenceConfig:
+def config(**changes):
     return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "a-model", **changes})
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
@@ -68,15 +67,15 @@ class Model:
         )
 
 
-def config(server_type: Any = "vllm", **changes: Any) -> InferenceConfig:
+def config(server_type="vllm", **changes):
     return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "m", **changes})
 
 
-def result(rollout: Any, model: Model, given: Document | None = None) -> Any:
+def result(rollout, model, given=None):
     return asyncio.run(rollout(given or document(), model))
 
 
-def only(rollout: Any) -> Any:
+def only(rollout):
     """The rollout as a run with one model calls it."""
     return for_config(rollout, config())
 

@@ -49,15 +49,15 @@ class Server:
         )
 
 
-def document(text: str = "Rain falls.", **metadata: Any) -> Document:
+def document(text="Rain falls.", **metadata):
     return Document(text=text, id="d1", metadata=metadata)
 
 
-def asked(rollout: Any, given: Document) -> dict[str, Any]:
+def asked(rollout, given):
     """The one payload that a rollout sends."""
     sent: list[dict[str, Any]] = []
 
-    async def generate(payload: dict[str, Any]) -> InferenceResult:
+    async def generate(payload):
         sent.append(payload)
         return InferenceResult("", "stop", {})
 

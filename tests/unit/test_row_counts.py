@@ -50,7 +50,7 @@ def folder(tmp_path):
     return folder
 
 
-def rows(folder: Path) -> int:
+def rows(folder):
     return sum(block.rows for block in BlockInput(JsonlReader(folder.as_posix())))
 
 

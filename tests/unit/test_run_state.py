@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silen
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.where import Place
 from tests.rank_folders import (
     HERE,
@@ -52,16 +50,16 @@ def hold():
         lock.release()
 
 
-def read(root: Path, now: float = T, **place: Any) -> RunState:
+def read(root, now=T, **place):
     return read_run_state(Place(str(root), root, [str(root)], **place), now)
 
 
-def read_one(root: Path, now: float = T) -> RankState:
+def read_one(root, now=T):
     (rank,) = read(root, now).ranks
     return rank
 
 
-def write_history(folder: Path, records: list[Record]) -> None:
+def write_history(folder, records):
     (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))
 
 
@@ -115,7 +113,7 @@ def test_a_rank_that_runs_without_a_word_is_silent(tmp_path, hold):
     assert rank.rates.documents == 0
 
 
-def stuck(start_at: float, number: int) -> list[Record]:
+def stuck(start_at, number):
     """Ten documents in the first minute, and none afterwards."""
     quiet = (Wait(60.0 * max(0, n - 1)) for n in range(number + 1))
     lines = (minute(start_at + MIN * n, min(n, 1) * 10, wait=wait) for n, wait in enumerate(quiet))
@@ -198,7 +196,7 @@ def test_the_model_whose_servers_give_no_answer_is_named(tmp_path, hold):
     assert rank.reason.startswith("the server of judge gives no answers: no answer since ")
 
 
-def topic(state: RunState, label: str) -> str:
+def topic(state, label):
     """What ``status`` says of a topic; "" if nothing."""
     return next((line[13:] for line in describe(state) if line.startswith(f"  {label:<10} ")), "")
 

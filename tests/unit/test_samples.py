@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +49,7 @@ LISTS = {
 }
 
 
-def sliced(array: Any) -> list[pa.Table]:
+def sliced(array):
     """The same column as a whole, as a part of a longer one, and in several chunks."""
     longer = pa.concat_arrays([array, array, array])
     chunks = pa.chunked_array([array.slice(0, 1), array.slice(1, 0), array.slice(1)])
@@ -128,7 +127,7 @@ def small(request, monkeypatch):
     monkeypatch.setattr(batches, "_JOINED", request.param)
 
 
-def check(tables: list[pa.Table], rows: list[int]) -> None:
+def check(tables, rows):
     whole = pa.concat_tables(tables, promote_options="permissive")
     numbers = np.array(rows, dtype=np.int64)
     for joined in (False, True):

@@ -29,11 +29,11 @@ STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"
 AFTER = 3
 
 
-def reader(folder: Path, **options: Any) -> JsonlReader:
+def reader(folder, **options):
     return JsonlReader(str(folder / "input"), **options)
 
 
-def mix(folder: Path) -> Mix:
+def mix(folder):
     return Mix(
         [Rows([f"{name}{i}" for i in range(8)], shuffles=True) for name in "ab"], [2, 1], 1, "drop"
     )
@@ -46,7 +46,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def shown(sample: Any) -> Any:
+def shown(sample):
     return (
         sample
         if isinstance(sample, str)
@@ -54,7 +54,7 @@ def shown(sample: Any) -> Any:
     )
 
 
-def kept(name: str, make: Callable[[], Any]) -> Any:
+def kept(name, make):
     states = json.loads(STATES.read_bytes())
     if "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ:
         states[name] = make()

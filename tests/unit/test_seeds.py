@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -14,11 +13,11 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner
 
 
-def payload(text: str, **params: Any) -> dict[str, Any]:
+def payload(text, **params):
     return {"messages": [{"role": "user", "content": text}], **params}
 
 
-async def twice(document: Document, generate: Any) -> Any:
+async def twice(document, generate):
     """Two equal requests, and one that differs."""
     same = payload(document.text)
     return [
@@ -29,7 +28,7 @@ async def twice(document: Document, generate: Any) -> Any:
     ]
 
 
-def seeds(server: FakeServer) -> list[int]:
+def seeds(server):
     return [one["seed"] for one in server.payloads]
 
 

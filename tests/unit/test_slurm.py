@@ -54,11 +54,11 @@ def login_node(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*arguments: str) -> int:
+def run(*arguments):
     return main(["run", CONFIG, *arguments])
 
 
-def mark_as_finished(number: int, tasks: int) -> None:
+def mark_as_finished(number, tasks):
     """As the first tasks of a job leave their markers and their checkpoints."""
     commit = seal(Commit(0, 0, DocumentCounts()).to_json()).decode()
     executor = build(read_config(CONFIG, [f"--executor.tasks={tasks}"]))
@@ -74,14 +74,14 @@ def mark_as_finished(number: int, tasks: int) -> None:
             path.write_text(text)
 
 
-def scripted(printed: str) -> str:
+def scripted(printed):
     """The script that a dry run prints in comments, below the configuration."""
     lines = printed.partition("\n# What would be submitted:\n#\n")[2].splitlines()
     assert all(line.startswith("#") for line in lines)
     return "".join(f"{line[2:]}\n" for line in lines)
 
 
-def directives(text: str) -> dict[str, str]:
+def directives(text):
     lines = [
         line.removeprefix("#SBATCH --")
         for line in text.splitlines()

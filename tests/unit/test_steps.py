@@ -37,7 +37,7 @@ class StatelessFilter(Filter):
     __module__ = "datatrove.pipeline.filters.length"
 
 
-def function(data: Any, rank: int, world_size: int) -> Iterator[Document]:
+def function(data, rank, world_size):
     yield from data
 
 
@@ -65,7 +65,7 @@ def test_settings_hold_no_secret_no_object_and_nothing_long():
     assert long != plain_settings({"names": ["name"] * 999 + ["nome"]})
 
 
-def passes_on(data: Any, rank: int, world_size: int) -> Any:
+def passes_on(data, rank, world_size):
     """A step of many pipelines: it looks at something."""
     return data
 
@@ -103,14 +103,14 @@ def test_the_list_of_an_executor_names_every_step():
     assert differences(without, found) != []
 
 
-def listed(steps: Any) -> list[StepRecord]:
+def listed(steps):
     return describe_pipeline(steps, code_of)
 
 
 SOURCE = "lambda data, rank, world_size: (one for one in data if one.id in {names} and (lambda: {number})())"
 
 
-def lambda_of(number: int = 1, names: str = "{'a', 'b', 'c', 'd'}", before: str = "") -> Any:
+def lambda_of(number=1, names="{'a', 'b', 'c', 'd'}", before=""):
     return eval(before + SOURCE.format(number=number, names=names))
 
 

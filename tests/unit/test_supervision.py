@@ -9,9 +9,7 @@ import errno
 import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 
@@ -33,14 +31,14 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from tests.jobs import leased_gpus
 
 
-def config(**settings: Any) -> InferenceConfig:
+def config(**settings):
     return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
 
 
 # routing -----------------------------------------------------------------------------------------
 
 
-def router(targets: int = 1, limit: int = 100) -> Router:
+def router(targets=1, limit=100):
     made = Router(limit)
     for _ in range(targets):
         target = Target()
@@ -49,19 +47,19 @@ def router(targets: int = 1, limit: int = 100) -> Router:
     return made
 
 
-def quarantined(age: float = 0.0) -> Request:
+def quarantined(age=0.0):
     request = Request()
     for _ in range(2):
         request.record_death(Death("bang"), age)
     return request
 
 
-async def settle() -> None:
+async def settle():
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def acquire(made: Router, request: Request | None = None) -> asyncio.Task[Target]:
+def acquire(made, request=None):
     return asyncio.create_task(made.acquire(request or Request()))
 
 
@@ -250,12 +248,12 @@ def four_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
 
 
-async def gpus(**settings: Any) -> list[tuple[str, ...]]:
+async def gpus(**settings):
     async with leased_gpus(config(**settings)) as leases:
         return [gpus_of(lease) for lease in leases]
 
 
-def gpus_of(lease: node.GpuLease) -> tuple[str, ...]:
+def gpus_of(lease):
     return tuple(filter(None, lease.env.get("CUDA_VISIBLE_DEVICES", "").split(",")))
 
 
@@ -316,7 +314,7 @@ def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypa
     assert lock_two() == ["c", "d"]
 
 
-def named(**models: dict[str, Any]) -> list[InferenceConfig]:
+def named(**models):
     return [
         *models_of(
             {name: InferenceConfig("vllm", "m", **settings) for name, settings in models.items()}
@@ -325,9 +323,7 @@ def named(**models: dict[str, Any]) -> list[InferenceConfig]:
 
 
 @asynccontextmanager
-async def leased(
-    configs: list[InferenceConfig], without: Collection[str] = ()
-) -> AsyncIterator[dict[str, list[str]]]:
+async def leased(configs, without=()):
     found = await node.lease_gpus(configs, without)
     try:
         yield {
@@ -436,7 +432,7 @@ async def test_a_lease_that_no_model_came_for_is_given_back():
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
 
-def start_process_with(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def start_process_with(descriptors):
     script = "import sys; print(flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     server = subprocess.Popen(

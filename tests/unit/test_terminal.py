@@ -43,9 +43,7 @@ def clock():
     return Clock()
 
 
-def rank(
-    documents: int, done: int, total: int | None = 100, attempt: int = 1, **numbers: int
-) -> RankProgress:
+def rank(documents, done, total=100, attempt=1, **numbers):
     share = None
     if total is not None:
         share = done / total if total else 1.0
@@ -296,7 +294,7 @@ def terminal():
         yield terminal
 
 
-def text(columns: int) -> str:
+def text(columns):
     return "the bar"
 
 
@@ -396,7 +394,7 @@ def test_without_a_terminal_there_is_no_bar(terminal, monkeypatch, tmp_path, str
 # the screen --------------------------------------------------------------------------------------
 
 
-def at(done: int, finished: int = 0) -> RankProgress:
+def at(done, finished=0):
     return RankProgress(1, done, (finished, finished, finished), done / 100, 100, "rows")
 
 

@@ -30,7 +30,7 @@ def test_a_wait_ends_also_if_its_time_is_over_before_it_begins():
             burner.wait()
 
 
-def wait_often() -> None:
+def wait_often():
     for _ in range(3000):
         items: queue.SimpleQueue[int] = queue.SimpleQueue()
         with pytest.raises(queue.Empty):

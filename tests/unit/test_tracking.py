@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from datatrove_ckpt.maintenance import read_state
@@ -39,7 +37,7 @@ def now(monkeypatch):
     return moments
 
 
-def make(root: Path, *runs: Run) -> Tracker:
+def make(root, *runs):
     return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import chain, product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,17 +16,16 @@ from hypothesis import strategies as st
 from datatrove_ckpt.torch.blocks import Block
 from datatrove_ckpt.torch.order import (
     BlockTable,
-    EpochOrder,
     Window,
     deal_files,
     order_by_files,
     order_by_rows,
     unevenness,
 )
-from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.topology import Remaining, Round, Topology
 
 
-def blocks_of(*files: list[int], size: int = 10) -> list[Block]:
+def blocks_of(*files, size=10):
     """Files by the numbers of rows of their blocks. ``size``: bytes per row."""
     found = []
     for file, groups in enumerate(files):
@@ -38,9 +36,7 @@ def blocks_of(*files: list[int], size: int = 10) -> list[Block]:
     return found
 
 
-def rows_in_order(
-    table: BlockTable, order: EpochOrder, positions: Any = None
-) -> list[tuple[int, int]]:
+def rows_in_order(table, order, positions=None):
     """(file, row in the file) at each position."""
     positions = np.arange(order.rows) if positions is None else positions
     shares, rows = order.locate(positions)
@@ -59,7 +55,7 @@ def rows_in_order(
     return [(int(file), int(row)) for file, row in found]
 
 
-def all_rows(blocks: list[Block]) -> list[tuple[int, int]]:
+def all_rows(blocks):
     return [(block.file, block.first + row) for block in blocks for row in range(block.rows)]
 
 
@@ -114,9 +110,7 @@ def test_skip_and_limit_count_rows_of_the_whole_input(skip, limit):
 TEN_FILES = blocks_of(*([1000] * 100 for _ in range(10)), size=1000)
 
 
-def span_and_neighbours(
-    rows: list[tuple[int, int]], per_file: int, files: int
-) -> tuple[float, float]:
+def span_and_neighbours(rows, per_file, files):
     """How many files a batch of 32 spans on average, and the share of neighbours that are within 1
     % of the input.
     """
@@ -154,7 +148,7 @@ def test_a_batch_spans_the_files_and_neighbours_are_far_apart(
         assert near < most_near
 
 
-def open_at_most(table: BlockTable, order: EpochOrder, window: Window) -> int:
+def open_at_most(table, order, window):
     """What the largest windows of all shares take together."""
     weights, taken = table.weights(window), []
     for share in order.shares:
@@ -260,9 +254,7 @@ def test_a_global_batch_is_the_same_under_each_topology():
 # Elastic -----------------------------------------------------------------------------------------
 
 
-def take(
-    rows: int, rounds: list[Round], topology: Topology, counts: list[int], even: Even = None
-) -> tuple[list[int], Round]:
+def take(rows, rounds, topology, counts, even=None):
     """The positions that the slots read, and the round that results.
 
     Counts that are too high mean all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from datatrove_ckpt.torch.dataset import ReaderDataset
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import merge
-from datatrove_ckpt.torch.order import BlockTable, EpochOrder, order_by_rows
+from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
@@ -32,7 +32,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write(folder: Path, kind: str) -> SeekingReader:
+def write(folder, kind):
     """Four files."""
     folder.mkdir()
     for number, last in enumerate(itertools.accumulate(SIZES)):
@@ -56,30 +56,30 @@ def reader(request, tmp_path):
 _INDEXES: WeakKeyDictionary[SeekingReader, Index] = WeakKeyDictionary()
 
 
-def index_of(reader: SeekingReader) -> Index:
+def index_of(reader):
     """Made once, as a dataset does."""
     if reader not in _INDEXES:
         _INDEXES[reader] = Index(reader)
     return _INDEXES[reader]
 
 
-def order_of(table: BlockTable, chosen: Settings) -> EpochOrder:
+def order_of(table, chosen):
     return order_by_rows(table, chosen.seed, 0, chosen.window)
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes):
     usual: dict[str, Any] = {"seed": 1, "window": parse_window(20), "even": None, "batch": 1}
     return Settings(**(usual | changes))
 
 
 def epoch(
-    reader: SeekingReader,
-    slot: Slot,
-    then: Any = None,
-    columns: list[str] | None = None,
-    number: int = 0,
-    **changes: Any,
-) -> Epoch:
+    reader,
+    slot,
+    then=None,
+    columns=None,
+    number=0,
+    **changes,
+):
     index = index_of(reader)
     state = DatasetState.from_json(then) if then else None
     plan = EpochPlan(index.table, settings(**changes), slot, number, state)
@@ -89,7 +89,7 @@ def epoch(
 ALONE = Slot(0, 1, 0, 1)
 
 
-def slots(ranks: int, workers: int) -> list[Slot]:
+def slots(ranks, workers):
     return [
         Slot(rank, ranks, worker, workers) for rank in range(ranks) for worker in range(workers)
     ]
@@ -140,7 +140,7 @@ def test_columns_give_rows_and_no_documents(reader):
 # Rows without a document -------------------------------------------------------------------------
 
 
-def write_holes(folder: Path) -> JsonlReader:
+def write_holes(folder):
     """12 lines, of which every third holds no document."""
     folder.mkdir()
     lines = [
@@ -179,9 +179,7 @@ def test_even_ranks_without_any_document_are_an_error(tmp_path):
 # States ------------------------------------------------------------------------------------------
 
 
-def states_of(
-    reader: SeekingReader, topology: tuple[int, int], samples: int = 3, **changes: Any
-) -> list[Any]:
+def states_of(reader, topology, samples=3, **changes):
     found = []
     for slot in slots(*topology):
         running = epoch(reader, slot, **changes)
@@ -265,7 +263,7 @@ def test_a_merged_state_says_whether_the_epoch_has_ended(parquet):
         assert merged.has_ended() == (samples > 3)
 
 
-def write_other_row_groups(folder: Path) -> None:
+def write_other_row_groups(folder):
     table, path = pa.Table.from_pylist(ROWS[:40]), folder / "0.parquet"
     size = path.stat().st_size
     pq.write_table(table, path, row_group_size=20, compression="none")
@@ -273,7 +271,7 @@ def write_other_row_groups(folder: Path) -> None:
     pq.write_table(padded, path, row_group_size=20)
 
 
-def write_new(folder: Path, *names: str) -> None:
+def write_new(folder, *names):
     for name in names:
         pq.write_table(pa.Table.from_pylist(ROWS[:30]), folder / name, row_group_size=6)
 
@@ -356,7 +354,7 @@ _POOLS: list[Any] = []
 
 
 @contextmanager
-def counted() -> Iterator[Any]:
+def counted():
     """Counts what pyarrow allocates in the block."""
     usual = pa.default_memory_pool()
     _POOLS.append(pa.proxy_memory_pool(usual))

@@ -18,18 +18,18 @@ BASE64 = base64.b64encode(np.array(VECTOR, "<f4").tobytes()).decode()
 USAGE = {"prompt_tokens": 7, "total_tokens": 7}
 
 
-def kept(name: str, answer: Any, count: int = 1) -> Any:
+def kept(name, answer, count=1):
     raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     completion = typed_way(name, "/v1/x", count).parse(raw)
     assert (completion.text, completion.finish_reason) == ("", "stop")
     return completion.answer
 
 
-def data(*rows: Any, **more: Any) -> dict[str, Any]:
+def data(*rows, **more):
     return {"id": "x", "created": 5, "object": "list", "data": list(rows), "usage": USAGE, **more}
 
 
-def results(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+def results(*pairs):
     return {
         "results": [{"index": index, "relevance_score": score} for index, score in pairs],
         "usage": USAGE,
@@ -97,7 +97,7 @@ def test_scores(answer):
     assert parsed.usage["prompt_tokens"] == 7
 
 
-def vectors(*values: Any) -> dict[str, Any]:
+def vectors(*values):
     return data(*({"index": at, "embedding": value} for at, value in enumerate(values)))
 
 

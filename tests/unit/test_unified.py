@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import io
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pytest
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers import ParquetReader, SeekingReader
+from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.torch import parquet_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
@@ -24,13 +23,13 @@ TEXTS = ["a", None, "é"]
 DAY = datetime.datetime(2026, 1, 1)
 
 
-def written(folder: Path, *tables: pa.Table, kind: str = "parquet") -> SeekingReader:
+def written(folder, *tables, kind="parquet"):
     for number, table in enumerate(tables):
         write_table(folder / f"{number}.{kind}", table)
     return reader_of(folder, kind)
 
 
-def read(reader: SeekingReader, columns: list[str] | None = None) -> list[pa.Table]:
+def read(reader, columns=None):
     blocks = BlockInput(reader)
     blocks.unify(columns)
     found: list[Any] = [blocks.read(block, columns) for block in blocks]

@@ -26,7 +26,7 @@ from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.uploads import Uploads
 
 
-def request(ordinal: int, number: int = 0, chunk: int = 0) -> CachedRequest:
+def request(ordinal, number=0, chunk=0):
     answer = (
         Answer(f'{{"text":"ä {ordinal}"}}'.encode(), None)
         if number % 3
@@ -260,7 +260,7 @@ def paced_store(monkeypatch):
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def check_mirror(one: Process, other: Process) -> None:
+def check_mirror(one, other):
     """What the owner has published is the newest, and complete."""
     ownerships, versions = Versions("memory://mirror/00000").listing()
     nonce = ownerships[-1].nonce if ownerships else None

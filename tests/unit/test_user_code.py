@@ -16,30 +16,30 @@ from datatrove_ckpt.rollouts import PromptRollout, chat
 from tests.jobs import ask, documents, runner
 
 
-async def with_lexicon(document: Document, generate: Any, lexicon: dict[str, str]) -> Any:
+async def with_lexicon(document, generate, lexicon):
     return await ask(document, generate)
 
 
-def hands_on(document: Document, generate: Any) -> Any:
+def hands_on(document, generate):
     return ask(document, generate)
 
 
-def maybe(document: Document, generate: Any) -> Any:
+def maybe(document, generate):
     result = {"text": document.text}
     result["id"] = document.id
     return result
 
 
-def logged(function: Any) -> Any:
+def logged(function):
     @functools.wraps(function)
-    def wrapper(*arguments: Any, **named: Any) -> Any:
+    def wrapper(*arguments, **named):
         return function(*arguments, **named)
 
     return wrapper
 
 
 @logged
-async def decorated(document: Document, generate: Any) -> Any:
+async def decorated(document, generate):
     return await ask(document, generate)
 
 
@@ -71,10 +71,10 @@ def test_what_may_work_is_accepted(rollout, context):
     check_rollout(rollout, context)
 
 
-def plain(document: Document, generate: Any) -> Any:
+def plain(document, generate):
     result = generate({"prompt": document.text})
 
-    def unrelated() -> Any:
+    def unrelated():
         return result
 
     if not document.text:
@@ -82,13 +82,13 @@ def plain(document: Document, generate: Any) -> Any:
     return {"summary": unrelated().text}
 
 
-async def one_parameter(document: Document) -> Any: ...
+async def one_parameter(document): ...
 
 
-async def three_parameters(document: Document, generate: Any, lexicon: dict[str, str]) -> Any: ...
+async def three_parameters(document, generate, lexicon): ...
 
 
-async def yields(document: Document, generate: Any) -> Any:
+async def yields(document, generate):
     yield await generate({})
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -28,7 +27,7 @@ RUN = {
 pytestmark = pytest.mark.usefixtures("empty_memory_file_system")
 
 
-def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) -> None:
+def mirror(url, number=1, finished=False, **files):
     """Writes one version of a rank."""
     versions = Versions(url)
     names = {name.replace("_jsonl", ".jsonl"): data for name, data in files.items()}
@@ -43,7 +42,7 @@ def mirror(url: str, number: int = 1, finished: bool = False, **files: bytes) ->
     )
 
 
-def rank(folder: Path, number: int = 0) -> Path:
+def rank(folder, number=0):
     rank = folder / f"{number:05d}"
     rank.mkdir(parents=True)
     (rank / "run.json").write_bytes(sealed_json(RUN))
@@ -51,16 +50,16 @@ def rank(folder: Path, number: int = 0) -> Path:
 
 
 def refused(
-    message: str,
-    what: str,
-    found: dict[str, Any] | None = None,
-    error: type[Exception] = ConfigError,
-) -> None:
+    message,
+    what,
+    found=None,
+    error=ConfigError,
+):
     with pytest.raises(error, match=message):
         open_place(what, found).__enter__()
 
 
-def config(folder: str | None, remote: str | None = None, **executor: Any) -> dict[str, Any]:
+def config(folder, remote=None, **executor):
     arguments = {"checkpoints_local_dir": folder, "checkpoints_remote_dir": remote}
     runner = {
         "class_path": "InferenceRunner",
@@ -229,7 +228,7 @@ def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path):
         refused("no step of its pipeline", "job.yaml", odd)
 
 
-def of_jobs(logging_dir: str, **executor: Any) -> dict[str, Any]:
+def of_jobs(logging_dir, **executor):
     found = config("checkpoints", logging_dir=logging_dir, **executor)
     found["executor"]["class_path"] = "JobsPipelineExecutor"
     return found

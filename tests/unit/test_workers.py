@@ -10,9 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import multiprocess
@@ -22,7 +20,7 @@ from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.tasks import Tasks, in_turn
+from datatrove_ckpt.process.tasks import in_turn
 from datatrove_ckpt.process.workers import Workers, end_as
 from tests.patience import Patience, until
 
@@ -34,13 +32,11 @@ METHODS = [
 ]
 
 
-def nothing() -> None:
+def nothing():
     pass
 
 
-def in_a_worker(
-    run: Callable[[int, int], Any], close: Callable[[], object], slot: int, tasks: Tasks
-) -> None:
+def in_a_worker(run, close, slot, tasks):
     try:
         in_turn(partial(run, slot), tasks)
     finally:
@@ -48,12 +44,12 @@ def in_a_worker(
 
 
 def group(
-    run: Callable[[int, int], Any],
-    count: int = 2,
-    attempts: int = 2,
-    close: Callable[[], object] = nothing,
-    method: str = "fork",
-) -> Workers:
+    run,
+    count=2,
+    attempts=2,
+    close=nothing,
+    method="fork",
+):
     return Workers(
         multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts
     )
@@ -88,7 +84,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
         assert (screen.progress.documents, screen.progress.work[0]) == (30, 30)
 
 
-def square(slot: int, task: int) -> int:
+def square(slot, task):
     return task * task
 
 
@@ -120,7 +116,7 @@ def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path):
     assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
 
 
-def several(work: Callable[[int, Tasks], None], count: int = 1, attempts: int = 2) -> Workers:
+def several(work, count=1, attempts=2):
     """Workers that take several tasks before one is done."""
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
 
@@ -175,7 +171,7 @@ def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path):
     }
 
 
-async def takes_what_comes(folder: Path, tasks: Tasks) -> None:
+async def takes_what_comes(folder, tasks):
     """Takes tasks until there is none for a while, and then ends what it has."""
     while (task := await tasks.wait_for_next()) is not None:
         mine = {task}
@@ -328,10 +324,10 @@ def test_a_program_that_workers_cannot_import_is_an_error_and_no_endless_loop():
         list(workers.run([1]))
 
 
-def wait_for_stop(folder: Path) -> Callable[[int, int], str]:
+def wait_for_stop(folder):
     """A task like a rank: the first signal drains it, the second one ends it."""
 
-    def run(slot: int, task: int) -> str:
+    def run(slot, task):
         came: list[int] = []
         previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
         (folder / f"started {task}").touch()
@@ -347,11 +343,11 @@ def wait_for_stop(folder: Path) -> Callable[[int, int], str]:
     return run
 
 
-def until_there(*paths: Path) -> None:
+def until_there(*paths):
     until(lambda: all(path.exists() for path in paths))
 
 
-def in_thread(*steps: Callable[[], object]) -> threading.Thread:
+def in_thread(*steps):
     thread = threading.Thread(target=lambda: [step() for step in steps])
     thread.start()
     return thread
@@ -592,7 +588,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
     assert workers.signal == signal.SIGTERM
 
 
-def environment(slot: int, task: int) -> str:
+def environment(slot, task):
     return os.environ.get("OF_THE_PARENT", "nothing")
 
 

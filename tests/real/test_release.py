@@ -1,0 +1,95 @@
+"""The wheel and the source distribution, as people install them: in empty environments of the
+Pythons of this machine, and with the lowest versions of what the package needs.
+
+    pytest tests/real/test_release.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget
+from tests.real import environment
+from tests.unit.test_identity import PYTHONS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = 6
+
+pytestmark = pytest.mark.timeout(900)  # what an environment needs may have to be fetched
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """The folder with both, made of what is committed."""
+    source = tmp_path_factory.mktemp("source")
+    archive = subprocess.run(
+        ["git", "-C", ROOT, "archive", "HEAD"], check=True, capture_output=True
+    )
+    subprocess.run(["tar", "-x", "-C", source], input=archive.stdout, check=True)
+    environment.uv("build", "--out-dir", str(source / "dist"), str(source))
+    return source / "dist"
+
+
+def finish_after_a_refusal(program, folder):
+    """Runs a job whose server refuses its fourth request, and the same command again."""
+    folder.mkdir()
+    rows = [
+        json.dumps({"id": f"{number}", "text": f"text {number}"}) for number in range(DOCUMENTS)
+    ]
+    (folder / "in.jsonl").write_text("\n".join(rows))
+    budget = Budget()
+    with FakeServer(status=budget) as server:
+        job = (
+            "run --input in.jsonl --prompt {text} --model m --run-folder job --records-per-chunk 2"
+        )
+        command = [program, *job.split(), "--endpoint", server.url]
+        bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        for budget.left, code in ((3, 1), (DOCUMENTS, 0)):
+            done = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True)
+            assert done.returncode == code, done.stderr[-3000:]
+    files = sorted((folder / "job/output").iterdir())
+    lines = "".join(file.read_text() for file in files).splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [
+        f"{number}" for number in range(DOCUMENTS)
+    ]
+
+
+def test_both_can_be_published(distributions):
+    (wheel,) = distributions.glob("*.whl")
+    (source,) = distributions.glob("*.tar.gz")
+    done = subprocess.run(
+        [environment.twine(), "check", "--strict", wheel, source], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("minor", PYTHONS)
+def test_the_wheel_runs_a_job_in_an_empty_environment(distributions, minor, tmp_path):
+    environment.uv("venv", "--python", PYTHONS[minor], str(tmp_path / "venv"))
+    (wheel,) = distributions.glob("*.whl")
+    environment.install(tmp_path / "venv", str(wheel))
+    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")
+
+
+def test_the_source_distribution_has_what_the_wheel_needs(distributions, tmp_path):
+    (source,) = distributions.glob("*.tar.gz")
+    environment.uv("build", "--wheel", "--out-dir", str(tmp_path), str(source))
+    (built,) = tmp_path.glob("*.whl")
+    (wheel,) = distributions.glob("*.whl")
+    names = [subprocess.check_output(["unzip", "-Z1", path]) for path in (built, wheel)]
+    assert names[0] == names[1]
+
+
+def test_the_lowest_versions_that_are_allowed_run_a_job(distributions, tmp_path):
+    environment.uv("venv", "--python", PYTHONS[min(PYTHONS)], str(tmp_path / "venv"))
+    lowest = ("--resolution", "lowest-direct", "-r", str(ROOT / "pyproject.toml"))
+    environment.install(tmp_path / "venv", *lowest, "--extra", "parquet", "--extra", "metrics")
+    (wheel,) = distributions.glob("*.whl")
+    environment.install(tmp_path / "venv", "--no-deps", str(wheel))
+    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")

@@ -79,6 +79,7 @@ class ShortJob:
         endpoint: URL of a server that runs already, or several. None: one is started, on this
             machine's GPUs, else on its CPU.
         tasks: None: one for each input file, up to 100; here fewer where files are tiny.
+        workers: processes of this machine that share the tasks; -1: one for each task.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on
             one of its volumes.
@@ -94,6 +95,7 @@ class ShortJob:
     model: str | None = None
     endpoint: str | list[str] | None = None
     tasks: int | None = None
+    workers: int = 1
     slurm: Node | None = None
     kubernetes: KubernetesJob | None = None
     jobs: Node | None = None
@@ -302,6 +304,11 @@ def _check_place(job: ShortJob, source: str) -> None:
         raise ConfigError(
             f"{source}: {', '.join(places)}: are different places to run. Give one of them."
         )
+    if job.workers != 1 and places:
+        name = next(iter(places))
+        raise ConfigError(
+            f"{source}: workers: are processes of this machine. Write them inside `{name}`."
+        )
     for name in ("slurm", "jobs"):
         for key in _SET_BY_FORM.keys() & places.get(name, {}):
             raise ConfigError(f"{source}: {name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
@@ -326,7 +333,7 @@ def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
         return _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)
     if job.jobs is not None:
         return _node("JobsPipelineExecutor", **{"job_name": root.name, **job.jobs}, **executor)
-    return _node("LocalPipelineExecutor", workers=1, **executor)
+    return _node("LocalPipelineExecutor", workers=job.workers, **executor)
 
 
 def run(
@@ -480,8 +487,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
         }
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
     config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
-    if len(gpus) > 1 and not job.is_elsewhere and not {"tp", "dp", "pp"} & content.keys():
-        config["replicas"] = len(gpus)
+    is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
+    if len(gpus) > job.workers > 0 and not is_decided:
+        config["replicas"] = len(gpus) // job.workers
     return config
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
@@ -149,8 +149,8 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:
-    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that
-    needs documents.
+    """Refuses a reader whose limit is negative, an ``InferenceRunner`` without a step before it,
+    and a step right after one that needs documents.
 
     As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
     default.
@@ -158,6 +158,12 @@ def check_step_order(pipeline: Sequence[object]) -> None:
     Raises:
         ConfigError: naming the steps.
     """
+    for index, step in enumerate(pipeline):
+        if isinstance(step, BaseReader) and step.limit < -1:  # it would read nothing
+            raise ConfigError(
+                f"{step_place(index, step)}: limit: must be >= 0, or -1 for all documents; it is "
+                f"{step.limit}."
+            )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
             f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import pickle
 import re
 import shlex
@@ -37,6 +38,7 @@ from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.histories import read_history
 
 JOB = {
     "run_folder": "runs/x",
@@ -202,6 +204,7 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         ({"jobs": {"tasks": 8}}, "jobs: tasks: write `tasks` beside `jobs`"),
         ({"jobs": {"logging_dir": "x"}}, "jobs: logging_dir: is logs/ in run_folder"),
         ({"slurm": {"pipeline": []}}, "slurm: pipeline: is made of what stands beside `slurm`"),
+        ({"slurm": {"partition": "p"}, "workers": 3}, "workers: are .* Write them inside `slurm`"),
         ({"slurm": {"tasks": 3}}, "slurm: tasks: write `tasks` beside `slurm`"),
         ({"task": "embedd"}, 'job.yaml: task: "embedd" is not one of embed, classify'),
         (
@@ -253,6 +256,7 @@ def test_the_engine_follows_the_machine(monkeypatch):
     config = expanded(endpoint=None)["runner"]["config"]
     assert (config["server_type"], config["replicas"]) == ("vllm", 2)
     assert "replicas" not in expanded("--tp=2", endpoint=None)["runner"]["config"]
+    assert expanded(endpoint=None, workers=2)["runner"]["config"].get("replicas", 1) == 1
 
 
 def test_a_ready_made_rollout_takes_its_settings_by_name():
@@ -458,6 +462,28 @@ def test_a_run_that_has_begun_keeps_its_tasks_though_files_come():
         assert expanded(endpoint=server.url)["tasks"] == 1
 
 
+@pytest.mark.parametrize("door", ["flag", "yaml", "python"])
+def test_workers_are_processes_that_share_the_tasks(door):
+    for number in range(3):
+        Path(f"documents/{number}.jsonl").write_text(f'{{"text": "in {number}"}}\n')
+    with FakeServer() as server:
+        job = {**JOB, "endpoint": server.url, "tasks": 4}
+        if door == "python":
+            datatrove_ckpt.run(**job, workers=2)
+        else:
+            flags = ["--workers", "2"]
+            if door == "yaml":
+                job["workers"] = 2
+                flags = []
+            Path("job.yaml").write_text(yaml.safe_dump(job))
+            assert main(["run", "job.yaml", *flags]) == 0
+        assert sum(server.asked.values()) == len(ROWS) + 3
+    histories = map(read_history, Path("runs/x/checkpoints").glob("0*/history.jsonl"))
+    pids = [history.attempts[-1].start.pid for history in histories]
+    assert len(pids) == 4
+    assert os.getpid() not in pids
+
+
 def test_slurm_gets_a_task_for_each_file(capsys):
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
@@ -571,6 +597,8 @@ def job(server):
         ("--limit=x", 'job.yaml: limit: "x" is not an int'),
         ("--endpoint=foo", "job.yaml: endpoint: must start with"),
         ("--tasks=0", "job.yaml: tasks: must be at least 1"),
+        ("--workers=0", "job.yaml: workers: must be at least 1, or -1 for one per task"),
+        ("--limit=-3", "job.yaml: limit: must be >= 0, or -1 for all documents; it is -3."),
         ("--run-folder=job.yaml", "is a file"),
         ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
     ],

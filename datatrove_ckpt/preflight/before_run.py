@@ -66,6 +66,7 @@ from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -531,6 +532,8 @@ def _check_inputs(plan: RunPlan) -> None:
                 pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
+        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+            step.check()
 
 
 def check_listed(place: str, reader: BaseDiskReader) -> None:

@@ -67,6 +67,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     format: ClassVar[str] = "jsonl"
     _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "compression")
+    _bad_line_advice: ClassVar[str] = (
+        "Fix or remove the line, or set stop_on_bad_line to false to count such lines and continue."
+    )
     _parsing = 0.0  # seconds, of this block
 
     def __init__(
@@ -183,10 +186,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         else:
             where = f"the line at byte {id_in_file.removeprefix('@')}"
         if self.stop_on_bad_line:
-            raise DamagedLine(
-                f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to "
-                "false to count such lines and continue."
-            )
+            raise DamagedLine(f"`{name}`, {where}: {error}. {self._bad_line_advice}")
         count = self.stats["damaged_lines"].total
         if count > _LOGGED:
             return Skipped.DAMAGED

@@ -282,8 +282,8 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
         raise ConfigError(f"{source}: task: batch is for JSON lines, and the input has none.")
     first: Node = {}
-    if not only_look:
-        first = _first_row(reader)
+    if not (only_look or (is_told and job.model)):
+        first = _first_row(reader, source)
     if not (is_told or only_look or {"custom_id", "body"} <= first.keys()):
         return job
     model = job.model
@@ -295,14 +295,14 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
     return replace(job, task="batch", model=model)
 
 
-def _first_row(reader: Node) -> Node:
+def _first_row(reader: Node, source: str) -> Node:
     """Returns the first object of JSON lines; empty if there is none."""
     if reader["class_path"] == "JsonlReader":
-        lines = import_name("JsonlReader", "input")(**reader["init_args"])
+        lines = import_name("JsonlReader", source)(**reader["init_args"])
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
-            names = lines.data_folder.list_files(glob_pattern=lines.glob_pattern)
-            with lines.open_content(names[0]) as file:
-                return lines.parse_row(file.readline(), names[0], 0) or {}
+            for name in _list(lines.data_folder, lines.glob_pattern, source)[:1]:
+                with lines.open_content(name) as file:
+                    return lines.parse_row(file.readline(), name, 0) or {}
     return {}
 
 

@@ -14,7 +14,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import RequestRejected
 from datatrove_ckpt.rollouts.interface import Generate
 
-_LINE = "line"
+_LINE = "batch_line"
 
 
 @dataclass
@@ -32,24 +32,26 @@ class BatchRollout:
             "response": None,
             "error": None,
         }
+        text = ""
         if "problem" in metadata:
             line["error"] = {"code": "invalid_request", "message": metadata["problem"]}
         else:
             try:
                 body = orjson.loads(document.text)
                 answer = await generate(body, path=metadata["url"], whole=True)
+                text = answer.text
                 line["response"] = _response(200, answer.response_id, answer.answer)
             except InferenceError as failed:
                 line |= _failure(failed.error)
                 logger.warning(f"The line of {document.id!r} has an error: {failed.error}")
         document.text = ""  # the journal needs no request
         document.metadata = {_LINE: line}
-        return line["error"] or {}
+        return line["error"] or text
 
 
 def batch_line(writer: object, document: Document) -> JsonObject:
     """Returns a line of the output: the ``adapter`` of a writer."""
-    line: JsonObject = document.metadata[_LINE]
+    line: JsonObject = document.metadata.get(_LINE, document.metadata)
     return line
 
 

@@ -82,14 +82,14 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
     assert ranked == ranks
 
 
-def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command, log):
+def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command):
     def status(payload, times):
         return 400 if "bad" in str(payload) else None
 
     write(request("good"), request("bad"), request("last"))
     with FakeServer(status=status) as server:
         server.error = "no such parameter"
-        command(*flags(server, "--model", "fake"))
+        said = command(*flags(server, "--model", "fake"))
     good, bad, last = results()
     assert (good["error"], last["error"]) == (None, None)
     message = "no such parameter with 400"
@@ -98,7 +98,7 @@ def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command
     assert bad["response"]["body"] == {"error": {"message": message}}
     assert bad["error"]["code"] == "400"
     assert message in bad["error"]["message"]
-    assert any("'bad' has an error" in line for line in log)
+    assert "'bad' has an error" in said
 
 
 REFUSED = [
@@ -146,6 +146,24 @@ def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_wh
     assert "2 of 2 documents" in command(*flags(server, "--max-tokens", "9"))
 
 
+def test_a_model_that_the_server_lacks_stops_the_run_which_goes_on_when_the_line_is_corrected(
+    command,
+):
+    lines = [request(str(number), model="fake") for number in range(5)]
+    write(*lines[:3], request("3", model="missing"), lines[4])
+    with FakeServer(
+        status=lambda body, times: 404 * (body["model"] == "missing") or None
+    ) as server:
+        more = ["--records-per-chunk", "2", "--max-concurrent-generations", "1"]
+        said = command(*flags(server, *more), code=1).error
+        assert "answered HTTP 404 for model 'missing'" in said
+        write(*lines)
+        command(*flags(server, *more))
+        assert [line["custom_id"] for line in results()] == list("01234")
+        asked = Counter(body["messages"][0]["content"] for body in server.payloads)
+    assert asked == {f"ask {number}": 1 + (number == 3) for number in range(5)}
+
+
 def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(server, command):
     write(request("0", model="fake"))
     job = {"input": "requests.jsonl", "endpoint": server.url}
@@ -158,10 +176,10 @@ def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(se
     command("run", "long.yaml")
     assert results("runs/python") == results("runs/yaml") == results("runs/long")
     Path("requests.jsonl").unlink()
-    assert "no problem" in command("verify", "job.yaml")
+    assert "no problem" in command("verify", "job.yaml", "--full")
     write({"id": "0", "text": "no request"})
     assert "prompt: is missing" in command("run", "job.yaml", "--run-folder", "y", code=2).error
-    several = ["--rollouts-per-document", "2", "--task", "batch"]
+    several = ["--rollouts-per-document", "2", "--model", "fake", "--task", "batch"]
     assert "must be 1 for a batch" in command("run", "job.yaml", *several, code=2).error
 
 

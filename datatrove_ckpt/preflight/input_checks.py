@@ -90,7 +90,7 @@ def check_input(
         inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
         names = list(inputs.names)
         check_codecs(where, reader, names)
-        if isinstance(reader, BatchReader):
+        if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:

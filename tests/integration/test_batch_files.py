@@ -122,6 +122,7 @@ def test_a_line_that_is_no_request_is_refused_before_anything_is_sent_or_is_a_li
     said = command(*flags(server, "--model", "fake"), code=2).error
     assert "\n" not in said
     assert why in said
+    assert why in command("doctor", *flags(server, "--model", "fake")[1:], code=1)
     assert server.payloads == []
     assert not Path("runs/x/checkpoints").exists()
     monkeypatch.setattr(batch, "_CHECKED", 0)
@@ -167,20 +168,20 @@ def test_a_model_that_the_server_lacks_stops_the_run_which_goes_on_when_the_line
 def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(server, command):
     write(request("0", model="fake"))
     job = {"input": "requests.jsonl", "endpoint": server.url}
-    datatrove_ckpt.run(**job, run_folder="runs/python", task="batch")
-    Path("job.yaml").write_text(json.dumps({**job, "run_folder": "runs/yaml"}))
+    datatrove_ckpt.run(**job, run_folder="runs/python")
+    Path("job.yaml").write_text(json.dumps({**job, "task": "batch", "run_folder": "runs/yaml"}))
     command("run", "job.yaml")
     Path("long.yaml").write_text(
         command("run", "job.yaml", "--print-config").out.replace("runs/yaml", "runs/long")
     )
     command("run", "long.yaml")
     assert results("runs/python") == results("runs/yaml") == results("runs/long")
+    several = ["--rollouts-per-document", "2"]
+    assert "must be 1 for a batch" in command("run", "job.yaml", *several, code=2).error
     Path("requests.jsonl").unlink()
     assert "no problem" in command("verify", "job.yaml", "--full")
     write({"id": "0", "text": "no request"})
-    assert "prompt: is missing" in command("run", "job.yaml", "--run-folder", "y", code=2).error
-    several = ["--rollouts-per-document", "2", "--model", "fake", "--task", "batch"]
-    assert "must be 1 for a batch" in command("run", "job.yaml", *several, code=2).error
+    assert "prompt: is missing" in command(*flags(server), code=2).error
 
 
 LINES = 2000

@@ -73,7 +73,7 @@ class ShortJob:
         prompt: with ``{text}``; ``@FILE``: the text of that file.
         task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
             files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
-            "batch": the input is a batch file of OpenAI's form, as one is that begins so.
+            "batch": the input is a batch file of OpenAI's form, which its first line shows, too.
         rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as
             ``ChunkedRollout``.
         model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it

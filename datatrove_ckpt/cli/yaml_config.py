@@ -41,9 +41,10 @@ _Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
-    "datatrove_ckpt.readers": "HuggingFaceDatasetReader IpcReader JsonlReader ParquetReader",
+    "datatrove_ckpt.readers": "BatchReader HuggingFaceDatasetReader IpcReader JsonlReader "
+    "ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
-    "EmbedRollout ClassifyRollout chat",
+    "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter "

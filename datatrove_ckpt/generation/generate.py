@@ -56,6 +56,7 @@ from datatrove_ckpt.inference.client.answers import (
     Completion,
     Way,
     as_asked,
+    kept_whole,
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
@@ -73,7 +74,7 @@ _Arguments = TypeVarTuple("_Arguments")
 _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
-_GENERATING = (CHAT, COMPLETIONS)
+_GENERATING = (CHAT.path, COMPLETIONS.path)
 _MOST_SIZES = 1000  # params may be others for each document
 # Answers that have one size for each set of params: their field, and words for a message.
 _MEASURED = {
@@ -220,7 +221,9 @@ class Requests:
         # Not kept: only the garbage collector could free a reference cycle.
         return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
 
-    def __call__(self, payload: Payload, *, path: str | None = None) -> Asked[Result]:
+    def __call__(
+        self, payload: Payload, *, path: str | None = None, whole: bool = False
+    ) -> Asked[Result]:
         """Checks the arguments before any await, while the caller is known."""
         wrong = ""
         way = self._usual
@@ -239,7 +242,7 @@ class Requests:
                 wrong = str(problem)
         if wrong:
             return self._refused(wrong)
-        return self._answered(payload, way)
+        return self._answered(payload, way, whole)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
@@ -248,7 +251,7 @@ class Requests:
         self._answers.fail(error)
         raise error
 
-    async def _answered(self, payload: Payload, way: Way) -> Result:
+    async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
         """Returns the cached answer, or sends the payload.
 
         Raises:
@@ -259,10 +262,14 @@ class Requests:
         if self._answers.have_ended:
             await wait_until_cancelled()
         config = self._config
-        generates = way in _GENERATING
+        generates = way.path in _GENERATING
         own = self._of or self
         # The order in which datatrove sends: engines answer in the order of a schema.
-        payload = {**payload, "model": config.model_name_or_path}
+        model = config.model_name_or_path
+        if whole:
+            model = payload.get("model") or model
+            way = kept_whole(way)
+        payload = {**payload, "model": model}
         if generates:
             for name, value in config.default_generation_params.items():
                 payload.setdefault(name, value)
@@ -325,7 +332,7 @@ class Requests:
             is_empty = _is_empty(result.text, result.finish_reason)
         if is_cut_off:
             self.cut_off += 1
-        if way in _GENERATING:
+        if way.path in _GENERATING:
             if is_empty:
                 self.empty += 1
         elif way.is_shared and result.answer is not None:

@@ -37,6 +37,7 @@ from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers import (
+    BatchReader,
     HuggingFaceDatasetReader,
     IpcReader,
     JsonlReader,
@@ -56,7 +57,7 @@ from datatrove_ckpt.readers.step_stats import STATS, StepStats
 # document at a time.
 
 
-_READERS = (HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
+_READERS = (BatchReader, HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
 # Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random
 # numbers. Not PIIFormatter: it uses its replacements in turn.
 _STATELESS = frozenset(

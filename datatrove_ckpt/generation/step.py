@@ -39,7 +39,7 @@ from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.preemption import Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
+from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class Step(PipelineStep):
                 f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter."
             )
         self.rollout_fn = for_config(self.rollout_fn, self.model)
+        if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
+            raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
         key = self.metadata_key
         if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
             raise ConfigError(

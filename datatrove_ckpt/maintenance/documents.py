@@ -110,8 +110,11 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
         with file_system_call(), folder.open(path, "rb", compression=compression) as file:
             for row, _ in known.rows(file, ("id", "text", "metadata", key)):
                 if row is not None:
+                    name = row.get("id")
+                    if "text" not in row:  # a line of a batch file's output
+                        name = row.get("custom_id", name)
                     yield ShownDocument(
-                        str(row.get("id")), str(row.get("text", "")), _answer(row, key), path
+                        str(name), str(row.get("text", "")), _answer(row, key), path
                     )
     except (OSError, EOFError) as error:
         raise OutputFailed(

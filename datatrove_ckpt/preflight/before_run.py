@@ -16,7 +16,7 @@ from typing import NamedTuple
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
@@ -66,6 +66,7 @@ from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -149,8 +150,8 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
 
 
 def check_step_order(pipeline: Sequence[object]) -> None:
-    """Refuses an ``InferenceRunner`` without a step before it, and a step right after one that
-    needs documents.
+    """Refuses a reader whose limit is negative, an ``InferenceRunner`` without a step before it,
+    and a step right after one that needs documents.
 
     As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
     default.
@@ -158,6 +159,12 @@ def check_step_order(pipeline: Sequence[object]) -> None:
     Raises:
         ConfigError: naming the steps.
     """
+    for index, step in enumerate(pipeline):
+        if isinstance(step, BaseReader) and step.limit < -1:  # it would read nothing
+            raise ConfigError(
+                f"{step_place(index, step)}: limit: must be >= 0, or -1 for all documents; it is "
+                f"{step.limit}."
+            )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
         raise ConfigError(
             f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
@@ -525,6 +532,8 @@ def _check_inputs(plan: RunPlan) -> None:
                 pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
+        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+            step.check()
 
 
 def check_listed(place: str, reader: BaseDiskReader) -> None:

@@ -28,7 +28,7 @@ from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.readers import HuggingFaceDatasetReader
+from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
     MISSING,
@@ -90,6 +90,8 @@ def check_input(
         inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
         names = list(inputs.names)
         check_codecs(where, reader, names)
+        if isinstance(reader, BatchReader) and reader.data_folder.is_local():
+            reader.check()
         sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)

@@ -24,13 +24,19 @@ from contextlib import ExitStack, contextmanager
 from typing import IO, Any, ClassVar, Literal, TypeVar
 
 import orjson
+from datatrove.data import Document
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentError, InputError
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    DocumentError,
+    DocumentNotSerializable,
+    InputError,
+)
 from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
@@ -61,6 +67,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     format: ClassVar[str] = "jsonl"
     _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "compression")
+    _bad_line_advice: ClassVar[str] = (
+        "Fix or remove the line, or set stop_on_bad_line to false to count such lines and continue."
+    )
     _parsing = 0.0  # seconds, of this block
 
     def __init__(
@@ -138,8 +147,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 # Else the documents of a whole file would be one damaged line.
                 if _holds_objects(data):
                     refuse_array(self, name)
-                self._damaged(name, id_in_file, f"{type(data).__name__} instead of an object")
-                return Skipped.DAMAGED
+                return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
             for media in data.get("media") or ():
                 if media.get("media_bytes") is not None:
                     media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
@@ -153,8 +161,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file, make)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
-            self._damaged(name, id_in_file, error)
-            return Skipped.DAMAGED
+            return self._damaged(name, id_in_file, error)
+        except DocumentNotSerializable as error:  # a number as text
+            return self._damaged(name, id_in_file, error)
         finally:
             self._parsing += time.perf_counter() - began
 
@@ -169,26 +178,25 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             finally:
                 self.stats.time_stats.update(self._parsing, "batch")
 
-    def _damaged(self, name: str, id_in_file: int | str, error: object) -> None:
+    def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document | Skipped:
+        """Counts a damaged line. Returns what stands for it."""
         self.stat_update("damaged_lines")
         if isinstance(id_in_file, int):
             where = f"line {id_in_file + 1}"
         else:
             where = f"the line at byte {id_in_file.removeprefix('@')}"
         if self.stop_on_bad_line:
-            raise DamagedLine(
-                f"`{name}`, {where}: {error}. Fix or remove the line, or set stop_on_bad_line to "
-                "false to count such lines and continue."
-            )
+            raise DamagedLine(f"`{name}`, {where}: {error}. {self._bad_line_advice}")
         count = self.stats["damaged_lines"].total
         if count > _LOGGED:
-            return
+            return Skipped.DAMAGED
         advice = ""
         if "UTF-8" in str(error):
             advice = ". Save it as UTF-8"
         if count == _LOGGED:
             advice += "; others are only counted"
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
+        return Skipped.DAMAGED
 
     # Files ---------------------------------------------------------------------------------------
 

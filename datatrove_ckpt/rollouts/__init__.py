@@ -9,6 +9,7 @@ The names below are of this module, whatever file they are in: pickles and ident
 """
 
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
+from datatrove_ckpt.rollouts.batch import BatchRollout, batch_line
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import (
@@ -26,6 +27,7 @@ from datatrove_ckpt.rollouts.prompt import CompletionRollout, PromptRollout, for
 from datatrove_ckpt.rollouts.settings import ReadyMade
 
 __all__ = [
+    "BatchRollout",
     "ChunkedRollout",
     "Classification",
     "ClassifyRollout",
@@ -41,6 +43,7 @@ __all__ = [
     "PromptRollout",
     "ReadyMade",
     "Rollout",
+    "batch_line",
     "chat",
     "for_config",
     "media_part",

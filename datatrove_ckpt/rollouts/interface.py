@@ -85,7 +85,9 @@ class Generate(Protocol):
     default_generation_params are for completions.
     """
 
-    async def __call__(self, payload: Payload, *, path: str | None = None) -> InferenceResult:
+    async def __call__(
+        self, payload: Payload, *, path: str | None = None, whole: bool = False
+    ) -> InferenceResult:
         """Returns the answer to the payload, to which the model and ``default_generation_params``
         are added.
 
@@ -96,6 +98,9 @@ class Generate(Protocol):
         below the API's URL, any other one below the server's. An answer that is no completion is a
         JSON object, in ``answer``, and has no text; no defaults are added to its payload. A payload
         has another answer for each path.
+
+        ``whole``: a payload's own model stays, and ``answer`` is all that the server sent, with id
+        and time.
 
         To be awaited before the rollout returns: a later answer is not counted, and may be lost.
 

@@ -343,7 +343,7 @@ def test_a_server_that_refuses_every_request_is_asked_once(status):
     assert isinstance(outcome.result, ServerRefused)
     for word in (
         str(status),
-        "org/model",
+        "for model 'm'",  # that of the request
         "no way",
         "/v1/chat/completions",
         "endpoint_url" if status < 401 else "",

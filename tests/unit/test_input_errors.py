@@ -19,7 +19,7 @@ import pytest
 import zstandard
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentNotSerializable, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     IpcReader,
@@ -175,12 +175,25 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
     assert len(list(JsonlReader(str(tmp_path)).run())) == 1
 
 
-def test_a_text_that_is_a_number_is_an_error_that_names_file_and_document(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": 5, "id": "five"}\n')
-    with pytest.raises(
-        DocumentNotSerializable, match=r"'five' of the input file 'a.jsonl' has a text of type int"
-    ):
-        texts(JsonlReader(str(tmp_path)))
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            b'{"text": 5, "id": "five"}\n',
+            "'five' of the input file 'a.jsonl' has a text of type int",
+        ),
+        ('{"text": "caf\xe9"}\n'.encode("latin-1"), "UTF-8"),
+    ],
+)
+def test_a_number_as_text_and_a_line_in_latin_1_are_treated_alike(tmp_path, log, line, why):
+    """Skipped and counted with a warning that names file and line, or refused with it."""
+    (tmp_path / "a.jsonl").write_bytes(LINES[0] + line + LINES[1])
+    reader = JsonlReader(str(tmp_path))
+    assert texts(reader) == ["0", "1"]
+    assert reader.stats["damaged_lines"].total == 1
+    assert any("`a.jsonl`, line 2" in one and why in one for one in log)
+    with pytest.raises(DamagedLine, match=r"`a\.jsonl`, line 2"):
+        texts(JsonlReader(str(tmp_path), stop_on_bad_line=True))
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])

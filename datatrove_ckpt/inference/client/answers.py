@@ -157,6 +157,17 @@ def way_to(path: str) -> Way:
     )
 
 
+def kept_whole(way: Way) -> Way:
+    """Returns the way whose answers are also kept as the server sent them."""
+
+    def parse(raw: bytes) -> Completion:
+        completion = way.parse(raw)
+        completion.answer = _answer(raw)
+        return completion
+
+    return way._replace(parse=parse, name=f"{way.name} whole")
+
+
 def parse_chat(raw: bytes) -> Completion:
     """Parses an answer of /v1/chat/completions. Raises: RetryableError: it is no finished
     completion.

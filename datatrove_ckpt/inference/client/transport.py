@@ -103,7 +103,7 @@ def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
-    """Returns the body of an answer. ``model`` appears in error messages only.
+    """Returns the body of an answer. ``model``: for messages, of a body without one.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in
@@ -132,8 +132,9 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         return response.body
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
-    note_sent([orjson.loads(body.text if isinstance(body, Body) else body), extras])
-    raise _error(response, url, model, transport.redact)
+    sent = orjson.loads(body.text if isinstance(body, Body) else body)
+    note_sent([sent, extras])
+    raise _error(response, url, sent.get("model", model), transport.redact)
 
 
 def _error(

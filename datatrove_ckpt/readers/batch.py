@@ -1,0 +1,96 @@
+"""Batch files of OpenAI's form: a request for each line.
+
+{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from typing import ClassVar
+
+import orjson
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
+from datatrove_ckpt.readers.positions import PositionedDocument, Row
+
+_URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
+    "/v2/rerank",
+)
+_CHECKED = 100_000  # lines of a file, which takes seconds and 10 MB; OpenAI takes 50,000
+
+
+class BatchReader(JsonlReader):
+    """Reads a request from each line, as a document: its id is the ``custom_id``, its text the
+    ``body``, and its metadata has the ``url``.
+
+    A line that is no request is a document, too, whose metadata has the ``problem``: so it is in
+    the output. The arguments are those of JsonlReader.
+    """
+
+    _bad_line_advice: ClassVar[str] = "Correct or remove the line."
+
+    def check(self) -> None:
+        """Reads the first 100,000 lines of each file.
+
+        Raises:
+            ConfigError: one of them is no request, or has the ``custom_id`` of another one.
+        """
+        strict = copy.deepcopy(self)
+        strict.stop_on_bad_line = True
+        for name in list_input(self).names:
+            earlier = set[str]()
+            try:
+                for request, position in islice(strict._read(name, ()), _CHECKED):
+                    custom_id = getattr(request, "id", "")
+                    if custom_id in earlier:
+                        raise ConfigError(
+                            f"`{name}`, line {position[1]}: an earlier line has the custom_id "
+                            f"{custom_id!r}, too. {self._bad_line_advice}"
+                        )
+                    earlier.add(custom_id)
+            except DamagedLine as error:
+                raise ConfigError(str(error)) from None
+
+    def get_document_from_dict(
+        self, data: Row, source_file: str, id_in_file: int | str
+    ) -> Document:
+        name = data.get("custom_id")
+        problem = _problem(data)
+        if problem:
+            document = self._damaged(source_file, id_in_file, problem)
+            document.metadata["custom_id"] = name
+            return document
+        text = orjson.dumps(data["body"]).decode()
+        return PositionedDocument(text, name, metadata={"url": data["url"]})
+
+    def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document:
+        super()._damaged(name, id_in_file, error)
+        problem = f"`{name}`, line {int(id_in_file) + 1}: {error}"
+        return PositionedDocument(
+            problem, problem, metadata={"problem": problem, "custom_id": None}
+        )
+
+
+def _problem(data: Row) -> str:
+    """Returns why a line is no request that can be sent; "" if it is one."""
+    body = data.get("body")
+    if not isinstance(data.get("custom_id"), str) or not data["custom_id"]:
+        return "it has no custom_id that is a text"
+    if data.get("method", "POST") != "POST":
+        return f"its method is {data['method']!r}, and requests are sent by POST"
+    if data.get("url") not in _URLS:
+        return f"its url is {data.get('url')!r}, and not one of {', '.join(_URLS)}"
+    if not isinstance(body, dict) or not body:
+        return "its body is no object with keys"
+    if body.get("stream"):
+        return "its body asks for a stream, and answers are read as a whole: remove stream"
+    return ""

@@ -1,0 +1,224 @@
+"""Batch files of OpenAI's form: each line is sent as it is written, and has one line in the output,
+in order, whatever the server says to it and however often the run is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import datatrove_ckpt
+from datatrove_ckpt.readers import batch
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
+from tests.integration.test_typed_ways import embeddings
+from tests.jobs import rows
+
+CHAT = "/v1/chat/completions"
+
+
+def request(name, url=CHAT, method="POST", **body):
+    if url == CHAT:
+        body = {"messages": [{"role": "user", "content": f"ask {name}"}], **body}
+    return {"custom_id": name, "method": method, "url": url, "body": body}
+
+
+def write(*requests, path="requests.jsonl"):
+    lines = [one if isinstance(one, str) else json.dumps(one) for one in requests]
+    Path(path).write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def flags(server, *more):
+    job = ["--input", "requests.jsonl", "--endpoint", server.url, "--run-folder", "runs/x"]
+    return ["run", *job, *more]
+
+
+def results(folder="runs/x"):
+    return rows(Path(folder))
+
+
+def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_answer(
+    server, command
+):
+    """Keys that nobody knows and null are sent, a body's own model stays, and nothing is added to
+    it but a model where there is none.
+    """
+    ranks = {"id": "rank-7", "created": 5, "results": [{"index": 0, "relevance_score": 0.5}]}
+    server.paths = {"/v1/embeddings": embeddings, "/v1/rerank": lambda payload: ranks}
+    asked = [
+        request("chat", temperature=0.25, unknown={"z": 1, "a": None}, stop=None, model="own"),
+        request("text", "/v1/completions", prompt="go on", max_tokens=3),
+        request("vector", "/v1/embeddings", input="a text"),
+        request("ranks", "/v1/rerank", query="q", documents=["d"], model="reranker"),
+    ]
+    write(*asked)
+    command(*flags(server, "--model", "fake"))
+    sent = {json.dumps(payload, sort_keys=True) for payload in server.payloads}
+    bodies = [{"model": "fake", **one["body"]} for one in asked]
+    assert sent == {json.dumps(body, sort_keys=True) for body in bodies}
+    found = results()
+    assert [line["custom_id"] for line in found] == ["chat", "text", "vector", "ranks"]
+    for line in found:
+        assert set(line) == {"id", "custom_id", "response", "error"}
+        assert (line["error"], line["response"]["status_code"]) == (None, 200)
+    chat, text, vector, ranked = (line["response"]["body"] for line in found)
+    assert chat["choices"][0]["message"]["content"].startswith("answer ")
+    assert chat["id"] == found[0]["response"]["request_id"] == "fake"
+    assert text["choices"][0]["text"].startswith("answer ")
+    assert vector == embeddings(asked[2]["body"])
+    assert ranked == ranks
+
+
+def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command):
+    def status(payload, times):
+        return 400 if "bad" in str(payload) else None
+
+    write(request("good"), request("bad"), request("last"))
+    with FakeServer(status=status) as server:
+        server.error = "no such parameter"
+        said = command(*flags(server, "--model", "fake"))
+    good, bad, last = results()
+    assert (good["error"], last["error"]) == (None, None)
+    message = "no such parameter with 400"
+    assert bad["custom_id"] == "bad"
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"] == {"error": {"message": message}}
+    assert bad["error"]["code"] == "400"
+    assert message in bad["error"]["message"]
+    assert "'bad' has an error" in said
+
+
+REFUSED = [
+    ('{"custom_id": "torn', "requests.jsonl`, line 2: "),
+    ("[1]", "line 2: list, not an object"),
+    ({"url": CHAT, "body": {"messages": []}}, "line 2: it has no custom_id that is a text"),
+    (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
+    (request("1", method="GET"), "line 2: its method is 'GET'"),
+    (request("1", stream=True), "line 2: its body asks for a stream"),
+    ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
+    (request("0"), "line 2: an earlier line has the custom_id '0', too"),
+]
+
+
+@pytest.mark.parametrize(("bad", "why"), REFUSED, ids=map(str, range(len(REFUSED))))
+def test_a_line_that_is_no_request_is_refused_before_anything_is_sent_or_is_a_line_with_its_error(
+    server, command, monkeypatch, bad, why
+):
+    """Beyond the lines that are checked, and in files elsewhere, it has a line in the output."""
+    write(request("0"), bad, request("2"))
+    said = command(*flags(server, "--model", "fake"), code=2).error
+    assert "\n" not in said
+    assert why in said
+    assert why in command("doctor", *flags(server, "--model", "fake")[1:], code=1)
+    assert server.payloads == []
+    assert not Path("runs/x/checkpoints").exists()
+    monkeypatch.setattr(batch, "_CHECKED", 0)
+    command(*flags(server, "--model", "fake"))
+    found = results()
+    assert len(found) == 3
+    if "earlier" not in why:
+        assert why.partition("line 2: ")[2] in found[1]["error"]["message"]
+        assert (found[1]["response"], len(server.payloads)) == (None, 2)
+
+
+def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_what_is_missing(
+    server, command
+):
+    write(request("0", model="fake", max_tokens=1), request("1"))
+    command(*flags(server, "--max-tokens", "9"))
+    sent = {one["messages"][0]["content"]: one for one in server.payloads}
+    assert sent["ask 0"]["max_tokens"] == 1
+    assert (sent["ask 1"]["model"], sent["ask 1"]["max_tokens"]) == ("fake", 9)
+    said = command("show", "runs/x", "--id", "1")
+    assert "answer " in said
+    assert "2 of 2 documents" in command(*flags(server, "--max-tokens", "9"))
+
+
+def test_a_model_that_the_server_lacks_stops_the_run_which_goes_on_when_the_line_is_corrected(
+    command,
+):
+    lines = [request(str(number), model="fake") for number in range(5)]
+    write(*lines[:3], request("3", model="missing"), lines[4])
+    with FakeServer(
+        status=lambda body, times: 404 * (body["model"] == "missing") or None
+    ) as server:
+        more = ["--records-per-chunk", "2", "--max-concurrent-generations", "1"]
+        said = command(*flags(server, *more), code=1).error
+        assert "answered HTTP 404 for model 'missing'" in said
+        write(*lines)
+        command(*flags(server, *more))
+        assert [line["custom_id"] for line in results()] == list("01234")
+        asked = Counter(body["messages"][0]["content"] for body in server.payloads)
+    assert asked == {f"ask {number}": 1 + (number == 3) for number in range(5)}
+
+
+def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(server, command):
+    write(request("0", model="fake"))
+    job = {"input": "requests.jsonl", "endpoint": server.url}
+    datatrove_ckpt.run(**job, run_folder="runs/python")
+    Path("job.yaml").write_text(json.dumps({**job, "task": "batch", "run_folder": "runs/yaml"}))
+    command("run", "job.yaml")
+    Path("long.yaml").write_text(
+        command("run", "job.yaml", "--print-config").out.replace("runs/yaml", "runs/long")
+    )
+    command("run", "long.yaml")
+    assert results("runs/python") == results("runs/yaml") == results("runs/long")
+    several = ["--rollouts-per-document", "2"]
+    assert "must be 1 for a batch" in command("run", "job.yaml", *several, code=2).error
+    Path("requests.jsonl").unlink()
+    assert "no problem" in command("verify", "job.yaml", "--full")
+    write({"id": "0", "text": "no request"})
+    assert "prompt: is missing" in command(*flags(server), code=2).error
+
+
+IN_FLIGHT = 16
+WRITE_GROUP = 64
+
+
+@pytest.mark.parametrize("number", [2000, pytest.param(50_000, marks=pytest.mark.full)])
+def test_a_batch_file_killed_twice_has_each_request_once_in_order_and_none_is_paid_twice(number):
+    """kill -9. But for what was in flight, and for the answers of the last write group."""
+    write(*(request(f"request-{n}", model="fake") for n in range(number)))
+    due = [number // 3, 2 * number // 3]
+    paid = []
+    kill = threading.Event()
+
+    def answer(payload, times):
+        question = payload["messages"][0]["content"]
+        paid.append(question)
+        if due and len(paid) >= due[0]:
+            due.pop(0)
+            kill.set()
+        return f"answer to {question}"
+
+    with FakeServer(answer, delay=lambda payload, times: 0.005) as server:
+        more = ["--max-concurrent-generations", str(IN_FLIGHT), "--records-per-chunk", "100"]
+        start = [sys.executable, "-m", "datatrove_ckpt", *flags(server, *more)]
+        for _ in range(2):
+            process = processes.start(start)
+            assert kill.wait(120)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            kill.clear()
+        ended = processes.run(start)
+        assert ended.returncode == 0, ended.stderr
+    found = results()
+    assert [line["custom_id"] for line in found] == [f"request-{n}" for n in range(number)]
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
+    assert texts == [f"answer to ask request-{n}" for n in range(number)]
+    assert len(set(paid)) == number
+    assert len(paid) - number <= 2 * (IN_FLIGHT + WRITE_GROUP)
+    assert len(outputs(Path("runs/x/output"))) == number // 100

@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.cli.yaml_config import (
@@ -44,6 +44,9 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, current, entered, use
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.maintenance.run_output import OutputFolder, OutputUrl
 
 Node: TypeAlias = JsonObject
 
@@ -223,7 +226,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     url = "://" in job.run_folder
     root = Path(job.run_folder).expanduser()
     begun = recorded_settings(root / "checkpoints")
-    tasks = job.tasks or begun.get("tasks")
+    tasks = begun.get("tasks") if job.tasks is None else job.tasks
     reader = _reader(job.input, source, only_look)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, source, only_look)
@@ -345,12 +348,13 @@ def run(
     model: str | None = None,
     endpoint: str | list[str] | None = None,
     **settings: object,
-) -> Path | str:
+) -> OutputFolder | OutputUrl:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
     others, by name.
 
     Returns:
-        The folder of the output; of a ``run_folder`` that is a URL, a URL.
+        The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read
+        what is there: see ``RunOutput``.
 
     Raises:
         ConfigError: a mistake in the arguments; nothing was started.
@@ -364,6 +368,7 @@ def run(
         if isinstance(value, Path):
             content[name] = str(value)
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
+    from datatrove_ckpt.maintenance.run_output import OutputFolder, OutputUrl
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
     with entered(Door(form="run()")):
@@ -374,8 +379,8 @@ def run(
             advise(error, RunPlan(executor))
             raise
     if "://" in str(run_folder):
-        return f"{str(run_folder).rstrip('/')}/output"
-    return Path(run_folder, "output").expanduser()
+        return OutputUrl(f"{str(run_folder).rstrip('/')}/output")
+    return OutputFolder(Path(run_folder, "output").expanduser())
 
 
 def _node(class_path: str, **arguments: object) -> Node:

@@ -49,8 +49,8 @@ class NamedAnswer:
         if taken:
             raise ConfigError(
                 f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
-                "in its metadata already, perhaps of an earlier run, which this run would "
-                f"replace. Give another {' and another '.join(names[name] for name in taken)}."
+                "in its metadata already, perhaps of an earlier run, and this run would replace "
+                f"that. Give other names: {' and '.join(names[name] for name in taken)}."
             )
         for name in self.taken_by_columns:
             if name in document.metadata:

@@ -46,7 +46,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, current, entered, use
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.maintenance.run_output import OutputFolder, OutputUrl
+    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
 
 Node: TypeAlias = JsonObject
 
@@ -348,7 +348,7 @@ def run(
     model: str | None = None,
     endpoint: str | list[str] | None = None,
     **settings: object,
-) -> OutputFolder | OutputUrl:
+) -> OutputPath | OutputUrl:
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
     others, by name.
 
@@ -368,7 +368,7 @@ def run(
         if isinstance(value, Path):
             content[name] = str(value)
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
-    from datatrove_ckpt.maintenance.run_output import OutputFolder, OutputUrl
+    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
     with entered(Door(form="run()")):
@@ -380,7 +380,7 @@ def run(
             raise
     if "://" in str(run_folder):
         return OutputUrl(f"{str(run_folder).rstrip('/')}/output")
-    return OutputFolder(Path(run_folder, "output").expanduser())
+    return OutputPath(Path(run_folder, "output").expanduser())
 
 
 def _node(class_path: str, **arguments: object) -> Node:

@@ -62,7 +62,7 @@ class RunOutput:
                 yield from read_rows(folder, path)
 
 
-class OutputFolder(RunOutput, PosixPath):
+class OutputPath(RunOutput, PosixPath):
     """The output folder on this machine."""
 
 

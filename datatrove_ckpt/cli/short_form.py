@@ -82,8 +82,8 @@ class ShortJob:
             knows.
         endpoint: URL of a server that runs already, or several. None: one is started, on this
             machine's GPUs, else on its CPU.
-        output_format: None: that of a run that has begun; else "parquet" for Parquet files and
-            vectors, and "jsonl" for others.
+        output_format: None: that of a run that has begun; else "parquet" for Parquet, Arrow
+            and vectors, and "jsonl" for others.
         tasks: None: one for each input file, up to 100; here fewer where files are tiny.
         slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
         kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on
@@ -119,6 +119,7 @@ _SLURM: Node = {
     "requeue_signals": ["SIGUSR1"],
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
+_TYPED = ("ParquetReader", "IpcReader")  # JSON has fewer types than their files
 _FILENAME = "${rank}_chunk_${chunk_index}."
 _TASKS: dict[str, tuple[str, Node]] = {
     "embed": ("EmbedRollout", {"column": "embedding"}),
@@ -424,7 +425,7 @@ def _format(job: ShortJob, reader: Node, begun: Node) -> str:
     given = str(begun.get("output_filename")).removeprefix(_FILENAME)
     if given in get_args(OutputFormat):
         return given
-    if not begun and (job.task == "embed" or reader["class_path"] == "ParquetReader"):
+    if not begun and (job.task == "embed" or reader["class_path"] in _TYPED):
         return "parquet"
     return "jsonl"
 

@@ -202,5 +202,4 @@ class ClassifyRollout(_NoText):
         return {"label": label, "score": score, "scores": scores}
 
     def value_of(self, result: object) -> object:
-        assert isinstance(result, dict)
-        return result["label"]
+        return result["label"] if isinstance(result, dict) else result

@@ -147,7 +147,8 @@ class JudgeRollout(PromptRollout):
         return result
 
     def value_of(self, result: object) -> object:
-        assert isinstance(result, dict)
+        if not isinstance(result, dict):
+            return result
         if self.prompt is None:
             return result["score"]
         return super().value_of(result["text"])

@@ -275,9 +275,12 @@ class OneRequest(WholeText):
 
     def value_of(self, result: object) -> object:
         value = super().value_of(result)
-        if self.json_schema is None or self.form_for == CANNED or not isinstance(value, str):
+        if self.json_schema is None or not isinstance(value, str):
             return value
-        return orjson.loads(value)
+        try:
+            return orjson.loads(value)
+        except ValueError:  # a canned answer, or an old one
+            return value
 
     def _read(self, answer: InferenceResult) -> tuple[str, str]:
         return self.form.read(str(answer.text))

@@ -809,6 +809,9 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
     assert said.endswith("Give other names: answer and metadata_key.")
     other = command(*again, "--run-folder=runs/other", code=1).error
     assert "Give other names: metadata_key." in other
+    assert "'rollout_results' in its metadata" in command(
+        "doctor", *again[1:], "--run-folder=runs/other", code=1
+    )
     assert len(server.payloads) == sent
     names = ("--answer=grade", "--metadata-key=grades")
     command(*again, *names, "--run-folder=runs/y")

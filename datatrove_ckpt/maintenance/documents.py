@@ -34,8 +34,8 @@ class ShownDocument:
 
     Attributes:
         where: the output file below the output folder, or the rank of a dead letter.
-        columns: of its row.
         answer: of several rollouts, one after the other; of a dead letter the cause.
+        columns: of its row.
     """
 
     id: str

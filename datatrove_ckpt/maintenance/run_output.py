@@ -54,7 +54,7 @@ class RunOutput:
 
     @property
     def _run_folder(self) -> str:
-        return str(self).removesuffix("/output")
+        return str(self).rpartition("/")[0] or "."
 
     def _rows(self) -> Iterator[Json]:
         with open_place(self._run_folder) as place:

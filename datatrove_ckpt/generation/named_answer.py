@@ -56,7 +56,8 @@ class NamedAnswer:
             if name in document.metadata:
                 raise ConfigError(
                     f"answer: document {document.id!r} has metadata {name!r}, which would replace "
-                    f"its own {name} in a table. Remove or rename it before, or set answer to null."
+                    f"its own {name} in a table. Rename it before, or let the output_writer have "
+                    "expand_metadata: false."
                 )
 
     def put(self, document: Document, results: Sequence[object]) -> None:

@@ -84,6 +84,10 @@ class InferenceRunner(Step):
             Asked every 5 seconds.
         rollout_version: replaces the code and the values of the rollout in the identity of the run.
             Another text is another run, and edits of your code are your matter.
+        answer: metadata key for the answers, beside the whole results at ``metadata_key``: the text
+            of an answer (parsed if it has a ``json_schema``), a score or label, or what the rollout
+            returned; a list of them with several ``rollouts_per_document``. A document that has
+            either key already is refused. None: no such key, and the results replace what is there.
 
     Raises:
         ConfigError: an argument that cannot work.

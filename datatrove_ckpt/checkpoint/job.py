@@ -195,13 +195,14 @@ def name_tasks(ranks: list[int]) -> str:
     return f"{shown}, ... ({len(ranks)} in all)"
 
 
-def tasks_of(root: Path) -> int:
+def recorded_settings(root: Path) -> Json:
+    """Returns the settings of the run that has begun in a folder; empty without one."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
-            if path.exists() and (tasks := read_run(path).get("tasks")):
-                return int(tasks)
-    return 0
+            if path.exists() and (content := read_run(path)).get("tasks"):
+                return content
+    return {}
 
 
 def _read(root: Path) -> Json:

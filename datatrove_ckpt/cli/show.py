@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from datatrove_ckpt.cli.printing import say, wrapped, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError, StorageFailed, printable
 from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -44,6 +44,8 @@ def show(arguments: argparse.Namespace) -> int:
         found = (one for one in found if arguments.id in (None, one.id))
         for shown, one in enumerate(islice(found, arguments.n), 1):
             say(_described(shown, one, "text", most))
+        if shown and not arguments.dead:
+            say(f"Columns: {', '.join(map(printable, one.columns))}.")
         if is_all:
             _say_what_else(place, shown, arguments.n)
     if arguments.dead and not shown:

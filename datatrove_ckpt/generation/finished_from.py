@@ -40,7 +40,7 @@ from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, encode, result_of
-from datatrove_ckpt.output.formats import Format, format_of_file
+from datatrove_ckpt.output.formats import Format, document_of, format_of_file
 
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
@@ -49,7 +49,6 @@ _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
 # In Parquet, results without these fields have null there.
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
-_OWN_FIELDS = ("text", "id", "media", "metadata")
 
 
 class _OldFile(NamedTuple):
@@ -255,7 +254,7 @@ class FinishedDocuments:
         elif row.get("id") is None or row.get("text") is None:
             return None, _NO_DOCUMENT
         else:
-            document = Document(row["text"], str(row["id"]), metadata=_metadata_of(row))
+            document = document_of(row)
         document.media = []
         results = document.metadata.get(self._metadata_key)
         if not isinstance(results, list) or not results:
@@ -288,14 +287,6 @@ def _digest(name: str, text: str) -> bytes:
 
 def _key(digest: bytes) -> int:
     return int.from_bytes(digest[:8])
-
-
-def _metadata_of(row: Row) -> Json:
-    """Returns a row's metadata, also where the writer made columns of them."""
-    metadata = row.get("metadata")
-    if isinstance(metadata, dict):
-        return metadata
-    return {name: value for name, value in row.items() if name not in _OWN_FIELDS}
 
 
 def _is_same(as_read: object, old: object) -> bool:

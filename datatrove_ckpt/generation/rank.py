@@ -36,6 +36,7 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exp
 from datatrove_ckpt.generation.failures import Failures, correction
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
+from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -335,6 +336,7 @@ class _Run:
                     connect=lambda config: self._lend(servers, config, progress),
                     observer=progress,
                     metadata_key=step.metadata_key,
+                    answer=NamedAnswer.of(step),
                     failures=failures,
                     shutdown=preemption.shutdown,
                     check_document=names.check,

@@ -221,11 +221,11 @@ def run_identity(
     models: Mapping[str, InferenceConfig],
     writer: DiskWriter,
     records_per_chunk: int,
-    metadata_key: str,
+    metadata_keys: Mapping[str, str],
     world_size: int,
 ) -> RunIdentity:
     output = {
-        "metadata_key": metadata_key,
+        **metadata_keys,
         "records_per_chunk": records_per_chunk,
         "tasks": world_size,
         "output_writer": writer_name(writer),

@@ -33,6 +33,7 @@ from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Requests, summarize
+from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
@@ -153,6 +154,7 @@ class Scheduler:
     connect: Connect
     observer: RankReporter
     metadata_key: str
+    answer: NamedAnswer
     failures: Failures
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
@@ -253,6 +255,7 @@ class Scheduler:
                 self.documents.start(slot.ordinal, self._process(source, slot))
 
     def _look_at_first(self, document: Document) -> None:
+        self.answer.check(document)
         if self.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
@@ -347,6 +350,7 @@ class Scheduler:
         ):
             return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
         try:
+            self.answer.check(document)
             if source.finished is not None:
                 document.metadata = source.finished
                 results = source.finished[self.metadata_key]
@@ -363,6 +367,7 @@ class Scheduler:
             document.metadata[self.metadata_key] = kept
             data = b"null"
             if kept:
+                self.answer.put(document, kept)
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.metadata_key)
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):

@@ -80,6 +80,7 @@ class Step(PipelineStep):
     answers_from: str | None = None
     preemption_notice: Setting | None = None
     rollout_version: str | None = None
+    answer: str | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     door: Door = field(default=Door(), init=False)
@@ -136,6 +137,10 @@ class Step(PipelineStep):
             raise ConfigError(
                 f"column: {key!r} is the step's metadata_key, which has the results. Give another "
                 "name."
+            )
+        if self.answer in (key, "", *FIELDS):
+            raise ConfigError(
+                f"answer: {self.answer!r} is taken, or no name. Give another name, such as summary."
             )
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
             raise ConfigError(
@@ -217,8 +222,10 @@ class Step(PipelineStep):
 
     def identity(self, world_size: int) -> RunIdentity:
         chunk = self.records_per_chunk
-        key = self.metadata_key
-        return run_identity(self.code(), self.models, self.output_writer, chunk, key, world_size)
+        keys = {"metadata_key": self.metadata_key}
+        if self.answer is not None:  # older checkpoints continue
+            keys["answer"] = self.answer
+        return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -4,7 +4,7 @@ of the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ class ShownDocument:
     Attributes:
         where: the output file below the output folder, or the rank of a dead letter.
         answer: of several rollouts, one after the other; of a dead letter the cause.
+        columns: of its row.
     """
 
     id: str
@@ -42,6 +43,7 @@ class ShownDocument:
     answer: str
     where: str = ""
     is_dead: bool = False
+    columns: Sequence[str] = ()
 
     def safe(self, most: int | None = None) -> ShownDocument:
         """Without secrets and control characters, and with so many characters of each text."""
@@ -53,14 +55,39 @@ class ShownDocument:
 
 
 def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
-    """Reads the output files, as they are committed now.
+    """Reads the output files. Args and raises: as ``output_files``; OutputFailed if one cannot be
+    read.
+    """
+    for folder, path, key in output_files(place, output):
+        for row in read_rows(folder, path):
+            name = row.get("id")
+            if "text" not in row:  # a line of a batch file's output
+                name = row.get("custom_id", name)
+            yield ShownDocument(
+                str(name),
+                str(row.get("text", "")),
+                _answer(row, key),
+                path,
+                columns=[*_columns(row)],
+            )
+
+
+def _columns(row: Json) -> Iterator[str]:
+    for name, value in row.items():
+        if name == "metadata" and isinstance(value, dict):
+            yield from (f"metadata.{key}" for key in value)
+        else:
+            yield name
+
+
+def output_files(place: Place, output: str | None = None) -> Iterator[tuple[DataFolder, str, str]]:
+    """Yields the output folder, each file that is committed now, and the ``metadata_key``.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
 
     Raises:
         ConfigError: there is no checkpoint, or nothing says where the output is.
-        OutputFailed: a file cannot be read.
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
@@ -68,7 +95,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:
-                yield from _read_file(folder, file.path, str(rank.run.get("metadata_key")))
+                yield folder, file.path, str(rank.run.get("metadata_key"))
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
@@ -98,7 +125,8 @@ def _letters(path: Path) -> Iterator[Json]:
                     yield orjson.loads(line)
 
 
-def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocument]:
+def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
+    """Raises OutputFailed: the file cannot be read."""
     where = folder.resolve_paths(path)
     known = format_of_file(path)
     if known is None:
@@ -108,14 +136,9 @@ def _read_file(folder: DataFolder, path: str, key: str) -> Iterator[ShownDocumen
     compression = None if known.is_compressed else "infer"
     try:
         with file_system_call(), folder.open(path, "rb", compression=compression) as file:
-            for row, _ in known.rows(file, ("id", "text", "metadata", key)):
+            for row, _ in known.rows(file):
                 if row is not None:
-                    name = row.get("id")
-                    if "text" not in row:  # a line of a batch file's output
-                        name = row.get("custom_id", name)
-                    yield ShownDocument(
-                        str(name), str(row.get("text", "")), _answer(row, key), path
-                    )
+                    yield row
     except (OSError, EOFError) as error:
         raise OutputFailed(
             f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output."

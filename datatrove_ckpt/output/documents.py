@@ -34,6 +34,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 
+_NAMES = frozenset({"text", "id", "media"})
 _Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 _Convert: TypeAlias = Callable[[Any], object]
 """Any: the functions of a type accept only values of that type."""
@@ -46,6 +47,7 @@ _MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
 _RESULTS_BYTES = b',"$results":"'
+_METADATA_BYTES = b',"metadata":{'
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
@@ -180,18 +182,24 @@ def _is_usual(document: Document) -> bool:
         return False
     return (
         isinstance(document.metadata, dict)
+        and _NAMES.isdisjoint(document.metadata)  # which would replace them as columns
         and isinstance(document.media, list)
         and not document.media
     )
 
 
-def line_of(data: bytes) -> bytes | None:
+def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
     """Returns the line that ``JsonlWriter`` writes of an encoded document, if that is known without
     parsing it.
     """
     if not data.endswith(_RESULTS_END):
         return None
-    return data[: data.rindex(_RESULTS_BYTES)] + b"}\n"
+    line = data[: data.rindex(_RESULTS_BYTES)]
+    if not expand_metadata:
+        return line + b"}\n"
+    # A quote inside a text or an id is escaped.
+    own, _, metadata = line.partition(_METADATA_BYTES)
+    return b"%b,%b\n" % (own, metadata)
 
 
 def dump(fields: dict[str, object], other: Other) -> bytes:

@@ -7,11 +7,12 @@ Other files are written, published and compared by their hashes all the same.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO, Any, ClassVar, TypeAlias
 
 import numpy as np
 import orjson
+from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -21,6 +22,7 @@ from datatrove_ckpt.output.names import writer_name
 Rows: TypeAlias = Iterator[tuple[Row | None, bytes]]
 
 _BLOCK = 1 << 20  # bytes
+_OWN_FIELDS = ("text", "id", "media", "metadata")
 
 
 class Format:
@@ -50,12 +52,9 @@ class Format:
         """Returns how many rows a file has. ``file``: decompressed, unless ``is_compressed``."""
         raise NotImplementedError
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
-        """Yields each row with its line; None for a torn line. The line is empty if the format has
-        no lines.
-
-        Args:
-            columns: no others are needed; None: all but media are.
+    def rows(self, file: IO[bytes]) -> Rows:
+        """Yields each row, without media, with its line; None for a torn line. The line is empty if
+        the format has no lines.
         """
         raise NotImplementedError
 
@@ -67,7 +66,7 @@ class Jsonl(Format):
     def count(self, file: IO[bytes]) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
+    def rows(self, file: IO[bytes]) -> Rows:
         # zstandard's stream gives blocks only. Others give all lines before some damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
@@ -90,17 +89,12 @@ class Parquet(Format):
 
         return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
 
-    def rows(self, file: IO[bytes], columns: Collection[str] | None = None) -> Rows:
+    def rows(self, file: IO[bytes]) -> Rows:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            names = parquet.schema_arrow.names
-            if columns is None:
-                wanted = [name for name in names if name != "media"]
-            else:
-                # Without any, there are no rows.
-                wanted = [name for name in names if name in columns] or names[:1]
-            has_float32 = columns is None and "float" in str(parquet.schema_arrow)
+            wanted = [name for name in parquet.schema_arrow.names if name != "media"]
+            has_float32 = "float" in str(parquet.schema_arrow)
             for batch in parquet.iter_batches(1000, columns=wanted):
                 kind = pyarrow.struct(list(batch.schema))
                 for row in batch.to_pylist():
@@ -124,6 +118,14 @@ def _with_float32(value: Any, kind: DataType) -> Any:
     if types.is_float32(kind.value_type):
         return np.asarray(value, np.float32)
     return [_with_float32(item, kind.value_type) for item in value]
+
+
+def document_of(row: Row) -> Document:
+    """Returns the document of a row, also where the writer made columns of its metadata."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {name: value for name, value in row.items() if name not in _OWN_FIELDS}
+    return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)
 
 
 JSONL = Jsonl()

@@ -91,13 +91,13 @@ def write_for(
         writer.write(document, names.rank, **names.keywords(document, chunk_index))
 
     def write_line(data: bytes) -> None:
-        line = line_of(data)
+        line = line_of(data, writer.expand_metadata)
         if line is None:
             write(data)
         else:
             writer.output_mg.get_file(name).write(line)
 
-    has_lines = type(writer) is JsonlWriter and decode is decode_json and not writer.expand_metadata
+    has_lines = type(writer) is JsonlWriter and decode is decode_json
     if not has_lines or names.fields or writer.max_file_size > 0:
         return write
     name = names.fill({"chunk_index": names.chunk_field(chunk_index)})

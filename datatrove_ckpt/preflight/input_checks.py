@@ -16,7 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.job import tasks_of
+from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import byte_size, plural
@@ -322,7 +322,7 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     # Another number of tasks is refused as such, and not for the files that each rank would get by
     # it.
-    if tasks_of(root) != plan.tasks:
+    if recorded_settings(root).get("tasks") != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
     read = {

@@ -200,3 +200,6 @@ class ClassifyRollout(_NoText):
         if self.threshold is not None and np.float32(score) < np.float32(self.threshold):
             return None
         return {"label": label, "score": score, "scores": scores}
+
+    def value_of(self, result: object) -> object:
+        return result["label"] if isinstance(result, dict) else result

@@ -146,6 +146,13 @@ class JudgeRollout(PromptRollout):
             result |= {"usage": sum_usage([answer.usage, judged.usage]), "judgement": judged.text}
         return result
 
+    def value_of(self, result: object) -> object:
+        if not isinstance(result, dict):
+            return result
+        if self.prompt is None:
+            return result["score"]
+        return super().value_of(result["text"])
+
     async def _to_judge(
         self, document: Document, parts: Sequence[Payload], values: dict[str, str]
     ) -> Payload:

@@ -44,7 +44,8 @@ class PromptRollout(OneRequest):
 
     Attributes:
         prompt: the user message, with ``{text}``, ``{id}``, ``{KEY}`` and ``{metadata[KEY]}`` of
-            the document. Or with ``[[DOCUMENT]]`` for the text: then braces have no meaning.
+            the document, or a part of a value: ``{KEY[0].NAME}``. Or with ``[[DOCUMENT]]`` for the
+            text: then braces have no meaning.
         system_prompt: the system message, sent unchanged.
         generation_params: payload keys; they override ``default_generation_params``.
         max_chars: longest user message, in characters. The text is cut, after a line if there is

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self, TypeAlias
 
+import orjson
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common import JsonObject
@@ -150,6 +151,10 @@ class ReadyMade:
     def _params(self) -> Payload:
         return {**(self._own_params() or {})}
 
+    def value_of(self, result: object) -> object:
+        """Returns what the result puts into the column of the answers."""
+        return value_of(result)
+
 
 @dataclass(kw_only=True)
 class WholeText(ReadyMade):
@@ -268,6 +273,15 @@ class OneRequest(WholeText):
             self._read, str(self.form.kind), self.show_error, generate, payload
         )
 
+    def value_of(self, result: object) -> object:
+        value = super().value_of(result)
+        if self.json_schema is None or not isinstance(value, str):
+            return value
+        try:
+            return orjson.loads(value)
+        except ValueError:  # a canned answer, or an old one
+            return value
+
     def _read(self, answer: InferenceResult) -> tuple[str, str]:
         return self.form.read(str(answer.text))
 
@@ -296,6 +310,13 @@ class OneRequest(WholeText):
                 f"{form}: none of {self.answer_attempts} answers is valid. The last one: {last}."
             )
         return None
+
+
+def value_of(result: object) -> object:
+    """Returns an answer's text, or the JSON of a path; another result as it is."""
+    if isinstance(result, InferenceResult):
+        return getattr(result, "answer", None) or result.text
+    return result
 
 
 def _with_error(payload: Payload, answer: str, problem: str) -> Payload:

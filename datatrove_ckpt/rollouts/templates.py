@@ -9,18 +9,23 @@ import difflib
 import re
 from functools import lru_cache
 from string import Formatter
+from typing import Any
 
+import orjson
 from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
 
-_FIELD = re.compile(r"metadata\[([^\[\]{}]+)\]|(?!metadata$)([^\W\d]\w*)")
+_PART = r"\[\d+\]|\.[^\W\d]\w*"
+_FIELD = re.compile(
+    rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata$|text[.\[]|id[.\[])([^\W\d]\w*(?:{_PART})*)"
+)
 _OWN = ("text", "id")
 _NULLS: set[str] = set()  # of which this process has said that they may be null
 _ALLOWED = (
-    "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ "
-    "or }} for a brace"
+    "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
+    "for a part of it, and {{ or }} for a brace"
 )
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
@@ -121,11 +126,28 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
         return str(document.id)
     if name == "key" and key in others:
         return others[key]
-    if key not in document.metadata:
-        raise lacks(document, "prompt", key)
-    if document.metadata[key] is None and key not in _NULLS:
+    value: Any = document.metadata
+    for part in _parts(name, key):
+        if isinstance(value, str):  # a part of it would be a character
+            raise lacks(document, "prompt", key)
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            raise lacks(document, "prompt", key) from None
+    if value is None and key not in _NULLS:
         _NULLS.add(key)
         logger.warning(
             f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.'
         )
-    return str(document.metadata[key])
+    if isinstance(value, dict | list):  # no model should read Python
+        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+    return str(value)
+
+
+@lru_cache(maxsize=256)
+def _parts(name: str, key: str) -> tuple[str | int, ...]:
+    """Returns the way to a value of the metadata: keys, and places in lists."""
+    if name == "metadata":
+        return (key,)
+    first, *others = re.split(r"\.|(?=\[)", key)
+    return (first, *(int(one[1:-1]) if one.startswith("[") else one for one in others))

@@ -100,7 +100,8 @@ def test_python_runs_as_a_script(folder, ram, block):
         (written,) = (
             (folder / "runs/from-python/output/00000_chunk_00000.jsonl").read_text().splitlines()
         )
-        assert json.loads(written)["metadata"]["rollout_results"][0]["tokens"] > 0
+        assert json.loads(written)["answer"]["tokens"] > 0
+        assert "'summary'" in ended.stdout
 
 
 # yaml --------------------------------------------------------------------------------------------

@@ -15,7 +15,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import datasets
 import fsspec
+import pandas
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -36,6 +39,7 @@ from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, SetTasks, S
 from datatrove_ckpt.executors.local import given_up_error
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.maintenance.run_output import OutputPath
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.histories import read_history
@@ -826,16 +830,99 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
     )
 
 
-def test_results_that_the_documents_have_already_are_not_replaced_without_a_word(
-    command,
-):
-    with FakeServer() as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-        assert "already" not in command("run", "job.yaml")
-        again = ("run", "job.yaml", "--input=runs/x/output")
-        said = "The documents have 'rollout_results' in their metadata already"
-        assert said in command(*again, "--run-folder=runs/y")
-        assert said not in command(*again, "--metadata-key=second", "--run-folder=runs/z")
+def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, command):
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    command("run", "job.yaml", "--answer=summary")
+    sent = len(server.payloads)
+    parts = "{summary} {rollout_results[0].text} {rollout_results[0].usage}"
+    again = ("run", "job.yaml", "--input=runs/x/output", f"--prompt={parts}")
+    said = command(*again, "--answer=summary", "--run-folder=runs/same", code=1).error
+    assert "has 'summary' and 'rollout_results' in its metadata already" in said
+    assert said.endswith("Give other names: answer and metadata_key.")
+    other = command(*again, "--run-folder=runs/other", code=1).error
+    assert "Give other names: metadata_key." in other
+    assert "'rollout_results' in its metadata" in command(
+        "doctor", *again[1:], "--run-folder=runs/other", code=1
+    )
+    assert len(server.payloads) == sent
+    names = ("--answer=grade", "--metadata-key=grades")
+    command(*again, *names, "--run-folder=runs/y")
+    rows = [document.metadata for document in OutputPath("runs/y/output")]
+    for row in rows:
+        first = row["rollout_results"][0]
+        asked = (
+            f"{row['summary']} {first['text']} {json.dumps(first['usage'], separators=(',', ':'))}"
+        )
+        assert server.asked[asked] == 1
+        assert row["grade"] == row["grades"][0]["text"] != row["summary"] == first["text"]
+    assert len(rows) == 3
+    # As in datatrove, without a name.
+    warned = command(*again, "--answer=null", "--run-folder=runs/z")
+    assert "the new results replace it" in warned
+
+
+def test_a_table_goes_in_and_comes_out_with_the_answers_as_a_column(command):
+    """Parquet is read by pandas and ``datasets``, as people go on with it."""
+    Path("tables").mkdir()
+    table = pa.table({"id": ["1", "2"], "text": ["a", "b"], "stars": [4, 5]})
+    pq.write_table(table, "tables/in.parquet")
+    with FakeServer(lambda payload, times: '{"mood": "good"}') as server:
+        job = {**JOB, "input": "tables/in.parquet", "endpoint": server.url}
+        schema = {"type": "object", "required": ["mood"]}
+        Path("job.yaml").write_text(yaml.safe_dump({**job, "json_schema": schema}))
+        command("run", "job.yaml", "--answer=summary", "--rollouts-per-document=2")
+        changed = command("run", "job.yaml", "--answer=other", code=1).error
+    assert 'answer: "summary" -> "other"' in changed
+    frame = pandas.read_parquet("runs/x/output")
+    assert [*frame] == ["text", "id", "stars", "file_path", "rollout_results", "summary"]
+    assert frame["stars"].tolist() == [4, 5]
+    assert [[one["mood"] for one in row] for row in frame["summary"]] == [["good"] * 2] * 2
+    dataset = datasets.load_dataset("parquet", data_dir="runs/x/output", split="train")
+    assert dataset["summary"][0] == [{"mood": "good"}] * 2
+    assert "Columns: text, id, stars, file_path, rollout_results, summary." in command(
+        "show", "runs/x"
+    )
+
+
+def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):
+    """One that an earlier version began: JSON lines of Parquet files, without a name of the
+    answers.
+    """
+    Path("tables").mkdir()
+    pq.write_table(pa.table({"id": ["1", "2"], "text": ["a", "b"]}), "tables/in.parquet")
+    failing = ["Say b"]
+    with FakeServer(
+        status=lambda payload, times: 403 if payload["messages"][0]["content"] in failing else None
+    ) as server:
+        job = {**JOB, "input": "tables", "endpoint": server.url, "records_per_chunk": 1}
+        Path("job.yaml").write_text(yaml.safe_dump(job))
+        command("run", "job.yaml", "--answer=null", "--output-format=jsonl", code=1)
+        failing.clear()
+        command("run", "job.yaml")
+    rows = [json.loads(text) for _, text in sorted(outputs(Path("runs/x/output")).items())]
+    assert [[*row] for row in rows] == [["text", "id", "metadata"]] * 2
+    assert [[*row["metadata"]] for row in rows] == [["file_path", "rollout_results"]] * 2
+
+
+def test_what_run_returns_is_a_path_that_reads_what_is_there(job):
+    output = datatrove_ckpt.run(**{**job, "run_folder": "runs/y"}, output_format="jsonl.zst")
+    assert output == Path("runs/y/output")
+    assert [path.name for path in output.iterdir()] == ["00000_chunk_00000.jsonl.zst"]
+    answers = [document.metadata["answer"] for document in output]
+    assert [document.id for document in output] == [row["id"] for row in ROWS]
+    assert output.to_pandas()["answer"].tolist() == answers == output.to_dataset()["answer"][:]
+    assert (output.counts.written, output.counts.requests) == (3, 3)
+
+
+def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
+    rows = [*ROWS, {"id": "last", "text": "text", "answer": "mine"}]
+    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    said = command("run", "job.yaml", code=1).error
+    assert "document 'last' has 'answer' in its metadata already" in said
+    Path("documents/a.jsonl").write_text('{"id": "1", "body": "a", "text": "other"}')
+    said = command("run", "job.yaml", "--text-key=body", "--run-folder=runs/y", code=1).error
+    assert "metadata 'text', which would replace its own text" in said
 
 
 def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable():

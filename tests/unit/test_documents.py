@@ -242,6 +242,7 @@ UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, me
     "a boolean beside NaN": ("t", "i", USUAL, {"n": [True, math.nan]}, []),
     "no id": ("t", "", USUAL, {}, []),
     "media": ("t", "i", USUAL, {}, [Media("m", 0, "u")]),
+    "a column of its own name": ("t", "i", USUAL, {"text": "other"}, []),
 }
 
 
@@ -254,25 +255,28 @@ def check_finished(document):
     data = encode_finished(document, KEY)
     assert repr(decode(data)) == repr(decode(encode(document)))
     assert repr(decode_plain(data)) == repr(decode_plain(encode(document)))
-    if (line := line_of(data)) is not None:
-        written = io.BytesIO()
-        writer = JsonlWriter("unused", "${rank}", None)
-        writer._write(writer.adapter(document), written, "")
-        assert line == written.getvalue()
-        assert is_plain(data)
+    for expands in (False, True):
+        if (line := line_of(data, expands)) is not None:
+            written = io.BytesIO()
+            writer = JsonlWriter("unused", "${rank}", None, expand_metadata=expands)
+            writer._write(writer.adapter(document), written, "")
+            assert line == written.getvalue()
+            assert is_plain(data)
     return data
 
 
 @settings(max_examples=30)
 @given(
-    texts, st.lists(results, max_size=3), st.dictionaries(texts | st.just("$py"), plain, max_size=4)
+    texts,
+    st.lists(results, max_size=3),
+    st.dictionaries(texts | st.sampled_from(["$py", "text", "metadata"]), plain, max_size=4),
 )
 def test_the_line_of_a_finished_document_is_what_the_writer_writes(text, found, metadata):
     check_finished(finished_document(text, "id", found, metadata, []))
 
 
 @pytest.mark.parametrize(
-    "metadata", [{}, {"none": None, "$results": "x", "text": 'of ,"$results":"y"}'}]
+    "metadata", [{}, {"none": None, "$results": "x", "metadata": {}, "x": 'of ,"$results":"y"}'}]
 )
 def test_of_a_usual_document_the_line_is_known(metadata):
     assert line_of(check_finished(finished_document("text null", "id", USUAL, metadata, [])))

@@ -37,7 +37,7 @@ def test_what_a_writer_has_written_is_counted_and_read(known, compression, tmp_p
     with writer.output_folder.open(path.name, "rb", compression=compression) as file:
         assert known.count(file) == len(TEXTS)
     with writer.output_folder.open(path.name, "rb", compression=compression) as file:
-        rows = [row for row, _ in known.rows(file, {"id", "text"})]
+        rows = [row for row, _ in known.rows(file)]
     assert [(row["id"], row["text"]) for row in rows if row] == [
         (str(index), text) for index, text in enumerate(TEXTS)
     ]

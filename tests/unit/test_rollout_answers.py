@@ -5,6 +5,7 @@ nothing is.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from typing import Any
 
@@ -15,9 +16,18 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.run_identity import code_identity
-from datatrove_ckpt.rollouts import InvalidAnswer, PromptRollout, for_config
-from tests.jobs import runner
+from datatrove_ckpt.output.documents import PathResult
+from datatrove_ckpt.rollouts import (
+    ClassifyRollout,
+    InvalidAnswer,
+    JudgeRollout,
+    PromptRollout,
+    chat,
+    for_config,
+)
+from tests.jobs import documents, rows, runner
 from tests.unit.test_rollouts import asked, document
 
 SCHEMA = {
@@ -213,3 +223,50 @@ def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_p
     (first, second) = [line for line in log if "did you mean" in line]
     assert "'max_token' is not one that we know; did you mean 'max_tokens'?" in first
     assert "'temprature' is not one that we know; did you mean 'temperature'?" in second
+
+
+SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}
+NAMED: dict[str, tuple[Any, Any, Any]] = {  # the rollout, its result, the answer
+    "a text": (PromptRollout(), InferenceResult("so", "stop", {}), "so"),
+    "JSON": (
+        PromptRollout(json_schema=SCHEMA),
+        InferenceResult(GOOD, "stop", {}),
+        json.loads(GOOD),
+    ),
+    "a path": (chat, PathResult("", "stop", {}, answer={"tokens": [1]}), {"tokens": [1]}),
+    "a label": (ClassifyRollout(), {"label": "good", "score": 1.0, "scores": {}}, "good"),
+    "a score": (JudgeRollout(judge_prompt="{text}?"), SCORED, 8.0),
+    "a judged answer": (
+        JudgeRollout(prompt="{text}", judge_prompt="{answer}?", json_schema=SCHEMA),
+        SCORED,
+        json.loads(GOOD),
+    ),
+    "of a function": (chat, {"any": "thing"}, {"any": "thing"}),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("rollouts", [1, 2])
+def test_what_stands_under_the_name_of_the_answers(name, rollouts, tmp_path, server):
+    rollout, result, answer = NAMED[name]
+    step = runner(
+        tmp_path, server, rollout, answer="summary", config={"rollouts_per_document": rollouts}
+    )
+    one = document()
+    NamedAnswer.of(step).put(one, [result] * rollouts)
+    assert one.metadata["summary"] == (answer if rollouts == 1 else [answer] * 2)
+
+
+def test_an_answer_that_a_rollout_names_itself_stays(tmp_path, server):
+    async def rollout(document, generate):
+        document.metadata["summary"] = "mine"
+        return "other"
+
+    runner(tmp_path, server, rollout, answer="summary").run(documents(1))
+    assert [row["metadata"]["summary"] for row in rows(tmp_path)] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["", "text", "rollout_results"])
+def test_a_name_that_is_taken_is_refused(name, tmp_path, server):
+    with pytest.raises(ConfigError, match=r"answer: '.*' is taken, or no name"):
+        runner(tmp_path, server, answer=name)

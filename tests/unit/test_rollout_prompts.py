@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,20 @@ def test_a_name_that_no_key_has_is_named_with_what_may_be_meant():
     assert str(refused.value) == (
         "prompt: document 'd1' has no metadata 'txt'; its metadata keys: lang. Did you mean 'text'?"
     )
+
+
+EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "é"}]}
+
+
+def test_a_part_of_an_earlier_answer_is_filled_in_and_the_whole_of_it_as_json():
+    rollout = PromptRollout("{rollout_results[0].text} {summary.moods[1]} {summary}")
+    assert content(rollout, document(**EARLIER)) == 'é bad {"moods":["good","bad"]}'
+
+
+@pytest.mark.parametrize("part", ["rollout_results[1].text", "summary.mood", "summary.moods[0][0]"])
+def test_a_part_that_a_document_lacks_is_named(part):
+    with pytest.raises(ConfigError, match=rf"document 'd1' has no metadata '{re.escape(part)}'"):
+        asked(PromptRollout(f"{{{part}}}"), document(**EARLIER))
 
 
 @pytest.mark.parametrize("template", ["Say: {text}", "Say: [[DOCUMENT]]"])

@@ -18,7 +18,7 @@ from datatrove_ckpt.rollouts import (
     split_text,
 )
 
-ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."
+ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace."
 
 
 class Server:
@@ -102,7 +102,7 @@ def test_a_system_prompt_and_parameters_are_sent_and_a_completion_is_a_plain_pro
 
 @pytest.mark.parametrize(
     "written",
-    ["{}", "{text.__class__}", "{metadata[a][b]}", "{text!r}"],
+    ["{}", "{text.__class__}", "{metadata[a][b]}", "{text!r}", "{a[-1]}", "{id[0]}"],
 )
 @pytest.mark.parametrize("kind", [PromptRollout, CompletionRollout, ChunkedRollout])
 def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):

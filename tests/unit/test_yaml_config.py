@@ -229,7 +229,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
          f'{RUNNER}.rollout_fn: "PromptRollout" is a class; write class_path: PromptRollout.'),
         ("chat", "{class_path: PromptRollout, init_args: {prompt: '{text!r}'}}",
          f"{RUNNER}.rollout_fn: prompt: {{text!r}} cannot be filled in; "
-         "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, and {{ or }} for a brace."),
+         "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace."),
         ("logging_dir: logs", "logging_dir: logs\n    local_tasks: 5", None),
     ],
 )  # fmt: skip

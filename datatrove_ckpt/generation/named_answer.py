@@ -1,0 +1,71 @@
+"""``answer``: the name under which the answers of a run are a column of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from datatrove.data import Document
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.rollouts.interface import FIELDS
+from datatrove_ckpt.rollouts.settings import value_of
+
+
+@dataclass(frozen=True)
+class NamedAnswer:
+    """Puts the answers of a document into its metadata, beside the whole results.
+
+    Attributes:
+        name: None: nothing is put there, and the results replace what stands at ``metadata_key``,
+            as datatrove's do.
+        taken_by_columns: metadata keys that would replace the text or the id of a document.
+        value_of: what a result puts into the column.
+    """
+
+    name: str | None
+    metadata_key: str
+    taken_by_columns: Sequence[str]
+    is_list: bool
+    value_of: Callable[[object], object]
+
+    @classmethod
+    def of(cls, step: Step) -> NamedAnswer:
+        return cls(
+            step.answer,
+            step.metadata_key,
+            FIELDS if getattr(step.output_writer, "expand_metadata", False) else (),
+            step.model.rollouts_per_document > 1,
+            getattr(step.rollout_fn, "value_of", value_of),
+        )
+
+    def check(self, document: Document) -> None:
+        """Raises ConfigError if the run would replace what a document holds."""
+        if self.name is None:
+            return
+        names = {self.name: "answer", self.metadata_key: "metadata_key"}
+        taken = [name for name in names if name in document.metadata]
+        if taken:
+            raise ConfigError(
+                f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
+                "in its metadata already, perhaps of an earlier run, and this run would replace "
+                f"that. Give other names: {' and '.join(names[name] for name in taken)}."
+            )
+        for name in self.taken_by_columns:
+            if name in document.metadata:
+                raise ConfigError(
+                    f"answer: document {document.id!r} has metadata {name!r}, which would replace "
+                    f"its own {name} in a table. Rename it before, or let the output_writer have "
+                    "expand_metadata: false."
+                )
+
+    def put(self, document: Document, results: Sequence[object]) -> None:
+        """A value that the rollout itself has put there stays: it is the answer."""
+        if self.name is None or self.name in document.metadata:
+            return
+        values = [self.value_of(result) for result in results]
+        if self.is_list:
+            document.metadata[self.name] = values
+        else:
+            document.metadata[self.name] = values[0]

@@ -32,7 +32,7 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import check_rules_of_hub
-from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
@@ -109,8 +109,8 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 return 0
             if isinstance(executor, JobsPipelineExecutor):
                 executor.check()
-            with checkpoints_seen(executor):
-                check_before_run(executor)
+            with plan.with_mirrors() as seen:
+                check_before_run(seen)
             _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
@@ -188,11 +188,10 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     else:
         executor.run()
         _refuse_what_is_left(plan, marked)
-    with checkpoints_seen(executor) as said:
-        checked = check_after_run(executor)
-        for runner in RunPlan(executor).runners:
-            if runner.root is not None:
-                say(said(closing_line(runner, checked, started)))
+    with plan.with_mirrors() as seen:
+        checked = check_after_run(seen)
+        for runner, root in seen.kept:
+            say(closing_line(runner, root, checked, started))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 

@@ -216,7 +216,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
-        from datatrove_ckpt.preflight.run_plan import checkpoints_seen
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
         if job_launch.LAUNCH in os.environ:
             return self._work()
@@ -226,11 +226,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         )
         try:
             self.check()
-            with checkpoints_seen(self):
-                check_before_run(self)
+            plan = RunPlan(self)
+            with plan.with_mirrors() as seen:
+                check_before_run(seen)
             self.run_ranks()
-            with checkpoints_seen(self):
-                check_after_run(self)
+            with plan.with_mirrors() as seen:
+                check_after_run(seen)
         except CkptError as error:  # its message says it all
             error.__traceback__ = None
             raise

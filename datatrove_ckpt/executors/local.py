@@ -158,6 +158,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
         runners = self._runners
         if not runners:  # what datatrove does with other pipelines stays as it is
@@ -168,9 +169,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         skip_completed = self.skip_completed
         self.skip_completed = skip_completed and not retries
         try:
-            check_before_run(self)
+            plan = RunPlan(self)
+            check_before_run(plan)
             stats = self.run_ranks()
-            check_after_run(self)
+            check_after_run(plan)
         except CkptError as error:  # its message says it all; of the frames, a script shows its own
             error.__traceback__ = None
             raise
@@ -247,8 +249,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 drained.
         """
         from datatrove_ckpt.preflight.before_run import check_before_worker
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
-        check_before_worker(self)
+        check_before_worker(RunPlan(self))
         worker = copy(self)
         worker._is_worker = True
         local = range(self.world_size)
@@ -677,13 +680,10 @@ def _work(
     pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
     """Runs ranks in a worker. ``identities``: of the runners with checkpoints, in the parent."""
-
-    def make_executor() -> LocalPipelineExecutor:
-        executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
-        _check_code(executor, identities)
-        return executor
-
-    make_executor()._work_through(ranks, make_executor, slot, overlap)
+    make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
+    executor = make_executor()
+    _check_code(executor, identities)
+    executor._work_through(ranks, make_executor, slot, overlap)
 
 
 def _run_rank(

@@ -100,7 +100,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                     "letters."
                 )
             if arguments.retry_dead_letters:
-                _retry_dead_letters(plan)
+                plan = _retry_dead_letters(executor, plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
             if arguments.worker:
@@ -108,7 +108,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _work(executor)
                 return 0
             if isinstance(executor, JobsPipelineExecutor):
-                executor.check()
+                executor.check(plan)
             with plan.with_mirrors() as seen:
                 check_before_run(seen)
             _warn_of_hub(plan)
@@ -228,8 +228,8 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
         )
 
 
-def _retry_dead_letters(plan: RunPlan) -> None:
-    """Lets the ranks process their dead letters instead of the input.
+def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
+    """Returns the plan by which the ranks process their dead letters instead of the input.
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input
@@ -244,4 +244,5 @@ def _retry_dead_letters(plan: RunPlan) -> None:
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
     for runner in plan.runners:
-        runner.step.retry_dead_letters = True
+        executor.pipeline[runner.index] = runner.step.changed(retry_dead_letters=True)
+    return RunPlan(executor)

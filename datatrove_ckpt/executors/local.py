@@ -160,16 +160,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
-        runners = self._runners
-        if not runners:  # what datatrove does with other pipelines stays as it is
+        if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         if self.workers == 1:  # other workers have loops of their own
             refuse_nested("LocalPipelineExecutor.run")
-        retries = any(runner.retry_dead_letters for runner in runners)
+        plan = RunPlan(self)
         skip_completed = self.skip_completed
-        self.skip_completed = skip_completed and not retries
+        self.skip_completed = skip_completed and not plan.retries
         try:
-            plan = RunPlan(self)
             check_before_run(plan)
             stats = self.run_ranks()
             check_after_run(plan)

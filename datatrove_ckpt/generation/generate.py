@@ -316,7 +316,6 @@ class Requests:
             self._count(result, self._usual)
 
     def _count(self, result: Result, way: Way) -> None:
-        usage = result.usage or {}
         if result.choices:
             is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
             is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
@@ -330,7 +329,7 @@ class Requests:
                 self.empty += 1
         elif way.is_shared and result.answer is not None:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
-        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        self.tokens += _tokens(result.usage or {})
 
     async def _send(
         self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
@@ -364,9 +363,7 @@ class Requests:
             if isinstance(error, RequestFailed):
                 raise _failed(error, payload) from error
             raise stopped from error
-        usage = completion.usage
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        rank.observer.answers.append((completion.seconds, *tokens))
+        rank.observer.answers.append((completion.seconds, *_tokens(completion.usage)))
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id
@@ -574,6 +571,10 @@ def _hand_over(
     except BaseException as error:
         rank.shutdown.abort(error)
         raise
+
+
+def _tokens(usage: JsonObject) -> tuple[int, int]:
+    return usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
 
 
 def _is_empty(text: str | list[object], reason: str | None) -> bool:

@@ -114,7 +114,7 @@ def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Findin
 def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
     check_steps(plan)
     if hasattr(executor, "check"):  # a JobsPipelineExecutor
-        executor.check()
+        executor.check(plan)
     yield from ()
 
 

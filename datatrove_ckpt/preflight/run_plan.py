@@ -162,6 +162,8 @@ class RunPlan:
         if not self.as_jobs:
             yield self
             return
+        from datatrove_ckpt.mirror.reading import MirrorReader
+
         if not dry_run:
             self._executor._ensure_logging_dir_repo()
         copies: dict[int, Folders] = {}
@@ -171,7 +173,7 @@ class RunPlan:
                 if url is not None:
                     folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
                     copies[runner.index] = Folders(Path(folder), url)
-                    _copy(url, Path(folder))
+                    MirrorReader(url, Path(folder), lambda name, _: not is_journal(name)).refresh()
             seen = RunPlan(self._executor, copies)
             try:
                 yield seen
@@ -216,9 +218,3 @@ class RunPlan:
             for name, one in found.items()
         }
         return {name: time for name, time in times.items() if time is not None}
-
-
-def _copy(url: str, folder: Path) -> None:
-    from datatrove_ckpt.mirror.reading import MirrorReader
-
-    MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.commits import (
     read_commits,
     read_last_chunk,
     scan_commits,
-    sum_counts,
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
@@ -242,7 +241,7 @@ class RankLedger:
             return DocumentCounts(
                 *(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS)
             )
-        return sum_counts(self.open_journals.values())
+        return sum(self.open_journals.values(), DocumentCounts())
 
     @property
     def has_said_its_end(self) -> bool:

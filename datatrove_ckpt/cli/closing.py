@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -43,7 +43,8 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
             "There are no documents in the input, so there is no output in "
             f"{folder}.{_checked(checked)}"
         )
-    again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
+    retries = (commit.counts for commit in job.retried if commit.at >= started)
+    again = sum(retries, DocumentCounts())
     retried = (
         f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
         f"{again.dead} still dead"

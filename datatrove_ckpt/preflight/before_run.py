@@ -505,11 +505,7 @@ def _check_inputs(plan: RunPlan) -> None:
         if not folder.is_local():
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
-            elif (
-                plan.name == "JobsPipelineExecutor"
-                and hasattr(step, "glob_pattern")
-                and plan.incomplete()
-            ):
+            elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
                 check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
             continue
         place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'

@@ -218,27 +218,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.preflight.before_run import run_checked
 
         if job_launch.LAUNCH in os.environ:
-            return self._work()
-        plan = RunPlan(self)
-        skip_completed = self.skip_completed
-        self.skip_completed = skip_completed and not plan.retries
-        try:
-            self.check(plan)
-            with plan.with_mirrors() as seen:
-                check_before_run(seen)
-            self.run_ranks()
-            with plan.with_mirrors() as seen:
-                check_after_run(seen)
-        except CkptError as error:  # its message says it all
-            error.__traceback__ = None
-            raise
-        finally:
-            self.skip_completed = skip_completed
-        return None
+            self._work()
+        else:
+            run_checked(self, self.check)
 
     def _work(self) -> None:
         try:

@@ -41,7 +41,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.preemption import Setting, check_notice
+from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import EmbedRollout, Rollout, for_config
@@ -210,6 +210,15 @@ class Step(PipelineStep):
         Raises ConfigError if a variable in it is not set here.
         """
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
+
+    def preemption(self) -> Preemption:
+        """Returns what handles a stop. Without a checkpoint a drain would save nothing: the next
+        run starts over.
+        """
+        seconds = 0.0
+        if self.checkpoints_local_dir is not None:
+            seconds = self.drain_seconds
+        return Preemption(self.drain_signals, seconds, self.preemption_notice)
 
     @property
     def may_share_servers(self) -> bool:

@@ -14,9 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader
+from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
@@ -37,6 +39,7 @@ from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
+    CkptError,
     ConfigError,
     OutputFailed,
     OutputMismatch,
@@ -433,6 +436,31 @@ def check_after_run(plan: RunPlan) -> Checked:
     check_job(plan, dry_run=True)
     inputs = check_inputs_unchanged(plan)
     return Checked(check_output(plan, before=False), inputs)
+
+
+def run_checked(
+    executor: PipelineExecutor, check: Callable[[RunPlan], None] = lambda plan: None
+) -> PipelineStats | None:
+    """Runs the ranks of an executor between ``check_before_run`` and ``check_after_run``.
+
+    Returns what its ``run_ranks`` returns. ``check``: comes first.
+    """
+    plan = RunPlan(executor)
+    skip_completed = executor.skip_completed
+    executor.skip_completed = skip_completed and not plan.retries
+    try:
+        check(plan)
+        with plan.with_mirrors() as seen:
+            check_before_run(seen)
+        stats = executor.run_ranks()
+        with plan.with_mirrors() as seen:
+            check_after_run(seen)
+    except CkptError as error:  # its message says it all; of the frames, a script shows its own
+        error.__traceback__ = None
+        raise
+    finally:
+        executor.skip_completed = skip_completed
+    return stats
 
 
 def check_steps(plan: RunPlan) -> None:

@@ -139,7 +139,7 @@ class Answers:
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.failure: CkptError | None = None
-        self.occurrences = defaultdict[tuple[int, str], int](int)
+        self.occurrences: dict[tuple[int, str], int] = defaultdict(int)
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
@@ -174,11 +174,12 @@ class Answers:
         self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
     ) -> Finished:
         """Returns the finished document. ``kept``: number of rollouts with a result."""
-        requests = self.requests.copy()  # rollouts that were cancelled may count on
-        tokens = self.tokens.copy()
+        requests = self.requests
+        tokens = self.tokens
         work = None  # the usual case is a shorter line: see Finished.work
         if len(requests) > 1 or requests[0] > 1 or self.failed or kept != (outcome == "written"):
-            work = Work(kept, self.failed, requests, tokens)
+            # Copies: rollouts that were cancelled may count on.
+            work = Work(kept, self.failed, requests.copy(), tokens.copy())
         return Finished(
             self.slot.ordinal,
             outcome,

@@ -202,7 +202,7 @@ class RankLedger:
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
         found = RunNumbers(
-            counts=replace(self.sums.counts),
+            counts=self.sums.counts,
             unfinished=self.unfinished,
             chunks=len(self.sums.indices),
             files=self.sums.files,

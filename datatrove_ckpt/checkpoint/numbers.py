@@ -16,7 +16,6 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 _ADDED = (
     "counts",
     "unfinished",
-    "dead_letters",
     "chunks",
     "files",
     "unfinished_chunks",
@@ -76,6 +75,7 @@ class RunNumbers:
         return self.counts + self.unfinished
 
     def add(self, other: RunNumbers) -> None:
+        self.dead_letters.update(other.dead_letters)
         self.exact = self.exact and other.exact
         for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))

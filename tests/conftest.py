@@ -74,6 +74,8 @@ _formatter = _better_exceptions.ExceptionFormatter
 # 4 ms for each test's log.
 _formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
 _dump_stacks = pytest_timeout.dump_stacks
+_running: list[pytest.Item] = []  # one test, once there is one
+_SHOWN_LINES = 100  # of each log in a test's folder
 
 
 def _dump_tasks(terminal: Any) -> None:
@@ -92,6 +94,16 @@ def _dump_tasks(terminal: Any) -> None:
             )
             waiting = waiting.cr_await
     _dump_stacks(terminal)
+    _dump_log(getattr(_running[-1], "funcargs", {}))
+
+
+def _dump_log(fixtures: dict[str, Any]) -> None:
+    """Prints what the test has logged, and the ends of the logs in its folders."""
+    print("--- log", "".join(fixtures.get("log", ())), sep="\n", file=sys.__stderr__)
+    folders = {folder for folder in fixtures.values() if isinstance(folder, Path)}
+    for path in {path for folder in folders for path in folder.rglob("*.log")}:
+        lines = path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+        print(f"--- {path}", *lines, sep="\n", file=sys.__stderr__)
 
 
 pytest_timeout.dump_stacks = _dump_tasks
@@ -197,6 +209,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    _running[:] = [item]
     forked.Popen.is_allowed = item.get_closest_marker("real_process") is None
 
 

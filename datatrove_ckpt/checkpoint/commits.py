@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from operator import attrgetter
+from operator import add, attrgetter
 from pathlib import Path
 
 import orjson
@@ -144,6 +144,9 @@ class DocumentCounts:
             DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
         )
 
+    def __add__(self, other: DocumentCounts) -> DocumentCounts:
+        return DocumentCounts(*map(add, _numbers(self), _numbers(other)))
+
     def add(self, other: DocumentCounts) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -196,13 +199,6 @@ def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts
         found.add_retry(counts) if number in known else found.add(counts)
         known |= {number} if counts.read else set()
     return found
-
-
-def sum_counts(counts: Iterable[DocumentCounts]) -> DocumentCounts:
-    total = DocumentCounts()
-    for each in counts:
-        total.add(each)
-    return total
 
 
 @dataclass(slots=True)
@@ -366,7 +362,7 @@ def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Se
     for commit in commits:
         work.add(WorkStats.from_json(commit.work))
         seconds = seconds.or_later(commit.seconds)
-    return sum_counts(commit.counts for commit in commits), work, seconds
+    return sum((commit.counts for commit in commits), DocumentCounts()), work, seconds
 
 
 def count_unbroken(commits: Iterable[int]) -> int:

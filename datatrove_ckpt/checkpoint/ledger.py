@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.commits import (
     read_commits,
     read_last_chunk,
     scan_commits,
-    sum_counts,
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
@@ -203,7 +202,7 @@ class RankLedger:
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
         found = RunNumbers(
-            counts=replace(self.sums.counts),
+            counts=self.sums.counts,
             unfinished=self.unfinished,
             chunks=len(self.sums.indices),
             files=self.sums.files,
@@ -242,7 +241,7 @@ class RankLedger:
             return DocumentCounts(
                 *(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS)
             )
-        return sum_counts(self.open_journals.values())
+        return sum(self.open_journals.values(), DocumentCounts())
 
     @property
     def has_said_its_end(self) -> bool:

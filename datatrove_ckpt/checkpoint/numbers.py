@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 _ADDED = (
+    "counts",
+    "unfinished",
     "chunks",
     "files",
     "unfinished_chunks",
@@ -70,11 +72,9 @@ class RunNumbers:
     @property
     def done(self) -> DocumentCounts:
         """Their documents by outcome, with their requests, tokens and answers."""
-        return sum_counts((self.counts, self.unfinished))
+        return self.counts + self.unfinished
 
     def add(self, other: RunNumbers) -> None:
-        self.counts.add(other.counts)
-        self.unfinished.add(other.unfinished)
         self.dead_letters.update(other.dead_letters)
         self.exact = self.exact and other.exact
         for name in _ADDED:

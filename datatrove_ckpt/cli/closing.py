@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_counts
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -20,18 +20,17 @@ from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
 
-def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
+def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: float) -> str:
     """Returns the closing line.
 
     Args:
+        root: of the runner.
         started: of the command, in Unix seconds. Retries since then are named.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.
         InputError: no row of the input is a document.
     """
-    root = runner.root
-    assert root is not None
     job = checked.jobs[root]
     if not job.ranks:
         find_ranks(root)  # raises, and says why
@@ -44,7 +43,8 @@ def closing_line(runner: RunnerPlan, checked: Checked, started: float) -> str:
             "There are no documents in the input, so there is no output in "
             f"{folder}.{_checked(checked)}"
         )
-    again = sum_counts(commit.counts for commit in job.retried if commit.at >= started)
+    retries = (commit.counts for commit in job.retried if commit.at >= started)
+    again = sum(retries, DocumentCounts())
     retried = (
         f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
         f"{again.dead} still dead"
@@ -97,8 +97,10 @@ def _why_none(root: Path, counts: DocumentCounts) -> str:
 
 
 def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
-    shown = str(runner.copy or runner.step.checkpoints_local_dir)
-    if shown.startswith("~") or "$" in shown:
+    shown = str(runner.step.checkpoints_local_dir)
+    if runner.copy is not None:
+        shown = runner.copy.shown_as
+    elif shown.startswith("~") or "$" in shown:
         shown = str(root)  # a shell would not expand it in quotes
     if not counts.dead:
         return f"To check the files: {_verify(shown)}"

@@ -32,7 +32,7 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
 from datatrove_ckpt.preflight.doctor import check_rules_of_hub
-from datatrove_ckpt.preflight.run_plan import RunPlan, checkpoints_seen
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
@@ -100,7 +100,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                     "letters."
                 )
             if arguments.retry_dead_letters:
-                _retry_dead_letters(plan)
+                plan = _retry_dead_letters(executor, plan)
             # Complete ranks have dead letters, too.
             executor.skip_completed = executor.skip_completed and not plan.retries
             if arguments.worker:
@@ -108,9 +108,9 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
                 _work(executor)
                 return 0
             if isinstance(executor, JobsPipelineExecutor):
-                executor.check()
-            with checkpoints_seen(executor):
-                check_before_run(executor)
+                executor.check(plan)
+            with plan.with_mirrors() as seen:
+                check_before_run(seen)
             _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
@@ -188,11 +188,10 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     else:
         executor.run()
         _refuse_what_is_left(plan, marked)
-    with checkpoints_seen(executor) as said:
-        checked = check_after_run(executor)
-        for runner in RunPlan(executor).runners:
-            if runner.root is not None:
-                say(said(closing_line(runner, checked, started)))
+    with plan.with_mirrors() as seen:
+        checked = check_after_run(seen)
+        for runner, root in seen.kept:
+            say(closing_line(runner, root, checked, started))
     return sum(job.counts.dead for job in checked.jobs.values())
 
 
@@ -229,8 +228,8 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
         )
 
 
-def _retry_dead_letters(plan: RunPlan) -> None:
-    """Lets the ranks process their dead letters instead of the input.
+def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
+    """Returns the plan by which the ranks process their dead letters instead of the input.
 
     Raises:
         ConfigError: a rank is not complete; datatrove would mark it as complete although its input
@@ -245,4 +244,5 @@ def _retry_dead_letters(plan: RunPlan) -> None:
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
     for runner in plan.runners:
-        runner.step.retry_dead_letters = True
+        executor.pipeline[runner.index] = runner.step.changed(retry_dead_letters=True)
+    return RunPlan(executor)

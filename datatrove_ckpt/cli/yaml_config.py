@@ -128,7 +128,8 @@ def build(content: JsonObject) -> Any:
             raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
     for index, step in enumerate(executor.pipeline):
         if isinstance(getattr(step, "door", None), Door):
-            step.door = dataclasses.replace(step.door, runner=index)
+            door = dataclasses.replace(step.door, runner=index)
+            executor.pipeline[index] = step.changed(door=door)
     return executor
 
 

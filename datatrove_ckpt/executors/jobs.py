@@ -36,7 +36,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.progress import Progress, mirrored_progress
+from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
@@ -72,6 +72,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
+    from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -195,7 +196,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
                 check_mirror(self._folder, "logging_dir")  # the mirror is in it
-                runner.checkpoints_remote_dir = default_mirror(self._folder, index)
+                mirror = default_mirror(self._folder, index)
+                mirrored = runner.changed(checkpoints_remote_dir=mirror)
+                self.pipeline = [mirrored if step is runner else step for step in self.pipeline]
 
     @property
     def _runners(self) -> list[InferenceRunner]:
@@ -215,28 +218,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
         """
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
-        from datatrove_ckpt.preflight.run_plan import checkpoints_seen
+        from datatrove_ckpt.preflight.before_run import run_checked
 
         if job_launch.LAUNCH in os.environ:
-            return self._work()
-        skip_completed = self.skip_completed
-        self.skip_completed = skip_completed and not any(
-            runner.retry_dead_letters for runner in self._runners
-        )
-        try:
-            self.check()
-            with checkpoints_seen(self):
-                check_before_run(self)
-            self.run_ranks()
-            with checkpoints_seen(self):
-                check_after_run(self)
-        except CkptError as error:  # its message says it all
-            error.__traceback__ = None
-            raise
-        finally:
-            self.skip_completed = skip_completed
-        return None
+            self._work()
+        else:
+            run_checked(self, self.check)
 
     def _work(self) -> None:
         try:
@@ -259,15 +246,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
         )
 
-    def check(self) -> None:
+    def check(self, plan: RunPlan) -> None:
         """Raises:
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
         from datatrove_ckpt.preflight.before_run import lost_with_disk
-        from datatrove_ckpt.preflight.run_plan import RunPlan
 
-        if lost := lost_with_disk(RunPlan(self), lambda folder: "://" in folder):
+        if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
                 f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
                 f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
@@ -591,16 +577,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        urls = [
-            url for runner in self._runners if (url := runner.checkpoints_remote_dir) is not None
-        ]
+        reached = self._as_worker()._reached
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:
-                sums = threads.map(
-                    lambda rank: mirrored_progress([f"{url}/{rank:05d}" for url in urls]), ranks
-                )
-                return dict(zip(ranks, sums, strict=True))
+                return dict(zip(ranks, threads.map(reached, ranks), strict=True))
 
         return self._asked("The mirror cannot be read", look)
 

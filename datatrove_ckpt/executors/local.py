@@ -157,26 +157,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run
+        from datatrove_ckpt.preflight.before_run import run_checked
 
-        runners = self._runners
-        if not runners:  # what datatrove does with other pipelines stays as it is
+        if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
         if self.workers == 1:  # other workers have loops of their own
             refuse_nested("LocalPipelineExecutor.run")
-        retries = any(runner.retry_dead_letters for runner in runners)
-        skip_completed = self.skip_completed
-        self.skip_completed = skip_completed and not retries
-        try:
-            check_before_run(self)
-            stats = self.run_ranks()
-            check_after_run(self)
-        except CkptError as error:  # its message says it all; of the frames, a script shows its own
-            error.__traceback__ = None
-            raise
-        finally:
-            self.skip_completed = skip_completed
-        return stats
+        return run_checked(self)
 
     def run_ranks(self) -> PipelineStats | None:
         """``run`` without the checks before and after.
@@ -247,8 +234,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 drained.
         """
         from datatrove_ckpt.preflight.before_run import check_before_worker
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
-        check_before_worker(self)
+        check_before_worker(RunPlan(self))
         worker = copy(self)
         worker._is_worker = True
         local = range(self.world_size)
@@ -322,6 +310,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     @property
     def _runners(self) -> list[InferenceRunner]:
         return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+
+    @property
+    def _identities(self) -> list[RunIdentity]:
+        """Of the runners with checkpoints."""
+        return [
+            runner.identity(self.world_size)
+            for runner in self._runners
+            if runner.checkpoints_local_dir is not None
+        ]
 
     @property
     def _may_have_workers(self) -> bool:
@@ -588,11 +585,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.inference.servers.host import ServerHost
 
         (runner,) = self._runners
-        if runner.checkpoints_local_dir is not None:
-            seconds = runner.drain_seconds
-        else:
-            seconds = 0.0
-        preemption = Preemption(runner.drain_signals, seconds, runner.preemption_notice)
+        preemption = runner.preemption()
         at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
         make_servers = partial(ServerHost, preemption.shutdown)
         who = "A rollout, or a task that it started,"
@@ -612,12 +605,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             *(signal.Signals[name] for step in runners for name in step.drain_signals),
         }
         # Pickled for every start method: each rank gets a copy of its own.
-        kept = [
-            runner.identity(self.world_size)
-            for runner in runners
-            if runner.checkpoints_local_dir is not None
-        ]
-        work = partial(_work, self._pickled(), kept, overlap)
+        work = partial(_work, self._pickled(), self._identities, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # Markers of ranks that run once more, as a retry does, are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
@@ -676,14 +664,11 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 def _work(
     pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
-    """Runs ranks in a worker. ``identities``: of the runners with checkpoints, in the parent."""
-
-    def make_executor() -> LocalPipelineExecutor:
-        executor: LocalPipelineExecutor = ForkingPickler.loads(pickled)
-        _check_code(executor, identities)
-        return executor
-
-    make_executor()._work_through(ranks, make_executor, slot, overlap)
+    """Runs ranks in a worker. ``identities``: ``_identities`` of the parent."""
+    make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
+    executor = make_executor()
+    _check_code(executor, identities)
+    executor._work_through(ranks, make_executor, slot, overlap)
 
 
 def _run_rank(
@@ -718,10 +703,8 @@ def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentit
     """
     from datatrove_ckpt.checkpoint.identity import compare
 
-    runners = executor._runners
-    kept = [runner for runner in runners if runner.checkpoints_local_dir is not None]
-    for runner, parents in zip(kept, identities, strict=True):
-        if changes := compare(parents.kept, runner.identity(executor.world_size)):
+    for parents, own in zip(identities, executor._identities, strict=True):
+        if changes := compare(parents.kept, own):
             lines = "".join(
                 f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
                 for change in changes

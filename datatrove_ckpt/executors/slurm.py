@@ -124,6 +124,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
         from datatrove_ckpt.preflight.before_run import check_before_run
+        from datatrove_ckpt.preflight.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -132,7 +133,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             with _saying_errors():
                 self._work()
         else:
-            check_before_run(self)
+            check_before_run(RunPlan(self))
             self.launch_job()
 
     @property
@@ -159,11 +160,12 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         worker = self._worker()
-        check_job(RunPlan(worker))  # which restores what only the mirror and other nodes have
+        plan = RunPlan(worker)
+        check_job(plan)  # which restores what only the mirror and other nodes have
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)
-        check_after_run(worker)
+        check_after_run(plan)
         worker.run_ranks()
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "

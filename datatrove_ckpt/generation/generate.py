@@ -6,6 +6,7 @@ A server's answer is kept. Everything here runs on the event loop of ``scheduler
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple
@@ -121,18 +122,30 @@ class RankContext(Protocol):
 
 
 class Answers:
-    """One document's cached answers.
+    """One document's answers: those that are cached, and what its rollouts took.
 
     Attributes:
         rejections: its requests that the server has rejected.
         failure: stops the rank.
+        hashes, payloads: of the last request of each rollout.
+        requests: of each rollout, those that ended.
+        tokens: prompt and completion tokens of each answer in turn.
+        failed: requests without an answer.
+        cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
+            vector of zeros.
     """
 
-    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
+    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.failure: CkptError | None = None
+        self.occurrences: dict[tuple[int, str], int] = defaultdict(int)
+        self.hashes = [""] * rollouts
+        self.payloads: list[Payload] = [{}] * rollouts
+        self.requests = [0] * rollouts
+        self.tokens: list[int] = []
+        self.failed = self.cut_off = self.empty = 0
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -158,6 +171,32 @@ class Answers:
         """
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
+    def finished(
+        self, outcome: Outcome, fingerprint: str, document: bytes, kept: int = 0
+    ) -> Finished:
+        """Returns the finished document. ``kept``: number of rollouts with a result."""
+        requests = self.requests
+        tokens = self.tokens
+        work = None  # the usual case is a shorter line: see Finished.work
+        if len(requests) > 1 or requests[0] > 1 or self.failed or kept != (outcome == "written"):
+            # Copies: rollouts that were cancelled may count on.
+            work = Work(kept, self.failed, requests.copy(), tokens.copy())
+        return Finished(
+            self.slot.ordinal,
+            outcome,
+            fingerprint,
+            document,
+            sum(requests),
+            sum(tokens[::2]),
+            sum(tokens[1::2]),
+            work,
+            ends=(len(tokens) // 2, self.cut_off, self.empty),
+        )
+
+    def count_failed(self, rollout_idx: int) -> None:
+        self.failed += 1
+        self.requests[rollout_idx] += 1
+
     def request_started(self) -> None:
         self._pending += 1
         if self._pending == 1:
@@ -176,9 +215,7 @@ Asked: TypeAlias = Coroutine[object, None, T]
 class Requests:
     """The ``generate`` callback of one rollout. See ``rollouts.Generate``.
 
-    Args:
-        model: None: the first one.
-        of: holds the rollout's counters and occurrences; None: this object does.
+    ``model``: None: the first one.
     """
 
     def __init__(
@@ -187,25 +224,13 @@ class Requests:
         answers: Answers,
         rollout_idx: int,
         model: Model | None = None,
-        of: Requests | None = None,
     ) -> None:
-        self.last_hash = ""
-        self.last_payload: Payload = {}
-        self.failed = 0
-        self.tokens: list[int] = []
-        """Prompt and completion tokens of each answer."""
-        self.cut_off = self.empty = 0
-        """Answers that ended at max_tokens, and answers without a text, or with a vector of
-        zeros.
-        """
         self._rank = rank
         self._answers = answers
         self._rollout_idx = rollout_idx
         self._model = model or rank.model
         self._config = self._model.config
-        self._of = of
         self._usual = CHAT if self._config.use_chat else COMPLETIONS
-        self._occurrences: dict[str, int] = {} if of is None else of._occurrences
 
     def __getattr__(self, name: str) -> Requests:
         """``generate.judge``: sends to the model of this name."""
@@ -219,7 +244,7 @@ class Requests:
                 f"generate has no {name!r}, and the models of this run are {named}"
             )
         # Not kept: only the garbage collector could free a reference cycle.
-        return Requests(self._rank, self._answers, self._rollout_idx, model, self._of or self)
+        return Requests(self._rank, self._answers, self._rollout_idx, model)
 
     def __call__(
         self, payload: Payload, *, path: str | None = None, whole: bool = False
@@ -263,7 +288,8 @@ class Requests:
             await wait_until_cancelled()
         config = self._config
         generates = way.path in _GENERATING
-        own = self._of or self
+        answers = self._answers
+        rollout_idx = self._rollout_idx
         # The order in which datatrove sends: engines answer in the order of a schema.
         model = config.model_name_or_path
         if whole:
@@ -282,19 +308,19 @@ class Requests:
             raise _failed(error, payload) from error
         if generates:
             warn_of_unknown(sent)
-        key = AnswerKey(self._rollout_idx, digest, self._occurrences.get(digest, 0))
-        self._occurrences[digest] = key.occurrence + 1
+        key = AnswerKey(rollout_idx, digest, answers.occurrences[rollout_idx, digest])
+        answers.occurrences[rollout_idx, digest] += 1
         if config.seed is not None and generates and "seed" not in sent:
-            slot = self._answers.slot
-            sent["seed"] = request_seed(config.seed, slot.ordinal, self._answers.doc_id, *key)
+            ordinal = answers.slot.ordinal
+            sent["seed"] = request_seed(config.seed, ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
         # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
-        own.last_hash = key.payload_hash
-        own.last_payload = payload
+        answers.hashes[rollout_idx] = key.payload_hash
+        answers.payloads[rollout_idx] = payload
         answer = None
-        if self._answers.slot.cached:
-            answer = (await self._answers.cached()).get(key)
+        if answers.slot.cached:
+            answer = (await answers.cached()).get(key)
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
@@ -307,14 +333,14 @@ class Requests:
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except RequestRejected as error:
-            own.failed += 1
+            answers.count_failed(rollout_idx)
             named(error, config.name)
-            self._answers.rejections.append(error)
+            answers.rejections.append(error)
             raise _failed(error, payload) from error
         except InferenceError:
-            own.failed += 1
+            answers.count_failed(rollout_idx)
             raise
-        own._count(result, way)
+        self._count(result, way)
         return result
 
     def count_finished(self, result: object) -> None:
@@ -323,7 +349,7 @@ class Requests:
             self._count(result, self._usual)
 
     def _count(self, result: Result, way: Way) -> None:
-        usage = result.usage or {}
+        answers = self._answers
         if result.choices:
             is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
             is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
@@ -331,13 +357,14 @@ class Requests:
             is_cut_off = result.finish_reason == "length"
             is_empty = _is_empty(result.text, result.finish_reason)
         if is_cut_off:
-            self.cut_off += 1
+            answers.cut_off += 1
         if way.path in _GENERATING:
             if is_empty:
-                self.empty += 1
+                answers.empty += 1
         elif way.is_shared and result.answer is not None:
-            self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
-        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+            answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+        answers.requests[self._rollout_idx] += 1
+        answers.tokens += _tokens(result.usage or {})
 
     async def _send(
         self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
@@ -371,9 +398,7 @@ class Requests:
             if isinstance(error, RequestFailed):
                 raise _failed(error, payload) from error
             raise stopped from error
-        usage = completion.usage
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        rank.observer.answers.append((completion.seconds, *tokens))
+        rank.observer.answers.append((completion.seconds, *_tokens(completion.usage)))
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id
@@ -543,35 +568,6 @@ class Requests:
         return ""
 
 
-def summarize(
-    ordinal: int,
-    outcome: Outcome,
-    fingerprint: str,
-    document: bytes,
-    requests: Sequence[Requests],
-    kept: int = 0,
-) -> Finished:
-    """Returns a finished document with what it took. ``kept``: number of rollouts with a result."""
-    tokens: list[int] = []
-    counts = []
-    failed = cut_off = empty = 0
-    for each in requests:
-        tokens += each.tokens
-        counts.append(len(each.tokens) // 2 + each.failed)
-        failed += each.failed
-        cut_off += each.cut_off
-        empty += each.empty
-    work = None  # the usual case is a shorter line: see Finished.work
-    if len(counts) > 1 or counts[0] > 1 or failed or kept != (outcome == "written"):
-        work = Work(kept, failed, counts, tokens)
-    prompt = sum(tokens[::2])
-    completion = sum(tokens[1::2])
-    ends = (len(tokens) // 2, cut_off, empty)
-    return Finished(
-        ordinal, outcome, fingerprint, document, sum(counts), prompt, completion, work, ends=ends
-    )
-
-
 def _hand_over(
     rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
 ) -> None:
@@ -581,6 +577,10 @@ def _hand_over(
     except BaseException as error:
         rank.shutdown.abort(error)
         raise
+
+
+def _tokens(usage: JsonObject) -> tuple[int, int]:
+    return usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
 
 
 def _is_empty(text: str | list[object], reason: str | None) -> bool:

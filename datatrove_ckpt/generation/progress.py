@@ -84,6 +84,7 @@ class ModelObserver:
     Attributes:
         client: None until the servers are ready.
         early: requests that wait for that.
+        outages: the outage clocks of the servers, also while they are not ready.
     """
 
     def __init__(self, on_serving: Callable[[], None]) -> None:
@@ -91,11 +92,7 @@ class ModelObserver:
         self.early = 0
         self.newest = Newest()
         self._on_serving = on_serving
-        self._outages: list[Outage] = []
-
-    def waits(self, outage: Outage) -> None:
-        """Takes the outage clock of a model whose servers are not ready."""
-        self._outages.append(outage)
+        self.outages: list[Outage] = []
 
     async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
         self.early += 1
@@ -107,7 +104,7 @@ class ModelObserver:
     def serving(self, client: CompletionClient) -> None:
         self.client = client
         self.newest = Newest()
-        self._outages.append(client.outage)
+        self.outages.append(client.outage)
         self._on_serving()
 
     @property
@@ -115,10 +112,6 @@ class ModelObserver:
         return (
             self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
         )
-
-    def silences(self) -> Iterator[Silence]:
-        for one in self._outages:
-            yield Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
 
 
 class RankReporter:
@@ -168,8 +161,12 @@ class RankReporter:
         return [model.client for model in self._models.values() if model.client is not None]
 
     def silence(self) -> Silence:
+        outages = (outage for model in self._models.values() for outage in model.outages)
         return max(
-            (found for model in self._models.values() for found in model.silences()),
+            (
+                Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
+                for one in outages
+            ),
             default=Silence(),
         )
 

@@ -73,19 +73,14 @@ if TYPE_CHECKING:
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
-    # Without a checkpoint a drain would save nothing: the next run starts over.
     use(step.door)
-    if step.checkpoints_local_dir is not None:
-        seconds = step.drain_seconds
-    else:
-        seconds = 0.0
     models = step.models.values()
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
     if rank_of_many() is not None:
         requests = servers = 0
     limit = enough_open_files(requests, servers)
-    preemption = Preemption(step.drain_signals, seconds, step.preemption_notice)
+    preemption = step.preemption()
     with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
         preemption.check_time_limit()
         check_rank_in_template(step.output_writer, world_size)
@@ -296,7 +291,11 @@ class _Run:
         order = 0 if host is None else host.order
         sender = Sender(self.preemption.shutdown, order, progress.server)
         return servers.lend(
-            config, [*self.step.models.values()], self.rank, sender, progress.of(config).waits
+            config,
+            [*self.step.models.values()],
+            self.rank,
+            sender,
+            progress.of(config).outages.append,
         )
 
     async def _generate(

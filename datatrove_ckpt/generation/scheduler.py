@@ -32,7 +32,7 @@ from datatrove_ckpt.errors import CheckpointError, CkptError, DocumentNotSeriali
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Drain, Model, Requests, summarize
+from datatrove_ckpt.generation.generate import Answers, Drain, Model, Requests
 from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
@@ -341,14 +341,14 @@ class Scheduler:
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
-        answers = Answers(self, slot, source.id)
+        answers = Answers(self, slot, source.id, len(self._rollouts))
         requests = [Requests(self, answers, index) for index in self._rollouts]
         taken = self.failures.taken
         if (
             taken is not None
             and (letter := taken.get(document, source.id, slot.ordinal)) is not None
         ):
-            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
+            return answers.finished("dead", source.fingerprint, letter)
         try:
             self.answer.check(document)
             if source.finished is not None:
@@ -375,14 +375,15 @@ class Scheduler:
                 self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as error:
             self._raise_if_stopping(answers)
-            note_sent([request.last_payload for request in requests])
+            note_sent(answers.payloads)
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
-            hashes = [request.last_hash for request in requests]
-            letter = self.failures.letter_or_raise(source, slot, error, hashes, answers.rejections)
-            return summarize(slot.ordinal, "dead", source.fingerprint, letter, requests)
+            letter = self.failures.letter_or_raise(
+                source, slot, error, answers.hashes, answers.rejections
+            )
+            return answers.finished("dead", source.fingerprint, letter)
         outcome: Outcome = "written" if kept else "dropped"
         self._dropped += not kept
-        return summarize(slot.ordinal, outcome, source.fingerprint, data, requests, len(kept))
+        return answers.finished(outcome, source.fingerprint, data, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:
         """Raises if the document ends unrecorded: CancelledError after a stop of the rank, or its

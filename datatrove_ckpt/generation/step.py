@@ -27,7 +27,12 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import Door, current, written
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.raised_errors import called_at
-from datatrove_ckpt.generation.run_identity import CodeIdentity, code_identity, run_identity
+from datatrove_ckpt.generation.run_identity import (
+    CodeIdentity,
+    code_identity,
+    code_of,
+    run_identity,
+)
 from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
 from datatrove_ckpt.mirror.object_store import check_mirror
@@ -36,7 +41,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.preemption import Setting, check_notice
+from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, Rollout, for_config
@@ -51,7 +56,7 @@ _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 @dataclass(eq=False, repr=False)
 class Step(PipelineStep):
-    """Preflight and the command line set the fields that are no arguments."""
+    """Only a step writes to its fields: other rooms ask for a copy, ``changed``."""
 
     rollout_fn: Rollout
     config: InferenceConfig | dict[str, InferenceConfig]
@@ -213,6 +218,15 @@ class Step(PipelineStep):
         """
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
+    def preemption(self) -> Preemption:
+        """Returns what handles a stop. Without a checkpoint a drain would save nothing: the next
+        run starts over.
+        """
+        seconds = 0.0
+        if self.checkpoints_local_dir is not None:
+            seconds = self.drain_seconds
+        return Preemption(self.drain_signals, seconds, self.preemption_notice)
+
     @property
     def may_share_servers(self) -> bool:
         """Whether ranks of this process may share servers. Tasks on several nodes have one rank."""
@@ -227,14 +241,26 @@ class Step(PipelineStep):
             keys["answer"] = self.answer
         return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)
 
+    def changed(self, **settings: object) -> Self:
+        """Returns a copy with these fields changed, and nothing checked."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        for name, value in settings.items():
+            setattr(copied, name, value)
+        return copied
+
+    def note_steps_before(self, steps: Sequence[object]) -> None:
+        """Describes the steps before this one, for the records of the ranks that will finish."""
+        from datatrove_ckpt.readers.step_records import describe_pipeline
+
+        self.steps_before = describe_pipeline(steps, code_of)
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        self._code_when_made = code_identity(
-            self.rollout_fn, self.shared_context, None, self.output_writer, self.rollout_version
-        )
+        self._code_when_made = self.code()
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
@@ -249,7 +275,7 @@ class Step(PipelineStep):
         return code_identity(
             self.rollout_fn,
             self.shared_context,
-            self._code_when_made,
+            getattr(self, "_code_when_made", None),
             self.output_writer,
             self.rollout_version,
         )
@@ -298,7 +324,7 @@ class Step(PipelineStep):
                 "drain before their timeout, and get no key of api_key_env unless secrets has it. "
                 "datatrove_ckpt.JobsPipelineExecutor does all of that."
             )
-        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
 

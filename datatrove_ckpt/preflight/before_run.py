@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from itertools import pairwise
@@ -17,6 +18,7 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
@@ -37,6 +39,7 @@ from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
+    CkptError,
     ConfigError,
     OutputFailed,
     OutputMismatch,
@@ -64,7 +67,7 @@ from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
+from datatrove_ckpt.preflight.run_plan import Folders, RunnerPlan, RunPlan
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.inputs import check_reachable, list_input
@@ -112,8 +115,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
             continue
-        root = runner.root or Path(runner.step.checkpoints_local_dir)
-        wrong += _check_runner(runner, root, dry_run)
+        wrong += _check_runner(runner, runner.step.checkpoints_local_dir, dry_run)
     return wrong
 
 
@@ -217,8 +219,10 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, local: str, dry_run: bool) -> list[str]:
     plan = runner.plan
+    root = runner.root or Path(local)
+    folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
     refuse_resharded(root)
     skipped = _skipped(plan)
@@ -227,17 +231,18 @@ def _check_runner(runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
     with ExitStack() as stack:
-        folder = root
         # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
         if not plan.is_local and mirror and not root.exists():
             folder = Path(stack.enter_context(TemporaryDirectory()))
+            folders = replace(folders, checkpoint=folder)
+        folder = folders.checkpoint
         missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
         if mirror and missing and dry_run:
             skipped = [rank for rank in skipped if rank not in missing]
         elif mirror:
             with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
                 list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
-        wrong = _find_wrong(runner, root, folder, skipped)
+        wrong = _find_wrong(runner, folders, skipped)
     for rank, text in wrong.items():
         if not dry_run:
             logger.warning(f"{text} The marker is removed, so the task runs again.")
@@ -245,22 +250,21 @@ def _check_runner(runner: RunnerPlan, root: Path, dry_run: bool) -> list[str]:
     return list(wrong.values())
 
 
-def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]) -> dict[int, str]:
+def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dict[int, str]:
     """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
     Args:
-        root: ``checkpoints_local_dir``, for messages.
-        folder: where the checkpoints are read: ``root``, or what was restored from the mirror.
         skipped: the ranks that have a marker.
     """
     plan = runner.plan
     step = runner.step
     identity = runner.identity
+    folder = folders.checkpoint
     ranks = plan.local_ranks
 
     def explained(rank: int, why: str) -> str:
-        checkpoint = rank_folder(root, rank)
         marker = plan.marker(rank)
+        checkpoint = f"{folders.shown_as}/{rank:05d}"
         return (
             f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
         )
@@ -273,7 +277,7 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
     empty = [rank for rank in skipped if rank in found.empty]
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
-        _refuse_changes(found, runner, root, folder, kept, len(ranks))
+        _refuse_changes(found, runner, folders, kept, len(ranks))
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
@@ -283,9 +287,9 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
             them = "them"
         mirror = step.checkpoints_remote_dir
         if mirror:
-            holds = f"neither {root} nor {mirror} holds a"
+            holds = f"neither {folders.shown_as} nor {mirror} holds a"
         else:
-            holds = f"{root} holds no"
+            holds = f"{folders.shown_as} holds no"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
             "so nothing shows that the documents are in the output. If the checkpoints were moved "
@@ -302,7 +306,7 @@ def _find_wrong(runner: RunnerPlan, root: Path, folder: Path, skipped: list[int]
 
 
 def _refuse_changes(
-    found: JobChanges, runner: RunnerPlan, root: Path, folder: Path, skipped: list[int], tasks: int
+    found: JobChanges, runner: RunnerPlan, folders: Folders, skipped: list[int], tasks: int
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
@@ -329,7 +333,7 @@ def _refuse_changes(
             "All tasks are finished, so the new settings would change no output any more. ",
             *way_out,
         ]
-        letters = [rank_folder(folder, rank) / DEAD_LETTERS for rank in skipped]
+        letters = [rank_folder(folders.checkpoint, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
             way_out.append(
                 f" For the dead letters alone, {written.retry_dead_letters} takes the new settings."
@@ -337,11 +341,13 @@ def _refuse_changes(
     elif finished:
         way_out = [f"{finished} ", *way_out]
     raise refusal(
-        f"The checkpoints in {root} ({name_tasks(found.ranks)}) were", found.changes, *way_out
+        f"The checkpoints in {folders.shown_as} ({name_tasks(found.ranks)}) were",
+        found.changes,
+        *way_out,
     )
 
 
-def check_before_run(executor: PipelineExecutor) -> None:
+def check_before_run(plan: RunPlan) -> None:
     """Makes all checks that need more than the settings. Starts nothing, and notes in each runner
     the steps before it.
 
@@ -352,8 +358,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
         CkptError: see ``check_output_of_run``.
         OSError: the input cannot be listed.
     """
-    plan = RunPlan(executor)
-    if getattr(executor, "pulls", False):  # it submits workers
+    if plan.pulls:
         refuse_without_claims(plan)
     _check_folders(plan)
     _check_inputs(plan)
@@ -376,7 +381,7 @@ def check_before_run(executor: PipelineExecutor) -> None:
             upload_finished_ranks(mirror, root)
 
 
-def check_before_worker(executor: PipelineExecutor) -> None:
+def check_before_worker(plan: RunPlan) -> None:
     """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes
     those of the job.
 
@@ -387,7 +392,6 @@ def check_before_worker(executor: PipelineExecutor) -> None:
         CheckpointMismatch: the run is finished, and another one.
         ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
     """
-    plan = RunPlan(executor)
     refuse_without_claims(plan)
     _check_folders(plan)
     _check_inputs(plan)
@@ -429,17 +433,41 @@ class Checked(NamedTuple):
     inputs: int
 
 
-def check_after_run(executor: PipelineExecutor) -> Checked:
+def check_after_run(plan: RunPlan) -> Checked:
     """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
     meanwhile.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
     """
-    plan = RunPlan(executor)
     check_job(plan, dry_run=True)
     inputs = check_inputs_unchanged(plan)
     return Checked(check_output(plan, before=False), inputs)
+
+
+def run_checked(
+    executor: PipelineExecutor, check: Callable[[RunPlan], None] = lambda plan: None
+) -> PipelineStats | None:
+    """Runs the ranks of an executor between ``check_before_run`` and ``check_after_run``.
+
+    Returns what its ``run_ranks`` returns. ``check``: comes first.
+    """
+    plan = RunPlan(executor)
+    skip_completed = executor.skip_completed
+    executor.skip_completed = skip_completed and not plan.retries
+    try:
+        check(plan)
+        with plan.with_mirrors() as seen:
+            check_before_run(seen)
+        stats = executor.run_ranks()
+        with plan.with_mirrors() as seen:
+            check_after_run(seen)
+    except CkptError as error:  # its message says it all; of the frames, a script shows its own
+        error.__traceback__ = None
+        raise
+    finally:
+        executor.skip_completed = skip_completed
+    return stats
 
 
 def check_steps(plan: RunPlan) -> None:
@@ -512,11 +540,7 @@ def _check_inputs(plan: RunPlan) -> None:
         if not folder.is_local():
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
-            elif (
-                plan.name == "JobsPipelineExecutor"
-                and hasattr(step, "glob_pattern")
-                and plan.incomplete()
-            ):
+            elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
                 check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
             continue
         place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'

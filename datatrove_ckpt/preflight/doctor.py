@@ -46,7 +46,7 @@ from datatrove_ckpt.preflight.checks import (
     within,
 )
 from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged
-from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan, checkpoints_seen
+from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
@@ -93,30 +93,29 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
             ):
                 unreachable.append(index)
             yield from found
-    yield from about("job", _check_earlier(executor, unreachable))
+    yield from about("job", _check_earlier(plan, unreachable))
 
 
-def _check_earlier(executor: PipelineExecutor, unreachable: Sequence[int]) -> Iterator[Finding]:
-    with checkpoints_seen(executor, dry_run=True) as said:
-        plan = RunPlan(executor)  # with the copies that are seen now
+def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
+    with plan.with_mirrors(dry_run=True) as seen:
         earlier: list[tuple[str, str, Callable[[], object]]] = [
-            ("job", "earlier runs", partial(check_job, plan, dry_run=True)),
-            ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
+            ("job", "earlier runs", partial(check_job, seen, dry_run=True)),
+            ("input", "of finished tasks", partial(check_inputs_unchanged, seen)),
             (
                 "output",
                 "of earlier runs",
-                partial(check_output, plan, True, unreachable, retrying.HUB_PROBE),
+                partial(check_output, seen, True, unreachable, retrying.HUB_PROBE),
             ),
         ]
         for each in earlier:
             found = _compared(*each)
-            yield replace(found, message=said(found.message))
+            yield replace(found, message=str(seen.shown(found.message)))
 
 
 def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
     check_steps(plan)
     if hasattr(executor, "check"):  # a JobsPipelineExecutor
-        executor.check()
+        executor.check(plan)
     yield from ()
 
 

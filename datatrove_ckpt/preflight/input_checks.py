@@ -267,11 +267,10 @@ def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
 
 
 def note_steps(plan: RunPlan) -> None:
-    """Notes in each runner the steps before it, for the records of the ranks that will finish."""
     if plan.depends is not None:
         note_steps(plan.depends)
     for runner in plan.runners:
-        runner.step.steps_before = describe_pipeline(runner.before, code_of)
+        runner.step.note_steps_before(runner.before)
 
 
 def check_inputs_unchanged(plan: RunPlan) -> int:

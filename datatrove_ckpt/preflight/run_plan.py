@@ -1,12 +1,13 @@
-"""RunPlan: a job, read from a datatrove executor. Checks and commands see this, and no executor.
+"""RunPlan: a job, read from a datatrove executor, once per command. Checks and commands see this,
+and no executor.
 
-Only ``incomplete`` reads the executor again: which tasks are marked as complete changes while they
-run.
+Only ``incomplete`` and ``pulls`` read the executor again: which tasks are marked as complete
+changes while they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,18 @@ from datatrove_ckpt.common.retrying import file_system_call, naming_hub
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.runner import InferenceRunner
 
-_COPIES = "_checkpoint_copies"
+
+@dataclass(frozen=True)
+class Folders:
+    """The checkpoints of a run, as they are read here.
+
+    Attributes:
+        checkpoint: the folder, or a copy of a mirror.
+        shown_as: the folder, or the mirror's URL, for messages.
+    """
+
+    checkpoint: Path
+    shown_as: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +47,14 @@ class RunnerPlan:
     Attributes:
         index: its place in the pipeline.
         before: the steps since the runner before it, which passes no documents on.
-        copy: of the mirror of its checkpoints, on this machine.
+        copy: of the mirror of its checkpoints, where the ranks run as jobs.
     """
 
     plan: RunPlan
     index: int
     step: InferenceRunner
     before: Sequence[PipelineStep]
-    copy: Path | None
+    copy: Folders | None
 
     @property
     def root(self) -> Path | None:
@@ -53,7 +65,7 @@ class RunnerPlan:
             ConfigError: a variable in it is not set, and the tasks run here.
         """
         if self.copy is not None:
-            return self.copy
+            return self.copy.checkpoint
         if self.step.checkpoints_local_dir is None or self.plan.as_jobs:
             return None
         try:
@@ -83,7 +95,9 @@ class RunPlan:
         runners: in the order of the pipeline.
     """
 
-    def __init__(self, executor: PipelineExecutor) -> None:
+    def __init__(
+        self, executor: PipelineExecutor, copies: Mapping[int, Folders] | None = None
+    ) -> None:
         self.name = type(executor).__name__
         self.pipeline: Sequence[PipelineStep] = executor.pipeline
         self.tasks = int(executor.world_size)
@@ -100,10 +114,10 @@ class RunPlan:
         self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(getattr(executor, _COPIES, {}))
+        self.runners = self._find_runners(copies or {})
         no_bars_in_logs()
 
-    def _find_runners(self, copies: dict[int, Path]) -> list[RunnerPlan]:
+    def _find_runners(self, copies: Mapping[int, Folders]) -> list[RunnerPlan]:
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
@@ -131,6 +145,49 @@ class RunPlan:
     def retries(self) -> bool:
         """The tasks process dead letters, so the input may be gone."""
         return any(runner.step.retry_dead_letters for runner in self.runners)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the executor submits workers, which take tasks by themselves."""
+        return bool(getattr(self._executor, "pulls", False))
+
+    @contextmanager
+    def with_mirrors(self, dry_run: bool = False) -> Iterator[RunPlan]:
+        """Yields the plan for checks on this machine: where ranks run as jobs, with copies of their
+        mirrors, which errors name by their URLs.
+
+        Args:
+            dry_run: make no repository for the logs.
+        """
+        if not self.as_jobs:
+            yield self
+            return
+        from datatrove_ckpt.mirror.reading import MirrorReader
+
+        if not dry_run:
+            self._executor._ensure_logging_dir_repo()
+        copies: dict[int, Folders] = {}
+        with ExitStack() as stack:
+            for runner in self.runners:
+                url = runner.step.checkpoints_remote_dir
+                if url is not None:
+                    folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
+                    copies[runner.index] = Folders(Path(folder), url)
+                    MirrorReader(url, Path(folder), lambda name, _: not is_journal(name)).refresh()
+            seen = RunPlan(self._executor, copies)
+            try:
+                yield seen
+            except CkptError as error:
+                error.args = tuple(map(seen.shown, error.args))
+                raise
+
+    def shown(self, part: object) -> object:
+        """Returns a part of a message; a text has mirrors in place of their copies."""
+        text = str(part)
+        for runner in self.runners:
+            if runner.copy is not None:
+                text = text.replace(str(runner.copy.checkpoint), runner.copy.shown_as)
+        return part if text == str(part) else text
 
     def incomplete(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
@@ -161,55 +218,3 @@ class RunPlan:
             for name, one in found.items()
         }
         return {name: time for name, time in times.items() if time is not None}
-
-
-@contextmanager
-def checkpoints_seen(
-    executor: PipelineExecutor, dry_run: bool = False
-) -> Iterator[Callable[[str], str]]:
-    """Gives plans copies of the mirrors of runners whose ranks run as jobs, for checks on this
-    machine.
-
-    Yields what puts the mirrors' names into a text.
-
-    Args:
-        dry_run: make no repository for the logs.
-    """
-    names: dict[str, str] = {}
-
-    def said(text: str) -> str:
-        for folder, url in names.items():
-            text = text.replace(folder, url)
-        return text
-
-    if not isinstance(executor, JobsPipelineExecutor):
-        yield said
-        return
-    if not dry_run:
-        executor._ensure_logging_dir_repo()
-    copies: dict[int, Path] = {}
-    with ExitStack() as stack:
-        for index, step in enumerate(executor.pipeline):
-            url = getattr(step, "checkpoints_remote_dir", None)
-            if url is not None:
-                folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                _copy(url, Path(folder))
-                copies[index] = Path(folder)
-                names[folder] = url
-        setattr(executor, _COPIES, copies)
-        stack.callback(delattr, executor, _COPIES)
-        try:
-            yield said
-        except CkptError as error:
-            shown = [said(str(part)) for part in error.args]
-            error.args = tuple(
-                part if str(part) == text else text
-                for part, text in zip(error.args, shown, strict=True)
-            )
-            raise
-
-
-def _copy(url: str, folder: Path) -> None:
-    from datatrove_ckpt.mirror.reading import MirrorReader
-
-    MirrorReader(url, folder, lambda name, size: not is_journal(name)).refresh()

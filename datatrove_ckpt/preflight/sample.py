@@ -34,21 +34,22 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
         documents = before(documents, 0, 1)
     first = list(islice(documents or (), number))
     texts = [document.text for document in first]
-    step = runner.step
     asked = dict[int, list[list[str]]]()
-    step.rollout_fn = noting(step.rollout_fn, asked)
-    step.output_writer = JsonlWriter(
-        str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
+    step = runner.step.changed(
+        rollout_fn=noting(runner.step.rollout_fn, asked),
+        output_writer=JsonlWriter(
+            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
+        ),
+        checkpoints_local_dir=str(folder / "checkpoints"),
+        checkpoints_remote_dir=None,
+        records_per_chunk=number,
+        on_document_error="dead_letter",
+        skip_bad_requests=True,
+        max_dead_letters=None,
+        retry_dead_letters=False,
+        monitoring=MonitoringConfig(),
+        drain_seconds=0.0,
     )
-    step.checkpoints_local_dir = str(folder / "checkpoints")
-    step.checkpoints_remote_dir = None
-    step.records_per_chunk = number
-    step.on_document_error = "dead_letter"
-    step.skip_bad_requests = True
-    step.max_dead_letters = None
-    step.retry_dead_letters = False
-    step.monitoring = MonitoringConfig()
-    step.drain_seconds = 0.0
     if first:
         step.run(first, 0, 1)
     return [

@@ -30,6 +30,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.executors.jobs import _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.jobs import Job, Jobs
+from tests.jobs import runner
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
@@ -575,3 +576,14 @@ def test_the_short_form_and_datatroves_own_executor(
 )
 def test_so_many_jobs_are_started_as_ranks_are_free(alive, at_work, free, wanted):
     assert _wanted(3, alive, at_work, free) == wanted
+
+
+def test_a_step_in_two_jobs_has_a_mirror_below_the_logs_of_each(tmp_path, server):
+    step = runner(tmp_path, server)
+    jobs = [
+        datatrove_ckpt.JobsPipelineExecutor([step], 1, logging_dir=f"memory://{name}")
+        for name in ("first", "second")
+    ]
+    mirrors = [job.pipeline[0].checkpoints_remote_dir for job in jobs]
+    assert mirrors == ["memory:///first/checkpoints", "memory:///second/checkpoints"]
+    assert step.checkpoints_remote_dir is None

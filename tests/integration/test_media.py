@@ -545,7 +545,7 @@ def test_other_pictures_and_sizes_are_other_requests(server, tmp_path):
         for number, side in ((0, None), (1, None), (0, 10), (0, 20), (0, 1000)):
             document.media[0].media_bytes = picture(number)
             await PromptRollout(images="media", max_image_side=side)(document, generate)
-            hashes.append(generate.last_hash)
+            hashes.append(generate._answers.hashes[0])
 
     runner(tmp_path, server, rollout).run(pages(1))
     assert len(set(hashes)) == 5
@@ -557,7 +557,7 @@ def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server, tmp_path)
     async def rollout(document, generate):
         part = {"type": "image_url", "image_url": {"url": url_of(b"\x89PNG...")}}
         result = await generate({"messages": [{"role": "user", "content": [part]}]})
-        hashes.append(generate.last_hash)
+        hashes.append(generate._answers.hashes[0])
         return result
 
     runner(tmp_path, server, rollout).run([Document("x", "0")])

@@ -42,6 +42,7 @@ from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.preflight.before_run import check_before_run
+from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -214,7 +215,7 @@ def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path):
         with pytest.raises(
             CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "
         ):
-            check_before_run(job)
+            check_before_run(RunPlan(job))
 
 
 @pytest.mark.slow
@@ -224,12 +225,12 @@ def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path)
     with FakeServer(status=rejects(rejected, 403)) as server:
         for rank in (0, 1):
             executor(tmp_path, server)._run_for_rank(rank)
-        check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+        check_before_run(RunPlan(executor(tmp_path, server, **mirrored(tmp_path))))
         first, *others = sorted((tmp_path / "mirror/00001").glob("generation-*"))
         for path in others:
             path.unlink()
         assert first.name.startswith("generation-00000001-")
-        check_before_run(executor(tmp_path, server, **mirrored(tmp_path)))
+        check_before_run(RunPlan(executor(tmp_path, server, **mirrored(tmp_path))))
         asked = server.asked.copy()
         with suppress(CkptError):
             executor(tmp_path, server, **mirrored(tmp_path))._run_for_rank(2)

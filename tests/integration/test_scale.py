@@ -16,6 +16,7 @@ import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.generation import step
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -59,8 +60,20 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
     follows, are not counted.
 
     What the job must agree about (``run.json``) is compared before its output is, which needs the
-    commits.
+    commits. The plan and its identity are built once for all checks, and the identity once more by the
+    rank.
     """
+    built: Counter[str] = Counter()
+
+    def count_calls(home, name):
+        plain = getattr(home, name)
+
+        def counted(*given):
+            built[name] += 1
+            return plain(*given)
+
+        monkeypatch.setattr(home, name, counted)
+
     reads: Counter[str] = Counter()
     plain_open = open
 
@@ -79,11 +92,14 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
         command("repair", "checkpoints", "--logging-dir", "logs")
         monkeypatch.setattr(io, "open", count)
         monkeypatch.setattr(builtins, "open", count)
+        count_calls(RunPlan, "_find_runners")
+        count_calls(step, "run_identity")
         said = command("run", "job.yaml")
     assert "10 of 10 documents" in said
     assert reads["run.json"] == 5
     assert reads["commits.jsonl"] == 3
     assert reads["00000.txt"] == 4
+    assert built == {"_find_runners": 1, "run_identity": 2}
 
 
 @pytest.mark.slow

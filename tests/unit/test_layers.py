@@ -14,6 +14,7 @@ import pytest
 
 import datatrove_ckpt
 from datatrove_ckpt.generation import code_text
+from datatrove_ckpt.generation.step import Step
 
 pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
@@ -52,6 +53,8 @@ class Module(NamedTuple):
     imports: set[str]
     docstring: str | None
     classes: list[str]
+    writes: set[str]
+    """Attributes of other objects than ``self`` that it assigns."""
 
 
 @cache
@@ -71,6 +74,13 @@ def modules():
             imports(tree),
             ast.get_docstring(tree),
             [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)],
+            {
+                node.attr
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) != "self"
+            },
         )
     return found
 
@@ -104,6 +114,13 @@ def test_the_name_of_a_class_has_one_meaning():
     assert [name for name, number in Counter(names).items() if number > 1] == []
     shown = set(modules()[of_rank].classes) & set(names)
     assert shown <= set(modules()["errors"].classes)
+
+
+def test_nothing_but_the_step_itself_writes_to_the_settings_of_a_user():
+    settings = set(Step.__annotations__)
+    assert "checkpoints_local_dir" in settings
+    writers = {name: module.writes & settings for name, module in modules().items()}
+    assert {name: found for name, found in writers.items() if found} == {}
 
 
 def room(name):

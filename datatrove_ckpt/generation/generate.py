@@ -17,6 +17,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import JsonObject
@@ -73,7 +74,8 @@ _Arguments = TypeVarTuple("_Arguments")
 _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
-_GENERATING = (CHAT, COMPLETIONS)
+_GENERATING = (CHAT.path, COMPLETIONS.path)
+_IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
 # Answers that have one size for each set of params: their field, and words for a message.
 _MEASURED = {
@@ -259,7 +261,7 @@ class Requests:
         if self._answers.have_ended:
             await wait_until_cancelled()
         config = self._config
-        generates = way in _GENERATING
+        generates = way.path in _GENERATING
         own = self._of or self
         # The order in which datatrove sends: engines answer in the order of a schema.
         payload = {**payload, "model": config.model_name_or_path}
@@ -270,6 +272,8 @@ class Requests:
             sent, extras = merged(payload)
             if extras:
                 way = way._replace(extras=extras)
+            if type(sent.get("service_tier")) is list and way.path in _IN_TIERS:
+                way = way._replace(tiers=sent.pop("service_tier"))
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
@@ -325,7 +329,7 @@ class Requests:
             is_empty = _is_empty(result.text, result.finish_reason)
         if is_cut_off:
             self.cut_off += 1
-        if way in _GENERATING:
+        if way.path in _GENERATING:
             if is_empty:
                 self.empty += 1
         elif way.is_shared and result.answer is not None:
@@ -381,6 +385,8 @@ class Requests:
 
         The usual way, and the only model, add nothing to the payload's hash.
         """
+        if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
+            payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
         if way.name != self._usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:

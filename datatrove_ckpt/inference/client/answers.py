@@ -8,7 +8,7 @@ encoded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
@@ -63,6 +63,7 @@ class Completion:
     refusal: str = ""
     response_id: str = ""
     model: str = ""
+    service_tier: str = ""
     answer: JsonObject | None = None
     seconds: float = field(default=0.0, compare=False)
 
@@ -132,6 +133,7 @@ class Way(NamedTuple):
         parse: reads the bytes of an answer.
         name: separates equal payloads of different ways.
         is_shared: a request may have texts of several payloads, as a list in ``input``.
+        tiers: ``service_tier`` of its attempts: the next one when the server has no room for long.
     """
 
     path: str
@@ -139,6 +141,7 @@ class Way(NamedTuple):
     name: str
     is_shared: bool = False
     extras: Extras | None = None
+    tiers: Sequence[str] = ()
 
 
 def way_to(path: str) -> Way:
@@ -302,10 +305,13 @@ def _as_choice(completion: Completion) -> JsonObject:
 def _name(completion: Completion, answer: JsonObject) -> None:
     response_id = answer.get("id")
     model = answer.get("model")
+    tier = answer.get("service_tier")
     if type(response_id) is str:
         completion.response_id = response_id
     if type(model) is str:
         completion.model = model
+    if type(tier) is str:
+        completion.service_tier = tier
 
 
 def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:

@@ -99,6 +99,10 @@ class InferenceConfig:
             documents share it; each is cached, retried and counted for its own.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
             server, where ranks, replicas or several models share them.
+        prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
+            "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
+            from its cache; they cost as the others unless said. "tiers": by how much the prices of
+            an answer in this ``service_tier`` are multiplied.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -144,6 +148,7 @@ class InferenceConfig:
     accept_null_finish_reason: bool = False
     texts_per_request: int = 1
     gpus: int | None = None
+    prices: JsonObject | None = None
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -155,6 +160,7 @@ class InferenceConfig:
         self._check_choices()
         self._check_numbers()
         self._check_gpus()
+        self._check_prices()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
         if self.max_concurrent_documents is not None:
@@ -247,6 +253,26 @@ class InferenceConfig:
                 f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * "
                 f"dp * pp = {each}."
             )
+
+    def _check_prices(self) -> None:
+        prices = self.prices or {}
+        numbers = {**prices, **prices.get("tiers", {}), "tiers": 0}.values()
+        if prices.keys() - _PRICES or not all(
+            isinstance(number, int | float) and number >= 0 for number in numbers
+        ):
+            raise ConfigError(
+                f"prices: {self.prices!r}: takes numbers for prompt, cached and completion, and a "
+                "number for each tier in tiers."
+            )
+
+    def cost(self, prompt: int, cached: int, completion: int, tier: str) -> int:
+        """Returns the price of an answer, in billionths. ``cached``: of the prompt tokens."""
+        prices = self.prices or {}
+        price: float = prices.get("prompt", 0)
+        total: float = (prompt - cached) * price + cached * prices.get("cached", price)
+        total += completion * prices.get("completion", 0)
+        factor: float = prices.get("tiers", {}).get(tier, 1)
+        return round(1000 * total * factor)
 
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
@@ -347,6 +373,7 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
+_PRICES = {"prompt", "cached", "completion", "tiers"}
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {

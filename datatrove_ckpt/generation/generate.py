@@ -57,6 +57,7 @@ from datatrove_ckpt.inference.client.answers import (
     Completion,
     Way,
     as_asked,
+    token_counts,
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
@@ -334,7 +335,7 @@ class Requests:
                 self.empty += 1
         elif way.is_shared and result.answer is not None:
             self.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
-        self.tokens += (usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0)
+        self.tokens += token_counts(usage)
 
     async def _send(
         self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
@@ -368,9 +369,7 @@ class Requests:
             if isinstance(error, RequestFailed):
                 raise _failed(error, payload) from error
             raise stopped from error
-        usage = completion.usage
-        tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
-        rank.observer.answers.append((completion.seconds, *tokens))
+        rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id

@@ -384,6 +384,27 @@ def _thoughts(content: object) -> str:
 _MAX_COUNT = 1 << 40
 
 
+def token_counts(usage: JsonObject) -> tuple[int, int]:
+    """Returns the prompt and completion tokens of a usage."""
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    if "cache_creation_input_tokens" in usage and "prompt_tokens" not in usage:
+        # Anthropic counts the three apart.
+        prompt += usage["cache_creation_input_tokens"] or 0
+        prompt += usage.get("cache_read_input_tokens") or 0
+    return prompt, usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
+def token_details(usage: JsonObject) -> tuple[int, int]:
+    """Returns how many prompt tokens were cached, and how many completion tokens are reasoning."""
+    cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
+    reasoning = 0
+    for name, details in usage.items():
+        if name.endswith("_details") and isinstance(details, dict):
+            cached = details.get("cached_tokens") or cached
+            reasoning = details.get("reasoning_tokens") or reasoning
+    return cached, reasoning
+
+
 def _usage(answer: JsonObject) -> JsonObject:
     usage = answer.get("usage")
     if isinstance(usage, dict):

@@ -62,7 +62,7 @@ from datatrove_ckpt.inference.client.answers import (
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.client.routing import Request, Router, Target
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -128,6 +128,7 @@ class Answers:
     Attributes:
         rejections: its requests that the server has rejected.
         failure: stops the rank.
+        near: see ``routing.Request``.
     """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str) -> None:
@@ -135,6 +136,7 @@ class Answers:
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.failure: CkptError | None = None
+        self.near: dict[Router, Target] = {}
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -352,7 +354,7 @@ class Requests:
                 if model.batches is not None and way.is_shared:
                     completion = await model.batches.complete(client, sent, way, self._answers)
                 else:
-                    request = Request(client.sender, self._answers.doc_id)
+                    request = Request(client.sender, self._answers.doc_id, self._answers.near)
                     completion = await client.complete(body, way, request)
             finally:
                 self._answers.request_finished()

@@ -595,6 +595,7 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             failure.quote(transport.redact)
+            request.near.clear()
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:

@@ -9,6 +9,7 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerError
 from datatrove_ckpt.inference.client.answers import token_counts, token_details
+from datatrove_ckpt.inference.client.body import Body, in_tier
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner
@@ -147,3 +148,9 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
 def test_the_usages_of_all_apis_are_read(usage, counts, details):
     assert token_counts(usage) == counts
     assert token_details(usage) == details
+
+
+def test_a_body_with_media_has_its_tier_too():
+    body = in_tier(Body([b'{"a":"', b'","b":1}'], [b"picture"]), "flex")
+    assert json.loads(b"".join(body)) == {"a": "cGljdHVyZQ==", "b": 1, "service_tier": "flex"}
+    assert len(body) == len(b"".join(body))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import pytest
 
-from datatrove_ckpt.errors import CheckpointMismatch, ServerError
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerError
 from datatrove_ckpt.inference.client.answers import token_counts, token_details
 from datatrove_ckpt.inference.client.body import Body, in_tier
 from datatrove_ckpt.rollouts import PromptRollout
@@ -154,3 +156,19 @@ def test_a_body_with_media_has_its_tier_too():
     body = in_tier(Body([b'{"a":"', b'","b":1}'], [b"picture"]), "flex")
     assert json.loads(b"".join(body)) == {"a": "cGljdHVyZQ==", "b": 1, "service_tier": "flex"}
     assert len(body) == len(b"".join(body))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prices": {"promt": 1}},
+        {"prices": {"prompt": "1"}},
+        {"prices": {"tiers": {"flex": -1}}},
+        {"default_generation_params": {"service_tier": 1}},
+        {"default_generation_params": {"service_tier": ["flex", None]}},
+    ],
+)
+def test_prices_and_tiers_that_cannot_be_are_refused_by_name(setting):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig("dummy", "m", **setting)
+    assert re.match(r"prices: |default_generation_params\.service_tier: ", str(refused.value))

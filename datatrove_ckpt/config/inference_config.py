@@ -7,6 +7,7 @@ And ``Engine``: what a ``server_type`` is. The engines are in ``engines``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -255,10 +256,15 @@ class InferenceConfig:
             )
 
     def _check_prices(self) -> None:
-        prices = self.prices or {}
-        numbers = {**prices, **prices.get("tiers", {}), "tiers": 0}.values()
-        if prices.keys() - _PRICES or not all(
-            isinstance(number, int | float) and number >= 0 for number in numbers
+        prices = dict(self.prices or {})
+        tiers = prices.pop("tiers", {})
+        if (
+            prices.keys() - _PRICES
+            or not isinstance(tiers, dict)
+            or not all(
+                isinstance(number, int | float) and 0 <= number < math.inf
+                for number in (*prices.values(), *tiers.values())
+            )
         ):
             raise ConfigError(
                 f"prices: {self.prices!r}: takes numbers for prompt, cached and completion, and a "
@@ -272,7 +278,7 @@ class InferenceConfig:
         total: float = (prompt - cached) * price + cached * prices.get("cached", price)
         total += completion * prices.get("completion", 0)
         factor: float = prices.get("tiers", {}).get(tier, 1)
-        return round(1000 * total * factor)
+        return min(round(1000 * total * factor), _MOST_COST)
 
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
@@ -373,7 +379,8 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
-_PRICES = {"prompt", "cached", "completion", "tiers"}
+_PRICES = {"prompt", "cached", "completion"}
+_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {

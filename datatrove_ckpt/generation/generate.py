@@ -371,6 +371,8 @@ class Requests:
             if isinstance(error, RequestFailed):
                 raise _failed(error, payload) from error
             raise stopped from error
+        if not completion.service_tier:
+            completion.service_tier = str(sent.get("service_tier") or "")
         rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)

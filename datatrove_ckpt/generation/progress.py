@@ -58,6 +58,7 @@ _FIRST_SECONDS = 10.0  # users look whether the run has begun well
 _SPREAD_EVERY = 10
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
+_MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 
 
@@ -185,7 +186,8 @@ class RankReporter:
             cached = min(cached, prompt)
             self.own.cached_tokens += cached
             self.own.reasoning_tokens += reasoning
-        if tier := answer.service_tier:
+        tier = answer.service_tier
+        if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
         if config.prices:
             self.own.cost += config.cost(prompt, cached, completion, tier)

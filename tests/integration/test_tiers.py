@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 
@@ -163,6 +164,8 @@ def test_a_body_with_media_has_its_tier_too():
     [
         {"prices": {"promt": 1}},
         {"prices": {"prompt": "1"}},
+        {"prices": {"prompt": math.inf}},
+        {"prices": {"tiers": 0.5}},
         {"prices": {"tiers": {"flex": -1}}},
         {"default_generation_params": {"service_tier": 1}},
         {"default_generation_params": {"service_tier": ["flex", None]}},

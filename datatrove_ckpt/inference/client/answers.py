@@ -311,7 +311,7 @@ def _name(completion: Completion, answer: JsonObject) -> None:
     if type(model) is str:
         completion.model = model
     if type(tier) is str:
-        completion.service_tier = tier
+        completion.service_tier = tier[:_SHOWN]
 
 
 def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:

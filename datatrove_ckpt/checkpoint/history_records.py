@@ -8,7 +8,8 @@ the attempt, from 1: the owner's fence in ``run.json``, which also counts starts
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our
                 version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, q, w, out, pos, skip: see ``Progress``
+    progress    s, d, c, all, own, err, own_err, tier, own_tier, q, w, out, pos, skip: see
+                ``Progress``
     spread      ms, pt, ct: see ``Spread``
     end         why, what
 
@@ -18,6 +19,7 @@ Readers ignore keys and kinds of later releases.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
@@ -142,6 +144,10 @@ class WorkCounts:
         resent: attempts that were lost with their server and whose request was sent again.
         restarts: of servers.
         errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503".
+        cached_tokens: prompt tokens that the server took from its own cache.
+        reasoning_tokens: those among the completion tokens.
+        cost: of the answers, in billionths, at the ``prices`` of the config.
+        tiers: answers by the ``service_tier`` that the server names.
     """
 
     documents: int = 0
@@ -155,30 +161,36 @@ class WorkCounts:
     resent: int = 0
     restarts: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    cost: int = 0
+    tiers: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
-        names = dict.fromkeys([*self.errors, *other.errors])
-        errors = {name: self.errors.get(name, 0) + other.errors.get(name, 0) for name in names}
         return WorkCounts(
             **{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS},
-            errors=errors,
+            errors=dict(Counter(self.errors) + Counter(other.errors)),
+            tiers=dict(Counter(self.tiers) + Counter(other.tiers)),
         )
 
     def numbers(self) -> list[int]:
         return [getattr(self, name) for name in _WORK_NUMBERS]
 
     @classmethod
-    def from_json(cls, numbers: Sequence[object], errors: object) -> Self:
-        if not isinstance(errors, dict) or not all(map(is_count, [*numbers, *errors.values()])):
+    def from_json(cls, numbers: Sequence[object], errors: Json, tiers: Json) -> Self:
+        if not all(map(is_count, [*numbers, *errors.values(), *tiers.values()])):
             raise ValueError("a number is missing or negative")
-        shown = {_text(name): count for name, count in list(errors.items())[:_MAX_KINDS]}
-        found = cls(errors=shown)
+        found = cls(errors=_named_counts(errors), tiers=_named_counts(tiers))
         for name, number in zip(_WORK_NUMBERS, numbers, strict=False):
             setattr(found, name, number)
         return found
 
 
-_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.name != "errors")
+def _named_counts(counts: Json) -> dict[str, int]:
+    return {_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]}
+
+
+_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -287,8 +299,9 @@ class Progress(_Record):
         documents: finished documents in commits and journals of all attempts, with their requests
             and tokens, cached answers included ("d"). Exact after any kills.
         chunks: committed chunks of all attempts ("c").
-        total: what all attempts did ("all" and "err"), without the last minute of killed attempts.
-        own: what this attempt did ("own" and "own_err").
+        total: what all attempts did ("all", "err" and "tier"), without the last minute of killed
+            attempts.
+        own: what this attempt did ("own", "own_err" and "own_tier").
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents.
@@ -326,6 +339,8 @@ class Progress(_Record):
             "out": list(self.silence if self.silence.model else self.silence[:3]),
             "pos": list(self.position),
         }
+        if self.total.tiers:
+            found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
         if self.skipped:
             found["skip"] = list(self.skipped)
         return found
@@ -343,8 +358,8 @@ class Progress(_Record):
             seconds=Seconds.from_json(data["s"]),
             documents=documents,
             chunks=data["c"],
-            total=WorkCounts.from_json(data["all"], data["err"]),
-            own=WorkCounts.from_json(data["own"], data["own_err"]),
+            total=WorkCounts.from_json(data["all"], data["err"], data.get("tier", {})),
+            own=WorkCounts.from_json(data["own"], data["own_err"], data.get("own_tier", {})),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,

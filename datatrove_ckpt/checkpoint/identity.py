@@ -70,6 +70,17 @@ _USERS_FIELDS = (
 _ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
 
 
+NOT_ANSWERING = frozenset(
+    """
+    cache_salt metadata priority prompt_cache_key prompt_cache_retention safety_identifier
+    service_tier store user
+    """.split()  # noqa: SIM905
+)
+"""Parameters of requests that change the price, the wait and the records of a provider, and not the
+answer: the identity and the keys of answers leave them out.
+"""
+
+
 def of_model(name: str) -> str:
     """Returns a field of one of several models as the field of a single model: ``model_kwargs``."""
     head, _, inner = name.partition(".")
@@ -635,8 +646,13 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
     if isinstance(value, dict):
         ordered = ordered or any(part in name for part in _ORDERED)
         inside = ordered or name.endswith("params")
+        left_out: Collection[str] = ()
+        if name.endswith("generation_params") or name == "extra_body":
+            left_out = {*NOT_ANSWERING, "(order)"}  # of the keys: see ``code_values``
         return {
-            key: _plain(key, value[key], inside) for key in (value if ordered else sorted(value))
+            key: _plain(key, value[key], inside)
+            for key in (value if ordered else sorted(value))
+            if key not in left_out
         }
     if isinstance(value, list):
         return [_plain(name, one, ordered) for one in value]

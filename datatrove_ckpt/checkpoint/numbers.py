@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import plural
 
 _ADDED = (
     "counts",
@@ -73,6 +74,28 @@ class RunNumbers:
     def done(self) -> DocumentCounts:
         """Their documents by outcome, with their requests, tokens and answers."""
         return self.counts + self.unfinished
+
+    @property
+    def paid(self) -> str:
+        """What servers say about the price of their answers; "" if they say nothing."""
+        work = self.work
+        said = []
+        if work.cached_tokens:
+            said.append(
+                f"{work.cached_tokens:,} of {work.prompt_tokens:,} prompt tokens cached by servers"
+            )
+        if work.reasoning_tokens:
+            said.append(
+                f"{work.reasoning_tokens:,} of {work.completion_tokens:,} completion tokens for "
+                "reasoning"
+            )
+        said += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
+        if work.cost:
+            said.append(f"cost {work.cost / 1e9:.6g}")
+        at_least = ""
+        if said and self.killed:
+            at_least = "at least "
+        return at_least + ", ".join(said)
 
     def add(self, other: RunNumbers) -> None:
         self.dead_letters.update(other.dead_letters)

@@ -57,6 +57,8 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
+    if job.numbers.paid:
+        work += f" Paid: {job.numbers.paid}."
     return (
         f"{_why_none(root, counts)}{counts.written} of {plural_is(counts.read, 'document')} in "
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "

@@ -60,7 +60,7 @@ MASK = "*** hidden ***"
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 # Of ``default_generation_params``. The short form has them as settings.
-ANSWER = ("max_tokens", "temperature", "top_p", "stop")
+ANSWER = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)

@@ -472,8 +472,8 @@ _5XX = frozenset(range(500, 600))
 # (``inference/client/client.py``).
 SERVER = RetryPolicy(
     # "not implemented" is no state that passes.
-    retried=frozenset({408, 409, 425, 429}) | _5XX - {501},
-    limited=frozenset({429, 503, 529}),
+    retried=frozenset({408, 409, 425, 429, 498}) | _5XX - {501},
+    limited=frozenset({429, 498, 503, 529}),  # 498: Groq's flex tier is full
     first=0.5,
     longest=30.0,
     jitter=1.0,

@@ -37,10 +37,11 @@ _KNOWN = frozenset(
     guided_regex ignore_eos include_reasoning json_schema length_penalty logit_bias logprobs
     lora_path max_completion_tokens max_new_tokens max_tokens messages metadata min_new_tokens
     min_p min_tokens mirostat mirostat_eta mirostat_tau model models n n_predict
-    parallel_tool_calls presence_penalty priority prompt prompt_logprobs reasoning_effort
-    reasoning_format regex repeat_penalty repetition_penalty response_format
-    return_tokens_as_token_ids seed separate_reasoning service_tier skip_special_tokens stop
-    stop_token_ids stream structured_outputs suffix temperature tool_choice tools top_a top_k
+    parallel_tool_calls presence_penalty priority prompt prompt_cache_key
+    prompt_cache_retention prompt_logprobs reasoning_effort reasoning_format regex repeat_penalty
+    repetition_penalty response_format return_tokens_as_token_ids safety_identifier seed
+    separate_reasoning service_tier skip_special_tokens stop
+    stop_token_ids store stream structured_outputs suffix temperature tool_choice tools top_a top_k
     top_logprobs top_p truncate_prompt_tokens typical_p use_beam_search user xtc_probability
     xtc_threshold
     """.split()  # noqa: SIM905
@@ -130,6 +131,9 @@ def check_generation_params(key: str, params: object) -> None:
     refuse_unsendable(params, key)
     if params.get("stream"):
         raise ConfigError(f"{written(f'{key}.stream')}: answers are read as a whole; remove it.")
+    tiers = params.get("service_tier") or ""
+    if not isinstance(tiers, str | list) or not all(isinstance(tier, str) for tier in tiers):
+        raise ConfigError(f"{written(f'{key}.service_tier')}: takes a tier, or a list of tiers.")
     for name in TOKEN_LIMITS:
         value = params.get(name)
         if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):

@@ -7,6 +7,7 @@ And ``Engine``: what a ``server_type`` is. The engines are in ``engines``.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -99,6 +100,10 @@ class InferenceConfig:
             documents share it; each is cached, retried and counted for its own.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
             server, where ranks, replicas or several models share them.
+        prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
+            "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
+            from its cache; they cost as the others unless said. "tiers": by how much the prices of
+            an answer in this ``service_tier`` are multiplied.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -144,6 +149,7 @@ class InferenceConfig:
     accept_null_finish_reason: bool = False
     texts_per_request: int = 1
     gpus: int | None = None
+    prices: JsonObject | None = None
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -155,6 +161,7 @@ class InferenceConfig:
         self._check_choices()
         self._check_numbers()
         self._check_gpus()
+        self._check_prices()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
         if self.max_concurrent_documents is not None:
@@ -247,6 +254,31 @@ class InferenceConfig:
                 f"gpus: {self.gpus} GPUs cannot be divided among {self.replicas} servers with tp * "
                 f"dp * pp = {each}."
             )
+
+    def _check_prices(self) -> None:
+        prices = dict(self.prices or {})
+        tiers = prices.pop("tiers", {})
+        if (
+            prices.keys() - _PRICES
+            or not isinstance(tiers, dict)
+            or not all(
+                isinstance(number, int | float) and 0 <= number < math.inf
+                for number in (*prices.values(), *tiers.values())
+            )
+        ):
+            raise ConfigError(
+                f"prices: {self.prices!r}: takes numbers for prompt, cached and completion, and a "
+                "number for each tier in tiers."
+            )
+
+    def cost(self, prompt: int, cached: int, completion: int, tier: str) -> int:
+        """Returns the price of an answer, in billionths. ``cached``: of the prompt tokens."""
+        prices = self.prices or {}
+        price: float = prices.get("prompt", 0)
+        total: float = (prompt - cached) * price + cached * prices.get("cached", price)
+        total += completion * prices.get("completion", 0)
+        factor: float = prices.get("tiers", {}).get(tier, 1)
+        return min(round(1000 * total * factor), _MOST_COST)
 
     def _check_context(self) -> None:
         for name in TOKEN_LIMITS:
@@ -347,6 +379,8 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
+_PRICES = {"prompt", "cached", "completion"}
+_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 _MINIMA = {

@@ -18,6 +18,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import JsonObject
@@ -58,11 +59,12 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     as_asked,
     kept_whole,
+    token_counts,
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request
+from datatrove_ckpt.inference.client.routing import Request, Router, Target
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -76,6 +78,7 @@ _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
 _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"})
 _GENERATING = (CHAT.path, COMPLETIONS.path)
+_IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
 # Answers that have one size for each set of params: their field, and words for a message.
 _MEASURED = {
@@ -133,6 +136,7 @@ class Answers:
         failed: requests without an answer.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
+        near: see ``routing.Request``.
     """
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
@@ -146,6 +150,7 @@ class Answers:
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
         self.failed = self.cut_off = self.empty = 0
+        self.near: dict[Router, Target] = {}
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -303,6 +308,8 @@ class Requests:
             sent, extras = merged(payload)
             if extras:
                 way = way._replace(extras=extras)
+            if type(sent.get("service_tier")) is list and way.path in _IN_TIERS:
+                way = way._replace(tiers=sent.pop("service_tier"))
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
@@ -364,7 +371,7 @@ class Requests:
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
-        answers.tokens += _tokens(result.usage or {})
+        answers.tokens += token_counts(result.usage or {})
 
     async def _send(
         self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
@@ -381,7 +388,7 @@ class Requests:
                 if model.batches is not None and way.is_shared:
                     completion = await model.batches.complete(client, sent, way, self._answers)
                 else:
-                    request = Request(client.sender, self._answers.doc_id)
+                    request = Request(client.sender, self._answers.doc_id, self._answers.near)
                     completion = await client.complete(body, way, request)
             finally:
                 self._answers.request_finished()
@@ -398,7 +405,9 @@ class Requests:
             if isinstance(error, RequestFailed):
                 raise _failed(error, payload) from error
             raise stopped from error
-        rank.observer.answers.append((completion.seconds, *_tokens(completion.usage)))
+        if not completion.service_tier:
+            completion.service_tier = str(sent.get("service_tier") or "")
+        rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id
@@ -413,6 +422,8 @@ class Requests:
 
         The usual way, and the only model, add nothing to the payload's hash.
         """
+        if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
+            payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
         if way.name != self._usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
@@ -577,10 +588,6 @@ def _hand_over(
     except BaseException as error:
         rank.shutdown.abort(error)
         raise
-
-
-def _tokens(usage: JsonObject) -> tuple[int, int]:
-    return usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
 
 
 def _is_empty(text: str | list[object], reason: str | None) -> bool:

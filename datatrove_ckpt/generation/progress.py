@@ -40,6 +40,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.inference.client.answers import Completion, token_counts, token_details
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import (
     READING,
@@ -57,6 +58,7 @@ _FIRST_SECONDS = 10.0  # users look whether the run has begun well
 _SPREAD_EVERY = 10
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
+_MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 
 
@@ -169,6 +171,23 @@ class RankReporter:
             ),
             default=Silence(),
         )
+
+    def answered(self, answer: Completion, config: InferenceConfig) -> None:
+        """Counts an answer of a server."""
+        usage = answer.usage
+        prompt, completion = tokens = token_counts(usage)
+        self.answers.append((answer.seconds, *tokens))
+        cached = 0
+        if len(usage) > 3:  # with more than the sums
+            cached, reasoning = token_details(usage)
+            cached = min(cached, prompt)
+            self.own.cached_tokens += cached
+            self.own.reasoning_tokens += reasoning
+        tier = answer.service_tier
+        if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
+            self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
+        if config.prices:
+            self.own.cost += config.cost(prompt, cached, completion, tier)
 
     def _sum_up(self) -> None:
         """Counts the new answers, equal values at once: so each answer costs little."""
@@ -290,7 +309,8 @@ class RankReporter:
         self._sum_up()
         errors = Counter[str]()
         found = history_records.Progress(
-            own=replace(self.own, errors=errors), position=self.position()
+            own=replace(self.own, errors=errors, tiers=dict(self.own.tiers)),
+            position=self.position(),
         )
         for client in self.clients:
             found.own.sent += client.stats.requests

@@ -26,6 +26,8 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "requests", _requests(totals)
         yield from _in_flight(state, totals)
         yield from _troubles_of_requests(totals, _ago(state))
+        if totals.paid:
+            yield "paid", totals.paid
         yield "attempts", _attempts(totals)
     else:
         yield "requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}"

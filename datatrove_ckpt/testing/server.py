@@ -139,8 +139,10 @@ class FakeServer:
             for index in range(min(payload.get("n", 1), self.most_choices))
         ]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        body = orjson.dumps({"id": "fake", "choices": choices, "usage": self.usage or usage})
-        return web.Response(body=body, content_type="application/json")
+        answer = {"id": "fake", "choices": choices, "usage": self.usage or usage}
+        if "service_tier" in payload:
+            answer["service_tier"] = payload["service_tier"]
+        return web.Response(body=orjson.dumps(answer), content_type="application/json")
 
 
 def _question(payload: JsonObject) -> str:

@@ -648,10 +648,10 @@ def test_the_config_for_ocr_runs(here, command, server, kind):
     overrides += ["--endpoint-url", server.url] if kind == "endpoint" else []
     command("run", "configs/ocr.yaml", *overrides)
     output = rows(Path("ocr"))
-    assert [(one["id"], one["metadata"]["image"]) for one in output] == [
+    assert [(one["id"], one["image"]) for one in output] == [
         (f"id {index}", f"report/{index}.png") for index in (0, 1, 3)
     ]
-    assert {len(one["metadata"]["rollout_results"]) for one in output} == {1}
+    assert {len(one["rollout_results"]) for one in output} == {1}
     (letter,) = Path("ocr/checkpoints/00000/dead_letters.jsonl").read_text().splitlines()
     assert "medium 1 (report/2.png) is damaged, or no whole picture" in json.loads(letter)["error"]
     if kind == "endpoint":

@@ -541,3 +541,20 @@ def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, ser
     with pytest.raises(CheckpointMismatch, match="input"):
         step.run(changed)
     assert not list((tmp_path / "output").glob("*.jsonl"))
+
+
+def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
+    """Its prompt is in that replica's cache."""
+
+    async def turns(document, generate):
+        first = await ask(document, generate)
+        answers = [ask(Document(f"{document.text}, {n}", ""), generate) for n in range(2)]
+        return [first, *await asyncio.gather(*answers)]
+
+    with FakeServer() as one, FakeServer() as other:
+        step = runner(tmp_path, one, turns, config={"max_concurrent_documents": 2})
+        step.config.endpoint_url = [one.url, other.url]
+        step.run(documents(20))
+    found = [{text.partition(",")[0] for text in server.asked} for server in (one, other)]
+    assert all(found)
+    assert not found[0] & found[1]

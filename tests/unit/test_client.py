@@ -356,7 +356,7 @@ def test_a_server_that_refuses_every_request_is_asked_once(status):
 UNFINISHED = {
     **{
         f"status {status}": answer(http(status, b"later"))
-        for status in (408, 409, 425, 429, 500, 502, 503, 504, 529)
+        for status in (408, 409, 425, 429, 498, 500, 502, 503, 504, 529)
     },
     "closed before the headers": then_close(),
     "truncated body": then_close(http(200, chat())[:-10]),
@@ -503,7 +503,9 @@ def only_others(status):
     return reply
 
 
-@pytest.mark.parametrize(("status", "patience"), [(500, 100), (504, 100), (429, 1000), (503, 1000)])
+@pytest.mark.parametrize(
+    ("status", "patience"), [(500, 100), (504, 100), (429, 1000), (498, 1000), (503, 1000)]
+)
 async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status, patience):
     async def sleep(seconds):
         await client.complete(b"{}")  # another request is answered

@@ -119,7 +119,11 @@ def test_the_name_of_a_class_has_one_meaning():
 def test_nothing_but_the_step_itself_writes_to_the_settings_of_a_user():
     settings = set(Step.__annotations__)
     assert "checkpoints_local_dir" in settings
-    writers = {name: module.writes & settings for name, module in modules().items()}
+    writers = {
+        name: module.writes & settings
+        for name, module in modules().items()
+        if not name.startswith("inference.")  # it knows of no step, and answers are its own word
+    }
     assert {name: found for name, found in writers.items() if found} == {}
 
 

@@ -84,6 +84,17 @@ async def test_the_least_busy_server_is_next_and_its_limit_holds():
     assert [made.targets.index(target) for target in given] == [0, 1, 0, 1, 1]
 
 
+async def test_requests_of_a_document_go_to_its_server_unless_that_is_a_quarter_busier():
+    made, near = router(3), {}
+    given = [await made.acquire(Request(near=near)) for _ in range(9)]
+    assert [made.targets.index(target) for target in given] == [0, 0, 1, 1, 2, 2, 2, 2, 0]
+    made.release(given[1], Request())
+    await made.acquire(Request())  # of another document
+    assert [target.in_flight for target in made.targets] == [3, 2, 4]
+    made.targets[0].up = False
+    assert await made.acquire(Request(near=near)) is made.targets[1]
+
+
 async def test_requests_of_the_rank_that_started_first_go_first():
     made = router(limit=1)
     first, second = Sender(order=0), Sender(order=1)

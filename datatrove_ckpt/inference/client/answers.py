@@ -8,7 +8,7 @@ encoded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
@@ -63,6 +63,7 @@ class Completion:
     refusal: str = ""
     response_id: str = ""
     model: str = ""
+    service_tier: str = ""
     answer: JsonObject | None = None
     seconds: float = field(default=0.0, compare=False)
 
@@ -132,6 +133,7 @@ class Way(NamedTuple):
         parse: reads the bytes of an answer.
         name: separates equal payloads of different ways.
         is_shared: a request may have texts of several payloads, as a list in ``input``.
+        tiers: ``service_tier`` of its attempts: the next one when the server has no room for long.
     """
 
     path: str
@@ -139,6 +141,7 @@ class Way(NamedTuple):
     name: str
     is_shared: bool = False
     extras: Extras | None = None
+    tiers: Sequence[str] = ()
 
 
 def way_to(path: str) -> Way:
@@ -313,10 +316,13 @@ def _as_choice(completion: Completion) -> JsonObject:
 def _name(completion: Completion, answer: JsonObject) -> None:
     response_id = answer.get("id")
     model = answer.get("model")
+    tier = answer.get("service_tier")
     if type(response_id) is str:
         completion.response_id = response_id
     if type(model) is str:
         completion.model = model
+    if type(tier) is str:
+        completion.service_tier = tier[:_SHOWN]
 
 
 def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
@@ -387,6 +393,27 @@ def _thoughts(content: object) -> str:
 
 # More is no count: sums over millions of documents would leave 64 bits.
 _MAX_COUNT = 1 << 40
+
+
+def token_counts(usage: JsonObject) -> tuple[int, int]:
+    """Returns the prompt and completion tokens of a usage."""
+    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+    if "cache_creation_input_tokens" in usage and "prompt_tokens" not in usage:
+        # Anthropic counts the three apart.
+        prompt += usage["cache_creation_input_tokens"] or 0
+        prompt += usage.get("cache_read_input_tokens") or 0
+    return prompt, usage.get("completion_tokens") or usage.get("output_tokens") or 0
+
+
+def token_details(usage: JsonObject) -> tuple[int, int]:
+    """Returns how many prompt tokens were cached, and how many completion tokens are reasoning."""
+    cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
+    reasoning = 0
+    for name, details in usage.items():
+        if name.endswith("_details") and isinstance(details, dict):
+            cached = details.get("cached_tokens") or cached
+            reasoning = details.get("reasoning_tokens") or reasoning
+    return cached, reasoning
 
 
 def _usage(answer: JsonObject) -> JsonObject:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import ClassVar, TypeAlias
 
+import orjson
+
 from datatrove_ckpt.process.memory import media_bytes
 
 _PIECE = 3 << 14  # bytes; a multiple of three, so that the pieces join
@@ -45,8 +47,20 @@ class Body:
     def text(self) -> bytes:
         return b"".join(self._texts)
 
+    def in_tier(self, end: bytes) -> Body:
+        return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
+
 
 AnyBody: TypeAlias = bytes | Body
+
+
+def in_tier(body: AnyBody, tier: str) -> AnyBody:
+    """Adds ``service_tier`` to a body."""
+    end = b',"service_tier":%b}' % orjson.dumps(tier)
+    if isinstance(body, Body):
+        return body.in_tier(end)
+    return body[:-1] + end
+
 
 MAX_ANSWER_BYTES = 1 << 28
 LARGE_ANSWER_BYTES = 1 << 20

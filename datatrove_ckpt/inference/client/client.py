@@ -3,7 +3,7 @@
     what happens                                                     then
     400, 413, 414, 422, 431                                          RequestRejected: this request
                                                                      never succeeds
-    408, 409, 425, 429, 5xx; refused, reset, torn connections;       retried; how long, see below;
+    408, 409, 425, 429, 498, 5xx; refused, reset, torn connections;  retried; how long, see below;
                                                                      at the end
     timeouts; bodies that are no completion; no choices;             ServerUnavailable (no request
                                                                      is answered), or
@@ -45,7 +45,7 @@ clocks end the retries; both run for ``server_patience_seconds``:
                        failed (``RequestFailed``).
 
 Many requests compete for a small rate, and chance may delay one request for minutes. So failures of
-a busy server (429, 503, 529) have ten times the patience. A busy server that has worked on a
+a busy server (429, 498, 503, 529) have ten times the patience. A busy server that has worked on a
 request of ours for a minute counts as reachable: long answers need minutes.
 """
 
@@ -82,7 +82,7 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody
+from datatrove_ckpt.inference.client.body import AnyBody, in_tier
 from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
     Attempt,
@@ -248,12 +248,13 @@ class RequestClock:
         beside: its failures while others were answered.
     """
 
-    def __init__(self, outage: Outage, began_at: float, answers: int) -> None:
+    def __init__(self, outage: Outage, began_at: float, answers: int, tiers: Sequence[str]) -> None:
         self._outage = outage
         self._attempts = 0
         self.beside = 0
         self._seconds = 0.0
-        self._at = began_at
+        self._tiers = tiers
+        self._began_at = self._at = began_at
         self._answers = answers
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
@@ -276,6 +277,14 @@ class RequestClock:
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
         return self._attempts
+
+    def next_way(self, way: Way, failure: RetryableError) -> Way:
+        """Returns the way of the next attempt: each tier has an equal part of the patience."""
+        if not self._tiers or (failure.unreachable and not failure.timed_out):
+            return way
+        waited = (self._outage.clock() - self._began_at) / self._outage.patience
+        tier = min(int(waited * len(self._tiers)), len(self._tiers) - 1)
+        return way._replace(tiers=self._tiers[tier:])
 
     def left(self, failure: RetryableError) -> float:
         return (
@@ -473,7 +482,7 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     self._sent_again()
                     continue
-                clock = clock or RequestClock(self.outage, began_at, answers)
+                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers)
                 failure = error
                 delay = self._delay(error, clock)
             finally:
@@ -486,6 +495,7 @@ class CompletionClient:
                 await self._wait(delay, failure)
             finally:
                 self.stats.pausing -= 1
+            way = clock.next_way(way, failure)
 
     def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
         """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
@@ -568,9 +578,13 @@ class CompletionClient:
         started_at: float,
         way: Way,
     ) -> Completion:
+        if way.tiers:
+            body = in_tier(body, way.tiers[0])
         try:
             raw = await post(transport, body, self._config.model_name_or_path, way.extras)
             answer = way.parse(raw)
+            if way.tiers and not answer.service_tier:
+                answer.service_tier = way.tiers[0]
             if answer.answer is None:
                 self._check_reason(answer, transport.url, target, request)
             target.mark_alive(started_at)
@@ -581,6 +595,7 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             failure.quote(transport.redact)
+            request.near.clear()
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:

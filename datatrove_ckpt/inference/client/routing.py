@@ -34,6 +34,10 @@ from datatrove_ckpt.process.shutdown import Shutdown
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
+# How much busier than the least busy server may be the one that has worked on the document, and has
+# its prompt in its cache. In simulated engines, three prompts of each document at a time took 156 s
+# in place of 234 s, sixteen 393 s in place of 484 s, and one after the other as long as before.
+_BUSIER = 1.25
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -101,6 +105,7 @@ class Request:
 
     Args:
         document: the id of its document.
+        near: the servers that its document's last requests had, if there are several.
 
     Attributes:
         deaths: of servers at which it was in flight.
@@ -114,14 +119,21 @@ class Request:
         "deaths",
         "document",
         "is_shared",
+        "near",
         "sender",
         "without_reason",
         "without_reason_since",
     )
 
-    def __init__(self, sender: Sender | None = None, document: str = "") -> None:
+    def __init__(
+        self,
+        sender: Sender | None = None,
+        document: str = "",
+        near: dict[Router, Target] | None = None,
+    ) -> None:
         self.sender = sender or Sender()
         self.document = document
+        self.near = {} if near is None else near
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
@@ -348,7 +360,7 @@ class Router:
             raise ServerDied(self._failure)
         if self._waiting or request.is_quarantined or request.may_not_be_sent:
             return None
-        target = self._free()
+        target = self._free(request)
         if target is not None:
             self._assign(target, request)
         return target
@@ -382,7 +394,7 @@ class Router:
         while self._waiting:
             _, _, request, future = self._waiting[0]
             if not future.done() and not request.may_not_be_sent:
-                target = self._free()
+                target = self._free(request)
                 if target is None:
                     return
                 future.set_result(self._assign(target, request))
@@ -426,18 +438,20 @@ class Router:
             heapq.heappush(self._waiting, (request.sender.order, self._arrivals, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
+        if len(self.targets) > 1:
+            request.near[self] = target
         target.in_flight += 1
         self._in_flight += 1
         request.sender.in_flight += 1
         return target
 
-    def _free(self) -> Target | None:
+    def _free(self, request: Request) -> Target | None:
         if self._in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
         if len(free) == 1:
             return free[0]
-        return _least_busy(free)
+        return _least_busy(free, request.near.get(self))
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine
@@ -458,10 +472,17 @@ class Router:
             future.set_result(self._assign(reserved, request))
 
 
-def _least_busy(targets: list[Target]) -> Target | None:
+def _least_busy(targets: list[Target], near: Target | None = None) -> Target | None:
     if len(targets) < 2:
         if targets:
             return targets[0]
         return None
     now = time.monotonic()
-    return min(targets, key=lambda target: (target.cooldown_until > now, target.in_flight))
+    best = min(targets, key=lambda target: (target.cooldown_until > now, target.in_flight))
+    if (
+        near in targets
+        and near.cooldown_until <= now
+        and near.in_flight <= _BUSIER * best.in_flight + 1
+    ):
+        return near
+    return best

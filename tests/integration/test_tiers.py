@@ -1,0 +1,177 @@
+"""Price tiers: they change price and waiting, and neither the run nor the answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+
+import pytest
+
+from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerError
+from datatrove_ckpt.inference.client.answers import token_counts, token_details
+from datatrove_ckpt.inference.client.body import Body, in_tier
+from datatrove_ckpt.rollouts import PromptRollout
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, documents, rows, runner
+from tests.yaml_jobs import write_input
+
+
+def of_config(params):
+    return {"config": {"default_generation_params": params, "max_concurrent_generations": 1}}
+
+
+def of_prompt(params):
+    rollout = PromptRollout("{text}", generation_params=params)
+    return {"rollout": rollout, "config": {"max_concurrent_generations": 1}}
+
+
+SENT = {"temperature": 0.5, "extra_body": {"top_k": 5}}
+BEFORE = {**SENT, "service_tier": "flex", "user": "a"}
+AFTER = [
+    {**SENT, "service_tier": "priority", "metadata": {"b": "c"}, "priority": 7},
+    {**SENT, "service_tier": ["flex", "default"], "prompt_cache_key": "k"},
+    {"temperature": 0.5, "extra_body": {"top_k": 5, "safety_identifier": "s"}},
+]
+
+
+@pytest.mark.parametrize("way", [of_config, of_prompt])
+def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tmp_path, way):
+    def run(params):
+        runner(tmp_path, server, records_per_chunk=50, **way(params)).run(documents(50))
+
+    budget = Budget()
+    with FakeServer(status=budget) as server:
+        for params in [BEFORE, *AFTER]:
+            budget.left = 3  # within a chunk: the other answers are in the request cache
+            with pytest.raises(ServerError):
+                run(params)
+        budget.left = 50
+        run(BEFORE)
+        answered = len(server.payloads) - len([BEFORE, *AFTER])
+        with pytest.raises(CheckpointMismatch, match=r"generation_params\.temperature: "):
+            run({**BEFORE, "temperature": 0.7})
+    assert answered == 50 == len(rows(tmp_path))
+
+
+def test_a_request_takes_the_next_tier_when_the_first_one_is_full_for_half_of_the_patience(
+    tmp_path,
+):
+    def full(payload, times):
+        tiers.append(payload["service_tier"])
+        return 498 if payload["service_tier"] == "flex" else None
+
+    tiers = []
+    params = {"service_tier": ["flex", "default"]}
+    with FakeServer(status=full) as server:
+        runner(
+            tmp_path,
+            server,
+            config={"default_generation_params": params, "server_patience_seconds": 2.0},
+        ).run(documents(4))
+    assert tiers[:4] == ["flex"] * 4
+    assert tiers.count("default") == 4 == len(rows(tmp_path))
+    assert list(server.payloads[-1])[-1] == "service_tier"
+
+
+USAGE = {
+    "prompt_tokens": 1000,
+    "completion_tokens": 50,
+    "total_tokens": 1050,
+    "prompt_tokens_details": {"cached_tokens": 900},
+    "completion_tokens_details": {"reasoning_tokens": 30},
+}
+PRICES = {"prompt": 1, "cached": 0.1, "completion": 8, "tiers": {"flex": 0.5}}
+
+
+def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, command):
+    """With cached tokens, in two tiers, and with answers from the request cache, which cost
+    nothing.
+    """
+    write_input(here, [f"text {number}" for number in range(40)])
+    budget = Budget()
+    budget.left = 10
+    words = ["run", "--input", "input", "--prompt", "{text}", "--model", "fake"]
+    words += ["--run-folder", "run", "--prices", json.dumps(PRICES)]
+    with FakeServer(status=budget) as server:
+        server.usage = USAGE
+        words += ["--endpoint", server.url, "--max-concurrent-generations", "1"]
+        command(*words, "--service-tier", "flex", code=1)
+        budget.left = 100
+        closing = command(*words, "--service-tier", "priority").out
+    sent = Counter(payload["service_tier"] for payload in server.payloads)
+    assert sent == {"flex": 11, "priority": 30}  # one was refused
+    bill = (100 * 1 + 900 * 0.1 + 50 * 8) / 1e6 * (10 * 0.5 + 30)
+    paid = (
+        "36,000 of 40,000 prompt tokens cached by servers, 1,200 of 2,000 completion tokens for "
+        f"reasoning, 10 answers in tier flex, 30 answers in tier priority, cost {bill:.6g}"
+    )
+    assert f"Paid: {paid}." in closing
+    assert paid in command("status", "run").out
+    work = json.loads(command("status", "run", "--json").out)["totals"]["work"]
+    assert work["cost"] == round(bill * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("usage", "counts", "details"),
+    [
+        (USAGE, (1000, 50), (900, 30)),
+        (
+            {
+                "input_tokens": 1000,
+                "output_tokens": 50,
+                "input_tokens_details": {"cached_tokens": 900},
+                "output_tokens_details": {"reasoning_tokens": 30},
+            },
+            (1000, 50),
+            (900, 30),
+        ),
+        (
+            {
+                "input_tokens": 60,
+                "cache_creation_input_tokens": 40,
+                "cache_read_input_tokens": 900,
+                "output_tokens": 50,
+            },
+            (1000, 50),
+            (900, 0),
+        ),
+        (
+            {"prompt_tokens": 1000, "completion_tokens": 50, "prompt_cache_hit_tokens": 900},
+            (1000, 50),
+            (900, 0),
+        ),
+        ({"prompt_tokens": 7, "prompt_tokens_details": None}, (7, 0), (0, 0)),
+        ({}, (0, 0), (0, 0)),
+    ],
+    ids=["chat", "responses", "anthropic", "deepseek", "vllm", "nothing"],
+)
+def test_the_usages_of_all_apis_are_read(usage, counts, details):
+    assert token_counts(usage) == counts
+    assert token_details(usage) == details
+
+
+def test_a_body_with_media_has_its_tier_too():
+    body = in_tier(Body([b'{"a":"', b'","b":1}'], [b"picture"]), "flex")
+    assert json.loads(b"".join(body)) == {"a": "cGljdHVyZQ==", "b": 1, "service_tier": "flex"}
+    assert len(body) == len(b"".join(body))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prices": {"promt": 1}},
+        {"prices": {"prompt": "1"}},
+        {"prices": {"prompt": math.inf}},
+        {"prices": {"tiers": 0.5}},
+        {"prices": {"tiers": {"flex": -1}}},
+        {"default_generation_params": {"service_tier": 1}},
+        {"default_generation_params": {"service_tier": ["flex", None]}},
+    ],
+)
+def test_prices_and_tiers_that_cannot_be_are_refused_by_name(setting):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig("dummy", "m", **setting)
+    assert re.match(r"prices: |default_generation_params\.service_tier: ", str(refused.value))

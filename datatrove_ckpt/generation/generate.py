@@ -281,6 +281,19 @@ class Requests:
         self._answers.fail(error)
         raise error
 
+    def _completed(self, payload: Payload, whole: bool, generates: bool) -> Payload:
+        """Returns the payload with its model and the usual parameters, in datatrove's order: engines
+        answer in the order of a schema.
+        """
+        model = self._config.model_name_or_path
+        if whole:
+            model = payload.get("model") or model
+        payload = {**payload, "model": model}
+        if generates:
+            for name, value in self._config.default_generation_params.items():
+                payload.setdefault(name, value)
+        return payload
+
     async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
         """Returns the cached answer, or sends the payload.
 
@@ -295,15 +308,9 @@ class Requests:
         generates = way.path in _GENERATING
         answers = self._answers
         rollout_idx = self._rollout_idx
-        # The order in which datatrove sends: engines answer in the order of a schema.
-        model = config.model_name_or_path
         if whole:
-            model = payload.get("model") or model
             way = kept_whole(way)
-        payload = {**payload, "model": model}
-        if generates:
-            for name, value in config.default_generation_params.items():
-                payload.setdefault(name, value)
+        payload = self._completed(payload, whole, generates)
         try:
             sent, extras = merged(payload)
             if extras:

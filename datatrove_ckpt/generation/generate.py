@@ -282,8 +282,9 @@ class Requests:
         raise error
 
     def _completed(self, payload: Payload, whole: bool, generates: bool) -> Payload:
-        """Returns the payload with its model and the usual parameters, in datatrove's order: engines
-        answer in the order of a schema.
+        """Returns the payload with its model and the usual parameters.
+
+        In the order in which datatrove sends: engines answer in the order of a schema.
         """
         model = self._config.model_name_or_path
         if whole:

@@ -105,7 +105,7 @@ class Request:
     Attributes:
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        without_reason: unaccepted answers without a finish_reason.
+        unknown_forms: see ``UnknownForm``.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -115,8 +115,8 @@ class Request:
         "document",
         "is_shared",
         "sender",
-        "without_reason",
-        "without_reason_since",
+        "unknown_forms",
+        "unknown_since",
     )
 
     def __init__(self, sender: Sender | None = None, document: str = "") -> None:
@@ -125,8 +125,8 @@ class Request:
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
-        self.without_reason = 0
-        self.without_reason_since = 0.0
+        self.unknown_forms = 0
+        self.unknown_since = 0.0
 
     def copy(self) -> Request:
         other = Request(self.sender, self.document)

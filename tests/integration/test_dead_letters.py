@@ -161,13 +161,19 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
-def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):
+def test_a_run_whose_every_document_was_rejected_does_not_end_with_0(here, command):
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
-        line = command("run", "job.yaml").out
-    assert line.startswith("No document was answered: RequestRejected: BadRequestError: HTTP 400: ")
-    assert ". 0 of 3 documents are in 0 files in " in line
+        for _ in range(2):
+            said = command("run", "job.yaml", code=1).err
+            assert (
+                "All documents are dead letters: refused with # (BadRequestError: HTTP 400). To"
+                in said
+            )
+            assert "start again with --retry-dead-letters." in said
+        server._status = rejects(["Say b"])
+        command("run", "job.yaml", "--retry-dead-letters")
 
 
 @pytest.mark.slow

@@ -183,14 +183,16 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
     async def rollout(document, generate):
         if (tmp_path / "kill").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("bad")
+        if document.id == "id 0":
+            raise ValueError("bad")
+        return "good"
 
     def execute(retry, **settings):
         step = runner(
             tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
         )
         places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
-        OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
+        OurExecutor([documents(2), step], tasks=1, workers=2, **places, **settings).run()
 
     execute(retry=False)
     (tmp_path / "kill").touch()

@@ -26,7 +26,7 @@ def gateway(api, lists_models=True, fails=lambda number, path: 0, tls=None):
     requests.
 
     Args:
-        fails: the status of a GET instead of an answer, 0 for none; gets its number and its path.
+        fails: the status of a response instead of an answer, 0 for none; gets its number and its path.
     """
     loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
 
@@ -94,7 +94,10 @@ def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(tmp_path, number):
-    with gateway("/prefix/v1", fails=lambda now, path: 503 if now == number else 0) as (url, paths):
+    def fails(now, path):
+        return 503 if now == number and path.endswith("/models") else 0
+
+    with gateway("/prefix/v1", fails=fails) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
     assert paths[-1] == "/prefix/v1/chat/completions"

@@ -62,7 +62,7 @@ def minute(
         "waiting": 2,
         "in_work": 6,
         "position": position,
-        "seconds": Seconds(at, at),
+        "seconds": Seconds(1, 1),
     }
     return Progress(at=at, attempt=attempt, **fields | changes)
 

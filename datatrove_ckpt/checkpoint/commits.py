@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.lines import (
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.errors.doors import Repair, written
+from datatrove_ckpt.errors.doors import Repair
 
 ENDS = "ends"
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
@@ -165,8 +165,7 @@ class DocumentCounts:
             were = "was" if self.cut_off == 1 else "were"
             said.append(
                 f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
-                f"max_tokens{written.in_default_params}, and model_max_context if prompt and "
-                "answer do not fit)"
+                "max_tokens, and model_max_context if prompt and answer do not fit)"
             )
         if self.empty:
             said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")

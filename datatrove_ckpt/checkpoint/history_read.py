@@ -6,7 +6,6 @@ lines are not parsed: parsing them would take longer than reading the rest of th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +26,6 @@ RATE_SECONDS = 300.0
 _MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
 _EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
 _SPREAD = b'"k":"%s"' % Spread.KIND.encode()
-_HEAD = re.compile(rb'"k":"progress","at":([0-9]+(?:\.[0-9]+)?),"n":([0-9]+),')
 
 
 @dataclass(slots=True)
@@ -73,7 +71,8 @@ class AttemptSummary:
             self.what = record.what
             self.in_flight = self.in_flight or 0  # an attempt that could write its end had none
         elif isinstance(record, Progress):
-            self.in_flight = record.in_flight
+            if record.own.sent:  # else the attempt has just begun
+                self.in_flight = record.in_flight
             self.own = record.own.documents
 
     @property
@@ -219,17 +218,15 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
 
 
 def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    oldest = b""
+    first = last
     for line in reversed(minutes):
-        head = _HEAD.match(line, BODY_AT)
-        if head is None:
+        record = parse_line(line)
+        if not isinstance(record, Progress):
             continue
-        if int(head[2]) != attempt:
+        # An outage is no time at work.
+        if record.attempt != attempt or (record.silence.lasts and not last.silence.lasts):
             break
-        oldest = line
-        if last.at - float(head[1]) >= RATE_SECONDS - 1:
+        first = record
+        if last.at - first.at >= RATE_SECONDS - 1:
             break
-    first = parse_line(oldest)
-    if isinstance(first, Progress):
-        return first, last
-    return last, last
+    return first, last

@@ -70,7 +70,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigErro
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
 _MAX_CAUSES = 20
-_MAX_CAUSE = 120
+_MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
 _COUNTS = tuple(DocumentCounts.__dataclass_fields__)
@@ -218,7 +218,8 @@ class RankLedger:
         if last is not None:
             found.work = last.total
             found.skipped = last.skipped
-            found.seconds = max(found.seconds, last.seconds.total)
+            together = sum(attempt.last_seen - attempt.started for attempt in attempts)
+            found.seconds = max(found.seconds, last.seconds.total, together)
             if any(attempt.ended is None for attempt in attempts):
                 # The last minute before a kill is in no line of the history, and neither is what a
                 # running rank did since its last line. But a request of a document that is done was
@@ -554,19 +555,15 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
         for line in file.read(most).splitlines():
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
-                causes[_cause(str(letter.get("kind", "")), str(letter.get("error", "")))] += 1
+                causes[_cause(str(letter.get("error", "")))] += 1
     return few(causes)
 
 
-def _cause(kind: str, error: str) -> str:
+def _cause(error: str) -> str:
     first = "".join(
         character if character.isprintable() else " " for character in error.partition("\n")[0]
     )
-    if kind in ("", "str") or first.startswith(kind):
-        text = first
-    else:
-        text = f"{kind}: {first}"
-    text = _DIGITS.sub("#", text)
+    text = _DIGITS.sub("#", first)
     if len(text) <= _MAX_CAUSE:
         return text
     return f"{text[:_MAX_CAUSE]}..."

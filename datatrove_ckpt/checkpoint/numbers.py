@@ -67,6 +67,13 @@ class RunNumbers:
     dead_letters: Counter[str] = field(default_factory=Counter)
 
     @property
+    def at_least(self) -> str:
+        """Stands before numbers of the history, whose last minute a kill loses."""
+        if self.killed:
+            return "at least "
+        return ""
+
+    @property
     def documents(self) -> int:
         return self.counts.read + self.unfinished.read
 

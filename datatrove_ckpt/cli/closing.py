@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
+from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import (
@@ -60,7 +59,7 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
     return (
-        f"{_why_none(root, counts)}{counts.written} of {plural_is(counts.read, 'document')} in "
+        f"{counts.written} of {plural_is(counts.read, 'document')} in "
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
         f"{counts.prompt_tokens} prompt and "
@@ -86,18 +85,6 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
         )
 
 
-def _why_none(root: Path, counts: DocumentCounts) -> str:
-    if counts.dead != counts.read:
-        return ""
-    ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
-    causes = sum((rank.causes for rank in ranks), Counter[str]())
-    often = "".join(cause for cause, _ in causes.most_common(1))
-    done = "answered"
-    if counts.answers:
-        done = "written"
-    return f"No document was {done}: {often}. "
-
-
 def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
     shown = str(runner.step.checkpoints_local_dir)
     if runner.copy is not None:
@@ -120,9 +107,7 @@ def _attempts(job: JobSums) -> str:
     attempts = max(ranks, job.numbers.number_of_attempts)
     if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
         return ""
-    at_least = ""
-    if job.numbers.killed:
-        at_least = "at least "
+    at_least = job.numbers.at_least
     again = sent.retries + sent.resent
     were = "were"
     if sent.sent == 1:
@@ -130,10 +115,12 @@ def _attempts(job: JobSums) -> str:
     said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
     said += f"{plural(sent.sent, 'request')} {were} sent"
     if again:
-        said += f", {again} of them again"
+        said += f", {at_least}{again} of them again"
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
-        return f"{said}, and {plural(unused, 'completion token')} paid that no document has."
+        return (
+            f"{said}, and {at_least}{plural(unused, 'completion token')} paid that no document has."
+        )
     return f"{said}."
 
 

@@ -20,7 +20,9 @@ from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import code_of_rank
+from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -73,7 +75,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
                 sep="\n",
             )
         return 0
-    return _checked_run(executor, plan, arguments)
+    return _checked_run(executor, plan, content, arguments)
 
 
 def _check_tasks(plan: RunPlan) -> None:
@@ -85,7 +87,9 @@ def _check_tasks(plan: RunPlan) -> None:
             refuse_other_tasks(root, runner.identity)
 
 
-def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
+def _checked_run(
+    executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
+) -> int:
     started = False
     drain_signals = [
         signal.Signals[name] for runner in plan.runners for name in runner.step.drain_signals
@@ -115,6 +119,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
+            _note_command(plan, content)
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
@@ -152,6 +157,12 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
     finally:
         say_errors_later(False)
     return 0
+
+
+def _note_command(plan: RunPlan, content: Node) -> None:
+    if plan.logging_dir.is_local():
+        with plan.logging_dir.open(COMMAND_FILE, "w") as file:
+            file.write(FullConfig(content).redact(redact(command())))
 
 
 def _work(executor: LocalPipelineExecutor) -> None:

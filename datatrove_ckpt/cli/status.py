@@ -20,7 +20,6 @@ from datatrove_ckpt.common.formatting import (
     plural,
     ranges,
 )
-from datatrove_ckpt.config.paths import start_command
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics
@@ -85,14 +84,15 @@ def _what_next(state: RunState) -> Iterator[str]:
         return
     if state.is_finished:
         return
-    command = "the command that started it"
-    if state.given:
-        command = start_command(state.given)
+    command = state.command or "the command that started it"
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
     if failed:
+        log = ""
+        if state.logs:
+            log = f" Log: {state.logs}/logs/task_{failed[0]:05d}.log."
         yield (
             f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} "
-            f"({ranges(failed)}), or the same error comes again. To resume then: {command}"
+            f"({ranges(failed)}), or the same error comes again.{log} To resume then: {command}"
         )
     else:
         yield (

@@ -350,9 +350,10 @@ class Redactor:
     is left: text would become unreadable.
     """
 
-    __slots__ = ("_given",)
+    __slots__ = ("_given", "has_sent")
 
     def __init__(self, *values: str) -> None:
+        self.has_sent = any(values)
         given = {value.removeprefix("Bearer ") for value in values}
         self._given = tuple(Key(value) for value in given if len(value) >= _MIN_GIVEN)
 

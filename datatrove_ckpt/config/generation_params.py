@@ -48,6 +48,12 @@ _KNOWN = frozenset(
 )
 
 
+def max_tokens_of(params: JsonObject) -> int:
+    """0: they have no such limit."""
+    limits = (params.get(name) for name in TOKEN_LIMITS)
+    return max((limit for limit in limits if isinstance(limit, int)), default=0)
+
+
 def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[str, HiddenDict]]:
     """Returns the body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI
     client sends them.

@@ -5,14 +5,15 @@ job.
 from __future__ import annotations
 
 import os
-import shlex
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from datatrove_ckpt.common.redaction import VARIABLE, refuse_tilde
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
+
+COMMAND_FILE = "command.txt"
+"""In the ``logging_dir``: the last command of ``run``."""
 
 
 def expand_path(setting: str, path: str) -> Path:
@@ -44,10 +45,6 @@ def existing_part(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def start_command(given: Sequence[str]) -> str:
-    return shlex.join(["datatrove-ckpt", "run", *given])
 
 
 def default_mirror(logging_dir: str, runner: int = 0) -> str:

@@ -38,6 +38,7 @@ one of the errors above. This room imports no other room.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,20 @@ class CkptError(Exception):
     @property
     def remedies(self) -> list[Remedy]:
         return [part for part in self.args if isinstance(part, Remedy)]
+
+
+def _message_in(body: str) -> str:
+    """Returns the message of a server's JSON; other text as it is."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return body
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict):
+            found = found.get(name, found)
+    if isinstance(found, str):
+        return found
+    return body
 
 
 def named(error: CkptError, model: str) -> CkptError:
@@ -309,12 +324,17 @@ class RequestRejected(RequestError):
         self.status = status
         self.body = body
         self.remembered = remembered
-        note = (
-            " (an earlier attempt got this answer; retry_errors=True asks again)"
-            if remembered
-            else ""
-        )
-        super().__init__(f"BadRequestError: HTTP {status}{note}: {' '.join(body.split())}")
+        note = ""
+        if remembered:
+            note = " (an earlier attempt got this answer; retry_errors=True asks again)"
+        message = " ".join(_message_in(body).split())
+        super().__init__(f"BadRequestError: HTTP {status}", ": ", message, note)
+
+    @property
+    def cause(self) -> str:
+        """The server's message first."""
+        code, _, message, _ = self.args
+        return f"{message} ({code})"
 
     def __reduce__(self) -> tuple[type[RequestRejected], tuple[int, str, bool], dict[str, object]]:
         return type(self), (self.status, self.body, self.remembered), {"args": self.args}

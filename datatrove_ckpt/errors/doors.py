@@ -46,7 +46,6 @@ _PHRASES = {
     # what the short form does not have
     "or_adapter": (", or write an adapter", ""),
     "and_adapter": (" and the adapter of the reader", ""),
-    "in_default_params": (" in default_generation_params", ""),
     "run_here": ("use class_path: LocalPipelineExecutor", "leave slurm out"),
     "local_tasks": ("class_path: LocalPipelineExecutor", "a job without slurm and jobs"),
     "may_hold_variables": (" (checkpoints_local_dir may contain variables.)", ""),

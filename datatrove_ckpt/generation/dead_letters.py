@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, printable
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected, printable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.as_read import as_read as encode_as_read
 from datatrove_ckpt.output.documents import decode
@@ -62,7 +62,10 @@ class Letter(TypedDict):
 
 def cause_of(error: BaseException) -> str:
     cause = error.error if isinstance(error, InferenceError) else error
-    text = printable(redact(safe_text(cause)))
+    text = safe_text(cause)
+    if isinstance(cause, RequestRejected):
+        text = cause.cause
+    text = printable(redact(text))
     if isinstance(cause, CkptError | str):
         return text
     return f"{type(cause).__name__}: {text}{forgotten_await(cause)}"

@@ -18,6 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
+from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentNotSerializable,
@@ -172,7 +173,8 @@ def _stop(
 ) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
-    way = [*_way_out(error), "Fix the cause and run the same command again.", *rule.if_corrected]
+    way = _way_out(error)
+    way += ["Fix the cause and run the same command again.", *rule.if_corrected]
     if (
         rule.kept
         and not rule.if_corrected
@@ -192,10 +194,24 @@ def _stop(
 
 # As vLLM, SGLang, llama.cpp and OpenAI word it. The words only choose a hint.
 _TOO_LONG = re.compile(
-    r"context.(length|size|window)|max(imum)?.(model|context|sequence|input).len|exceed_context_size"
-    r"|longer than the (model|maximum)",
+    r"(?:context.(?:length|size|window)|max(?:imum)?.(?:model|context|sequence|input).len"
+    r"|exceed_context_size|longer than the (?:model|maximum))(?:\D{0,20}(\d+))?",
     re.IGNORECASE,
 )
+
+
+def offer_skipping(error: BaseException) -> None:
+    """Adds how to go on without documents whose requests are rejected.
+
+    Only a rank that has answers offers that: else all its requests may be rejected alike.
+    """
+    rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
+    if isinstance(error, DocumentFailed) and rejected:
+        error.args += (
+            " To go on without each document whose request is rejected, as a dead letter, ",
+            ChangeSetting("skip_bad_requests"),
+            ".",
+        )
 
 
 def _way_out(error: BaseException) -> list[object]:
@@ -203,19 +219,21 @@ def _way_out(error: BaseException) -> list[object]:
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         return []
-    way: list[object] = [
-        "To go on without each document whose request is rejected, as a dead letter, ",
-        ChangeSetting("skip_bad_requests"),
-    ]
-    if _TOO_LONG.search(rejected.body):
-        way.insert(
-            0,
-            "The prompt is longer than the model's context. ChunkedRollout splits long documents. ",
-        )
-    asked = "If the server was at fault, correct it"
+    way: list[object] = []
+    if too_long := _TOO_LONG.search(rejected.body):
+        context = int(too_long[1] or 0)
+        asked = max_tokens_of(getattr(error, "payload", None) or {})
+        if asked >= context > 0:
+            way.append(f"max_tokens is {asked}, and the model's context {context}: lower it. ")
+        else:
+            way.append(
+                "The prompt is longer than the model's context. ChunkedRollout splits long "
+                "documents. "
+            )
+    fault = "If the server was at fault, correct it"
     if rejected.remembered:
-        asked = "The server was not asked this time"
-    return [*way, f". {asked}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
+        fault = "The server was not asked this time"
+    return [*way, f"{fault}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:

@@ -205,6 +205,12 @@ class RankReporter:
             self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
             self._spread.milliseconds.count_all(milliseconds)
 
+    def has_answers(self) -> bool:
+        """Whether a request of this rank has been answered in any attempt."""
+        self._sum_up()
+        written = self._checkpoint.resumed.finished.written
+        return self.own.requests + self.own.cached + written > 0
+
     def reading(self, source: DocumentSource) -> None:
         self._source = source
 
@@ -270,6 +276,7 @@ class RankReporter:
             position.total,
             position.unit,
             *self._state(),
+            sum(client.stats.in_flight for client in self.clients),
         )
 
     def _state(self) -> tuple[str, float, bool]:

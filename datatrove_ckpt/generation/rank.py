@@ -33,7 +33,7 @@ from datatrove_ckpt.errors.doors import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
-from datatrove_ckpt.generation.failures import Failures, correction
+from datatrove_ckpt.generation.failures import Failures, correction, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.named_answer import NamedAnswer
@@ -272,6 +272,8 @@ class _Run:
             completed = True
         except BaseExceptionGroup as group:
             error = first_of(group)
+            if progress.has_answers():  # with those that came while it stopped
+                offer_skipping(error)
             raise error from error.__cause__
         finally:
             with exports.ending(completed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, CkptError
 from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
@@ -46,9 +48,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     if now is None:
         now = time.time()
     state = RunState(place.what, place.is_copy, now)
+    state.logs = place.logging_dir
     if place.config:
-        state.given = place.given
+        state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
         state.tasks = place.tasks
+    elif place.logging_dir:
+        with suppress(OSError):
+            state.command = Path(place.logging_dir, COMMAND_FILE).read_text()
     limits = Limits(
         min(_MOST_BYTES, _JOURNAL_BYTES // len(found)),
         min(_MOST_BYTES, _LETTER_BYTES // len(found)),

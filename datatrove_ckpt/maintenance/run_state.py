@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -164,7 +163,8 @@ class RunState:
 
     Attributes:
         what: the folder or URL that was read, for people.
-        given: the named YAML file, with overrides; empty for a folder or a URL.
+        command: resumes the run; "" if it is not known.
+        logs: the ``logging_dir``, if it is known.
         newest: time of the newest change that was seen.
         tasks: number of ranks of the run; 0: unknown.
         identity: the settings that all ranks share.
@@ -179,7 +179,8 @@ class RunState:
     what: str
     is_copy: bool
     read_at: float
-    given: Sequence[str] = ()
+    command: str = ""
+    logs: str | None = None
     newest: float | None = None
     tasks: int = 0
     identity: JsonObject = field(default_factory=dict)

@@ -37,7 +37,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
     if spans:
         totals.started = spans[0][0]
-    totals.working_seconds = _covered(spans)
+    # Documents that a killed attempt has finished know more of its time than its lines do.
+    totals.working_seconds = max([_covered(spans), *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
     totals.average = _average(totals)
     return totals

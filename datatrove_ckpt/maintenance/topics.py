@@ -182,9 +182,7 @@ def _sum_of_tokens(totals: Totals) -> str:
 
 def _requests(totals: Totals) -> str:
     work = totals.work
-    sent = f"{work.sent:,} sent, {work.cached:,} answered from cache"
-    if totals.killed:
-        sent = f"at least {sent}"
+    sent = f"{totals.at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
     return f"{totals.done.requests:,} of documents that are done; {sent}"
 
 
@@ -214,10 +212,11 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
     wasted = {
         "sent again after an error": work.retries,
         "lost when their server died or the run stopped": work.resent,
-        "in flight shortly before attempts were killed": totals.lost_in_flight,
     }
-    said = [f"{count:,} {what}" for what, count in wasted.items() if count]
-    if totals.killed and not totals.lost_in_flight:
+    said = [f"{totals.at_least}{count:,} {what}" for what, count in wasted.items() if count]
+    if totals.lost_in_flight:
+        said.append(f"{totals.lost_in_flight:,} in flight shortly before attempts were killed")
+    elif totals.killed:
         said.append("not known what was in flight when attempts were killed")
     if said:
         yield "wasted", ", ".join(said)
@@ -235,7 +234,7 @@ def _attempts(totals: Totals) -> str:
     text = f"{totals.number_of_attempts:,}"
     if totals.killed:
         text = f"{text}, {totals.killed:,} of them killed"
-    return f"{text}; {duration(totals.seconds)} together"
+    return f"{text}; {totals.at_least}{duration(totals.seconds)} together"
 
 
 def _dead(state: RunState, totals: Totals) -> str:

@@ -18,7 +18,6 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 
@@ -153,6 +152,8 @@ def _named(what: str) -> tuple[Place, str | None]:
             place.folder = checkpoints
             place.output = _if_folder(root / "output")
             place.logging_dir = _if_folder(root / "logs")
+        if not checkpoints.exists() and (root / "logs").is_dir():
+            raise ConfigError(_not_begun(place, str(checkpoints)))
     if place.folder.is_dir() and _looks_like_mirror(place.folder):
         return place, place.what
     return place, None
@@ -258,7 +259,7 @@ def _text(value: object) -> str | None:
 
 def _runs_as_jobs(config: JsonObject) -> bool:
     """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
-    executor = config["executor"]
+    executor = config.get("executor")
     return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
         "JobsPipelineExecutor"
     )
@@ -269,8 +270,8 @@ def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
     if _runs_as_jobs(place.config):
         hint = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return (
-        f"{place.given[0]}: nothing has started yet{elsewhere}: of {plural(place.tasks, 'task')}, "
-        f"none has a checkpoint in {where}. A submitted job may wait in its queue.{hint}"
+        f"{place.given[0]}: nothing has started yet{elsewhere}: no task has a checkpoint in "
+        f"{where}. A submitted job may wait in its queue.{hint}"
     )
 
 

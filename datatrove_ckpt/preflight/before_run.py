@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,7 +35,14 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_resharded,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want
+from datatrove_ckpt.checkpoint.ledger import (
+    JobSums,
+    Limits,
+    RankLedger,
+    Want,
+    find_ranks,
+    read_rank,
+)
 from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import (
@@ -44,6 +52,7 @@ from datatrove_ckpt.errors import (
     OutputFailed,
     OutputMismatch,
     ServerStartFailed,
+    TooManyDeadLetters,
 )
 from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
@@ -439,10 +448,25 @@ def check_after_run(plan: RunPlan) -> Checked:
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
+        TooManyDeadLetters: all documents are dead letters.
     """
     check_job(plan, dry_run=True)
     inputs = check_inputs_unchanged(plan)
-    return Checked(check_output(plan, before=False), inputs)
+    jobs = check_output(plan, before=False)
+    for root, job in jobs.items():
+        if 0 < job.counts.read == job.counts.dead:
+            raise _none_written(root)
+    return Checked(jobs, inputs)
+
+
+def _none_written(root: Path) -> TooManyDeadLetters:
+    ranks = (read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)) for rank in find_ranks(root))
+    causes = sum((rank.causes for rank in ranks), Counter[str]())
+    often = "".join(cause for cause, _ in causes.most_common(1))
+    return TooManyDeadLetters(
+        f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} --dead. "
+        f"Correct the cause, and start again with {written.retry_dead_letters}."
+    )
 
 
 def run_checked(

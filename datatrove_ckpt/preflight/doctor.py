@@ -18,6 +18,7 @@ from datatrove.pipeline.readers.base import BaseReader
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, error_text, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
@@ -265,15 +266,13 @@ def check_endpoints(config: InferenceConfig) -> list[Finding]:
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
-    return [_check_answer(answer, config.model_name_or_path, silent) for answer in answers]
+    return [_check_answer(answer, config, silent) for answer in answers]
 
 
-def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
+def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State) -> Finding:
+    model = config.model_name_or_path
     if answer.refused:
-        text = (
-            f"{answer.url}: {answer.cause}. Check api_key_env, and that the key may use this model."
-        )
-        return Finding("problem", "endpoint", text)
+        return Finding("problem", "endpoint", f"{answer.url} {answer.cause}.")
     if answer.cause:
         text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
         return Finding(silent, "endpoint", text)
@@ -284,8 +283,13 @@ def _check_answer(answer: EndpointAnswer, model: str, silent: State) -> Finding:
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
+        context = answer.models[model]
+        asked = max_tokens_of(config.default_generation_params)
+        if isinstance(context, int) and asked >= context:
+            text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
+            return Finding("problem", "endpoint", text)
         return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
-    listed = ", ".join(answer.models[:_SHOWN_MODELS]) + (
+    listed = ", ".join([*answer.models][:_SHOWN_MODELS]) + (
         ", ..." if len(answer.models) > _SHOWN_MODELS else ""
     )
     text = (

@@ -50,6 +50,7 @@ class RankProgress(NamedTuple):
         size: of the input, in ``unit``, "bytes" or "rows".
         state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
+        in_flight: requests.
     """
 
     attempt: int
@@ -61,6 +62,7 @@ class RankProgress(NamedTuple):
     state: str = ""
     seconds: float = 0.0
     is_outage: bool = False
+    in_flight: int = 0
 
     @property
     def has_begun(self) -> bool:
@@ -132,8 +134,8 @@ class RunProgress:
             if progress.documents == progress.work[0]:
                 before_share = 0.0
             self._gain(rank, share, before_share)
-            # Its server starts: that is no pace.
-            if self._begun.get(rank, (0.0, share))[1] == share:
+            # Its server starts, or does not answer: that is no pace.
+            if progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share:
                 self._begun[rank] = self._clock(), share
 
     def _gain(self, rank: int, share: float, before: float) -> None:
@@ -159,8 +161,9 @@ class RunProgress:
 
     def sample(self) -> None:
         now = self._clock()
-        if not self._gained and not any(self.work):  # servers start: that is no rate
-            self._samples[0] = self._sample(now)
+        # Servers start, or none answers: that is no time at work.
+        if not (self._gained or any(self.work)) or len(self._outages) == len(self._at_work) > 0:
+            self._samples = deque([self._sample(now)])
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
             return
         self._samples.append(self._sample(now))
@@ -302,6 +305,9 @@ class RunProgress:
         parts.append((1, f"{rates.documents:.1f} doc/s"))
         parts.append((4, f"{rates.requests:.1f} req/s"))
         parts.append((3, f"{rates.tokens:.0f} tok/s"))
+        in_flight = sum(progress.in_flight for progress in self._at_work)
+        if in_flight and not self.work[0]:
+            parts.append((0, f"{plural(in_flight, 'request')} in flight"))
         if left is not None:
             parts.append((1, f"{duration(left)} left"))
         if self.state:

@@ -16,7 +16,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, engine_of
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
@@ -244,7 +243,7 @@ class OneRequest(WholeText):
         if answer is None:
             raise ConfigError(
                 "max_prompt_tokens: auto is what the context leaves beside the answer, but "
-                f"nothing says how long that may be. Set max_tokens{written.in_default_params}."
+                "nothing says how long that may be. Set max_tokens."
             )
         left = config.model_max_context - int(answer)
         if config.use_chat:

@@ -161,13 +161,19 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
-def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):
+def test_a_run_whose_every_document_was_rejected_does_not_end_with_0(here, command):
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
         text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
-        line = command("run", "job.yaml").out
-    assert line.startswith("No document was answered: RequestRejected: BadRequestError: HTTP 400: ")
-    assert ". 0 of 3 documents are in 0 files in " in line
+        for _ in range(2):
+            said = command("run", "job.yaml", code=1).err
+            assert (
+                "All documents are dead letters: refused with # (BadRequestError: HTTP 400). To"
+                in said
+            )
+            assert "start again with --retry-dead-letters." in said
+        server._status = rejects(["Say b"])
+        command("run", "job.yaml", "--retry-dead-letters")
 
 
 @pytest.mark.slow
@@ -177,14 +183,16 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
     async def rollout(document, generate):
         if (tmp_path / "kill").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("bad")
+        if document.id == "id 0":
+            raise ValueError("bad")
+        return "good"
 
     def execute(retry, **settings):
         step = runner(
             tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
         )
         places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
-        OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
+        OurExecutor([documents(2), step], tasks=1, workers=2, **places, **settings).run()
 
     execute(retry=False)
     (tmp_path / "kill").touch()

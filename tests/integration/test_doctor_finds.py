@@ -82,7 +82,9 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
     [
         (web.json_response({"data": [1, {"id": 7}]}), "problem",
          "does not list the model 'fake'; it lists 7. Correct model_name_or_path."),
-        (web.Response(status=401), "problem", "it refuses this run's API key. Check api_key_env"),
+        (web.Response(status=401), "problem", "wants a key, and this run sends none: set api_key_env"),
+        (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",
+         "max_tokens is 1024, and max_model_len of "),
         (web.Response(status=503), "problem", "HTTP 503. Start the server"),
         (web.Response(status=404), "warning", "Some gateways have no such list"),
         (web.Response(text="<html>"), "warning", "correct endpoint_url."),
@@ -96,7 +98,10 @@ def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
 
     monkeypatch.setattr(FakeServer, "_models", models)
     with FakeServer() as other:
-        check = found(f"--pipeline.1.config.endpoint_url={other.url}")["server, endpoint"]
+        check = found(
+            f"--pipeline.1.config.endpoint_url={other.url}",
+            "--pipeline.1.config.default_generation_params.max_tokens=1024",
+        )["server, endpoint"]
     assert check[0] == state
     assert says in check[1]
 

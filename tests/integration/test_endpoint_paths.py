@@ -5,6 +5,9 @@ it does not.
 from __future__ import annotations
 
 import asyncio
+import shutil
+import ssl
+import subprocess
 import threading
 from contextlib import contextmanager
 
@@ -18,18 +21,18 @@ from tests.jobs import ask, documents, writer
 
 
 @contextmanager
-def gateway(api, lists_models=True, fails=lambda number, path: 0):
+def gateway(api, lists_models=True, fails=lambda number, path: 0, tls=None):
     """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its
     requests.
 
     Args:
-        fails: the status of a GET instead of an answer, 0 for none; gets its number and its path.
+        fails: the status of a response instead of an answer, 0 for none; gets its number and its path.
     """
     loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
 
     async def answer(request):
         paths.append(request.path_qs)
-        if request.method == "GET" and (status := fails(len(paths), request.path)):
+        if status := fails(len(paths), request.path):
             return web.Response(status=status)
         if request.path == f"{api}/models" and lists_models:
             return web.json_response({"data": [{"id": "m"}]})
@@ -43,7 +46,7 @@ def gateway(api, lists_models=True, fails=lambda number, path: 0):
         app.router.add_route("*", "/{any:.*}", answer)
         serving = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await serving.setup()
-        await web.TCPSite(serving, "127.0.0.1", 0).start()
+        await web.TCPSite(serving, "127.0.0.1", 0, ssl_context=tls).start()
         port.append(serving.addresses[0][1])
         return serving
 
@@ -85,13 +88,16 @@ def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
         assert asked == [f"{api}/chat/completions" + given[given.find("?") :] * ("?" in given)] * 2
         (found,) = asyncio.run(ExternalServers(config).ask())
         assert found.url == f"{url}{api}/models"
-        assert found.models == (["m"] if lists_models else None)
+        assert found.models == ({"m": None} if lists_models else None)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(tmp_path, number):
-    with gateway("/prefix/v1", fails=lambda now, path: 503 if now == number else 0) as (url, paths):
+    def fails(now, path):
+        return 503 if now == number and path.endswith("/models") else 0
+
+    with gateway("/prefix/v1", fails=fails) as (url, paths):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
         InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
     assert paths[-1] == "/prefix/v1/chat/completions"
@@ -115,4 +121,35 @@ def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path):
     with gateway("/elsewhere/v1") as (url, _):
         config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/here/v3")
         with pytest.raises(ServerRefused, match=r"/here/v3/chat/completions answered HTTP 404"):
+            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
+@pytest.mark.parametrize(("spoken", "given"), [("http", "https"), ("https", "http")])
+def test_http_against_https_ends_at_once_and_names_what_the_server_speaks(tmp_path, spoken, given):
+    tls = None
+    if spoken == "https":
+        files = ["-keyout", "key.pem", "-out", "cert.pem"]
+        argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x"]
+        subprocess.run([*argv, *files], cwd=tmp_path, check=True, capture_output=True)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with gateway("/v1", tls=tls) as (url, paths):
+        config = InferenceConfig("endpoint", "m", endpoint_url=url.replace("http", given))
+        with pytest.raises(ServerRefused, match=rf"/v1/models speaks {spoken}: correct endpoint"):
+            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+    assert "/v1/chat/completions" not in paths
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [(None, "sends none: set api_key_env"), ("a key", "refuses")]
+)
+@pytest.mark.parametrize("refused", ["models", "completions"])
+def test_a_server_that_wants_a_key_says_whether_one_was_sent(tmp_path, key, says, refused):
+    def fails(number, path):
+        return 401 if path.endswith(refused) else 0
+
+    with gateway("/v1", fails=fails) as (url, _):
+        config = InferenceConfig("endpoint", "m", endpoint_url=url, api_key=key)
+        with pytest.raises(ServerRefused, match=says):
             InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))

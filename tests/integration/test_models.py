@@ -681,10 +681,10 @@ def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch):
     clients["writer"].stats.answers += 1
     rank._look()
     now[0] += 20
-    assert rank.now()[-3:] == ("no answer from judge", 70, False)
+    assert rank.now()[-4:] == ("no answer from judge", 70, False, 2)
     clients["judge"].outage.begun(True, now[0])
     now[0] += 31
-    assert rank.now()[-3:] == ("the server of judge is unreachable", 31, True)
+    assert rank.now()[-4:] == ("the server of judge is unreachable", 31, True, 2)
 
 
 # YAML --------------------------------------------------------------------------------------------

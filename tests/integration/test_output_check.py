@@ -378,10 +378,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
         (job / "job.yaml").read_text() + "          skip_bad_requests: true\n"
     )
     said = command("run", "job.yaml")
-    assert (
-        "2 of 9 answers were cut off at max_tokens (raise max_tokens in default_generation_params"
-        in said
-    )
+    assert "2 of 9 answers were cut off at max_tokens (raise max_tokens" in said
     assert " and 2 of 9 answers are empty. " in said
     monkeypatch.setattr(server, "_status", lambda payload, times: None)
     said = command("run", "job.yaml", "--retry-dead-letters")

@@ -993,7 +993,7 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, 
             Path("job.yaml").write_text(capfd.readouterr().out)
         assert main(["run", "job.yaml"]) == 1
         said = capfd.readouterr().err
-        assert f"as a dead letter, add {skip} to the command. " in said
+        assert f"as a dead letter, add {skip} to the command." in said
         command = "datatrove-ckpt run job.yaml"
         assert f"The whole command: {command} {skip}\n" in said
         assert main(["run", "job.yaml", *tasks.replace("3", "2").split()]) == 1

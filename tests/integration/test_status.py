@@ -176,6 +176,24 @@ def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said
     assert (found, "No rank needs attention." in text) == (is_said, not is_said)
 
 
+def test_a_run_folder_names_the_command_that_resumes_and_the_log_of_a_failed_task(
+    here, command, said, monkeypatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-a-key-that-nobody-may-see")
+    Path("in.jsonl").write_text('{"text": "a", "id": "1"}')
+    with FakeServer(status=lambda payload, times: 400) as server:
+        words = ["run", "--input", "in.jsonl", "--model", "fake", "--endpoint", server.url]
+        words += ["--prompt", "{text} sk-a-key-that-nobody-may-see"]
+        command(*words, "--run-folder", "r", code=1)
+    text = said("r")
+    assert (
+        "Log: r/logs/logs/task_00000.log. To resume then: datatrove-ckpt run --input in.j" in text
+    )
+    assert text.rstrip().endswith("--run-folder r")
+    assert "nobody-may-see" not in text
+    assert "nobody-may-see" not in Path("r/logs/command.txt").read_text()
+
+
 def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
     write_rank(here / "ck", 0, chunks=1, tasks=1)
     Path("job.yaml").write_text(job_yaml(ENDPOINT))

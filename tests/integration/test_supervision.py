@@ -356,6 +356,35 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
         assert started.servers.restarts == restarts
 
 
+@pytest.mark.usefixtures("idle_vllm")
+@pytest.mark.parametrize("has_answered", [False, True])
+async def test_once_a_server_has_answered_a_shorter_silence_is_a_hang(
+    has_answered, clock, monkeypatch
+):
+    engine = MuteVllm()
+    async with vllm_here(engine.routes(), monkeypatch) as started:
+        watched = started.servers.supervisors[0]
+        if has_answered:
+            engine.answers.set()
+            await started.ask("hello")
+            engine.asked.clear()
+            engine.answers.clear()
+        answer = started.ask("a long text")
+        await engine.asked.wait()
+        tokens = await watched._check_progress(None, 600)
+        clock.now += 30
+        engine.tokens += 1  # it has been silent for 30 s, and may be for six times as long
+        tokens = await watched._check_progress(tokens, 600)
+        clock.now += 179
+        tokens = await watched._check_progress(tokens, 600)
+        assert watched.target.up
+        clock.now += 1
+        await watched._check_progress(tokens, 600)
+        assert watched.target.up != has_answered
+        engine.answers.set()
+        assert (await answer).text == "x"
+
+
 @pytest.mark.matrix
 # The latter keeps its old connections open.
 @pytest.mark.parametrize("what", ["sick once", "stop listening once"])

@@ -435,11 +435,20 @@ def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name
 def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     outcome = Outcome(NO_REASON, **KINDS[server_type])
     assert isinstance(outcome.result, ServerRefused)
-    assert "without a finish_reason" in str(outcome.result)
+    assert "the answer has no finish_reason" in str(outcome.result)
     assert "set accept_null_finish_reason to true" in str(outcome.result)
     # A server that is stopping has a minute to be away, and all that time nothing is believed.
     assert 60 <= sum(outcome.sleeps) < 600
     assert outcome.stats.answers == 0
+
+
+@pytest.mark.parametrize("body", [b'{"output": "hi"}', b'{"choices": [{"content": "hi"}]}', b"[]"])
+def test_answers_of_a_form_that_the_way_does_not_know_end_the_run_with_path_and_body(body):
+    outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
+    assert isinstance(outcome.result, ServerRefused)
+    assert "/v1/chat/completions has answered one request " in str(outcome.result)
+    assert str(outcome.result).endswith(f": {body.decode()}")
+    assert 60 <= sum(outcome.sleeps) < 600
 
 
 @pytest.mark.parametrize("accepted", [False, True])

@@ -38,6 +38,7 @@ def line(attempt, at, documents, in_flight=0, **work):
         documents=counts,
         total=total,
         in_flight=in_flight,
+        own=WorkCounts(sent=in_flight),
     )
 
 
@@ -148,9 +149,9 @@ def test_the_way_an_attempt_ended_is_told(tmp_path):
     records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
     table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
     assert table.rows == [
-        ["0", "1", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
-        ["0", "2", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
-        ["0", "3", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
+        ["0", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
+        ["0", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
+        ["0", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
     ]
 
 

@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silence, Wait
+from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.history_records import (
+    Record,
+    ServerEvent,
+    Silence,
+    Wait,
+    WorkCounts,
+)
+from datatrove_ckpt.checkpoint.ledger import JobSums
+from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.cli.closing import _attempts
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import Place
@@ -76,7 +86,7 @@ def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_c
     assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
 
 
-KILLED = "attempt 1 was killed, or its node was lost; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
+KILLED = "its last attempt was killed, or its node was lost; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +211,32 @@ def topic(state, label):
     return next((line[13:] for line in describe(state) if line.startswith(f"  {label:<10} ")), "")
 
 
+def test_an_outage_is_no_part_of_rate_and_time_left(tmp_path, hold):
+    history = [start(T, host=HERE), *minutes(T, 3, 60, 1000)]
+    history.append(minute(T + 210, 180, 1000, silence=Silence(30.0, 600.0)))
+    history += [minute(T + 440, 180, 1000), minute(T + 500, 240, 1000)]
+    hold(write_rank(tmp_path, history=history, chunks=24))
+    rank = read_one(tmp_path, T + 501)
+    assert rank.rates.documents == pytest.approx(1.0)
+    assert rank.time_left == pytest.approx(760)
+
+
+def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path):
+    """``repair`` takes numbers, too."""
+    history: list[Record] = [start(T), minute(T, 0), stopped(T + 10)]
+    history += [start(T + 20, 4), minute(T + 20, 0, attempt=4), stopped(T + 25, 4)]
+    write_rank(tmp_path, history=history, attempts=4)
+    state = read(tmp_path, T + 100)
+    assert topic(state, "attempts").startswith("2; 15 s together")
+    assert state.totals.working_seconds == 15.0
+
+
+def test_a_kill_in_the_first_seconds_leaves_it_unknown_what_was_in_flight(tmp_path):
+    write_rank(tmp_path, history=[start(T), minute(T, 0, in_flight=0, own=work(0))])
+    (attempt,) = read_one(tmp_path, T + 10 * MIN).attempts
+    assert attempt.in_flight is None
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_path, hold, killed):
     history: list[Record] = [start(T), minute(T, 0), minute(T + MIN, 10)]
@@ -210,6 +246,19 @@ def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_pa
     said = topic(read(tmp_path, T + 3 * MIN), "requests")
     at_least = "at least " if killed else ""
     assert said == f"80 of documents that are done; {at_least}80 sent, 0 answered from cache"
+    together = topic(read(tmp_path, T + 3 * MIN), "attempts").partition("; ")[2]
+    assert together.startswith("at least ") == killed
+
+
+@pytest.mark.parametrize(("killed", "said"), [(0, ""), (1, "at least ")])
+def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, said):
+    sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
+    numbers = RunNumbers(number_of_attempts=2, killed=killed, work=sent)
+    job = JobSums(ranks=1, committed=[(0, DocumentCounts())], numbers=numbers)
+    assert _attempts(job) == (
+        f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
+        "completion tokens paid that no document has."
+    )
 
 
 def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_document(
@@ -426,7 +475,7 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
 
 def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path):
     letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [
-        ("ValueError", "no\nsuch")
+        ("ValueError", "ValueError: no\nsuch")
     ]
     write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
     write_rank(

@@ -232,6 +232,35 @@ def test_the_time_in_which_servers_start_is_no_part_of_a_rate(clock):
     assert progress.seconds_left == pytest.approx(45)
 
 
+def test_an_outage_is_no_part_of_rate_and_time_left(clock):
+    progress = RunProgress(clock=clock)
+
+    def pass_time(seconds, done, **numbers):
+        for _ in range(seconds):
+            clock.now += 1
+            progress.update(0, rank(done, done)._replace(**numbers))
+            progress.sample()
+
+    progress.update(0, rank(0, 0))
+    for done in range(1, 41):
+        pass_time(1, done)
+    pass_time(30, 40)
+    pass_time(270, 40, state="the server is unreachable", is_outage=True)
+    for done in range(41, 51):
+        pass_time(1, done)
+    assert progress.rates.documents == pytest.approx(1.0)
+    assert progress.seconds_left == pytest.approx(50.0)
+
+
+def test_until_the_first_document_is_done_the_bar_shows_the_requests_in_flight(clock):
+    progress = RunProgress(ranks=2, clock=clock)
+    for number in range(2):
+        progress.update(number, rank(0, 0)._replace(in_flight=20))
+    assert bar(progress, 120).endswith("0 tok/s, 40 requests in flight")
+    progress.update(0, rank(1, 1)._replace(in_flight=19))
+    assert "in flight" not in bar(progress, 120)
+
+
 @pytest.mark.parametrize("lasts", [0.5, 2.0])
 def test_the_time_left_of_many_short_tasks_is_that_of_the_whole_run(clock, lasts):
     """A task of half a second reports where it begins and where it ends, and nothing between."""

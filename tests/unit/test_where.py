@@ -234,13 +234,18 @@ def of_jobs(logging_dir, **executor):
     return found
 
 
+def test_the_run_folder_of_a_queued_job_has_not_started_yet(tmp_path):
+    (tmp_path / "logs").mkdir()
+    refused(r"nothing has started yet: .* A submitted job may wait in its queue", str(tmp_path))
+
+
 def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_machine(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         rank(Path("checkpoints"), number)
-    said = r"job.yaml: nothing has started yet: of 2 tasks, none .* in memory://r/logs/checkpoints, its mirror.*hf jobs"
+    said = r"job.yaml: nothing has started yet: no task .* in memory://r/logs/checkpoints, its mirror.*hf jobs"
     refused(said, "job.yaml", of_jobs("memory://r/logs", tasks=2))
     mirror("memory://r/logs/checkpoints/00000")
     with open_place("job.yaml", of_jobs("memory://r/logs/", tasks=2)) as place:

@@ -124,6 +124,10 @@ class RetryableError(Exception):
         return self.status in retrying.BUSY
 
 
+class UnknownForm(RetryableError):
+    """An answer with status 200 has another form than its way. A dying server may send one, too."""
+
+
 class Way(NamedTuple):
     """A kind of request.
 
@@ -208,7 +212,7 @@ def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
 def _read_message(choice: JsonObject) -> tuple[object, object, object]:
     message = choice.get("message")
     if not isinstance(message, dict):
-        raise RetryableError("the answer's choice has no message")
+        raise UnknownForm("the answer's choice has no message")
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
     content = message.get("content") or ""
     if type(content) is list or type(reasoning) is list:
@@ -222,7 +226,7 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object]:
 
 def _read_text(choice: JsonObject) -> tuple[object, object, object]:
     if "text" not in choice:
-        raise RetryableError("the answer's choice has no text")
+        raise UnknownForm("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
         # In the form of a chat's. With a key for each token, a table would have a column for each
@@ -286,7 +290,7 @@ def _completion(raw: bytes, read: _Read) -> Completion:
     choices = answer.get("choices")
     usage = _usage(answer)
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
-        raise RetryableError("the answer has no choices")
+        raise UnknownForm("the answer has no choices")
     if len(choices) == 1:
         completion = _choice(choices[0], usage, read)
         if completion.refusal:
@@ -443,7 +447,7 @@ def _clean_usage(usage: JsonObject) -> JsonObject:
 def _answer(raw: bytes) -> JsonObject:
     answer = read_json(raw)
     if not isinstance(answer, dict):
-        raise RetryableError("the answer is no JSON object")
+        raise UnknownForm("the answer is no JSON object")
     return answer
 
 

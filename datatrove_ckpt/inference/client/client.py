@@ -9,9 +9,8 @@
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
-    finish_reason null, again and again, from a server that has      ServerRefused, with the setting
-                                                                     that takes it as
-    never sent another one                                           an answer
+    a form that is not known, or a finish_reason null from a         ServerRefused, with path and
+    server that has never sent another one, again and again          body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
                                                                      this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be
@@ -79,6 +78,7 @@ from datatrove_ckpt.inference.client.answers import (
     COMPLETIONS,
     Completion,
     RetryableError,
+    UnknownForm,
     Way,
     unfinished,
 )
@@ -108,6 +108,7 @@ _MAX_UNASKED = 3
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
+_SHOWN_FORM = 2000
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
@@ -586,7 +587,7 @@ class CompletionClient:
             if way.tiers and not answer.service_tier:
                 answer.service_tier = way.tiers[0]
             if answer.answer is None:
-                self._check_reason(answer, transport.url, target, request)
+                self._check_reason(answer, target)
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
@@ -594,8 +595,12 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
+            if isinstance(failure, UnknownForm):
+                failure.quoted = raw[:_SHOWN_FORM].decode(errors="replace")
             failure.quote(transport.redact)
             request.near.clear()
+            if isinstance(failure, UnknownForm):
+                self._refuse_form(request, transport.url, failure)
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:
@@ -604,30 +609,29 @@ class CompletionClient:
                 await target.probe(started_at, not failure.server_is_busy)
             raise
 
-    def _check_reason(
-        self, answer: Completion, url: HiddenUrl, target: Target, request: Request
-    ) -> None:
-        """Raises RetryableError for an answer that may be cut off, and ServerRefused if this server
-        gives no finish_reason.
-        """
+    def _check_reason(self, answer: Completion, target: Target) -> None:
+        """Raises RetryableError for an answer that may be cut off."""
         if answer.finish_reason:
             target.gives_reasons = True
             return
         if self._config.accept_null_finish_reason and answer.text and not target.gives_reasons:
             return
-        now = self.outage.clock()
-        if not request.without_reason:
-            request.without_reason_since = now
-        request.without_reason += 1
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
-        lasts = now - request.without_reason_since >= _STOPPING
-        if lasts and request.without_reason >= self._config.request_max_attempts:
+        raise UnknownForm(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+
+    def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
+        """Raises ServerRefused if one request gets such answers again and again."""
+        now = self.outage.clock()
+        if not request.unknown_forms:
+            request.unknown_since = now
+        request.unknown_forms += 1
+        lasts = now - request.unknown_since
+        if lasts >= _STOPPING and request.unknown_forms >= self._config.request_max_attempts:
             raise ServerRefused(
-                f"{url} has answered one request {request.without_reason} times without a "
-                f"finish_reason, for {now - request.without_reason_since:.0f} s. {_HINT}."
+                f"{url} has answered one request {request.unknown_forms} times, for {lasts:.0f} s, "
+                f"in a form that cannot be used: {failure}"
             )
-        raise RetryableError(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
 
 async def _close(target: Target) -> None:

@@ -110,7 +110,7 @@ class Request:
     Attributes:
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        without_reason: unaccepted answers without a finish_reason.
+        unknown_forms: see ``UnknownForm``.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -121,8 +121,8 @@ class Request:
         "is_shared",
         "near",
         "sender",
-        "without_reason",
-        "without_reason_since",
+        "unknown_forms",
+        "unknown_since",
     )
 
     def __init__(
@@ -137,8 +137,8 @@ class Request:
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
-        self.without_reason = 0
-        self.without_reason_since = 0.0
+        self.unknown_forms = 0
+        self.unknown_since = 0.0
 
     def copy(self) -> Request:
         other = Request(self.sender, self.document)

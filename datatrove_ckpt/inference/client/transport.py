@@ -153,18 +153,24 @@ def _error(
             f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status
         )
     refused = ServerRefused(
-        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text)} "
+        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text, redact)} "
         f"The server's answer: {text or '(empty)'}"
     )
     refused.status = status
     return refused
 
 
-def _hint(status: int, url: HiddenUrl, text: str) -> str:
+def key_hint(redact: Redactor) -> str:
+    if not redact.has_sent:
+        return "wants a key, and this run sends none: set api_key_env, or check proxies"
+    return "refuses this run's key: check api_key_env, that the key may use this model, and proxies"
+
+
+def _hint(status: int, url: HiddenUrl, text: str, redact: Redactor) -> str:
     if status < 400:
         return f"Redirects are not followed. Set {written.endpoint_url} to the final address."
     if status in (401, 403, 407):
-        return "Check api_key or api_key_env, that the key may use this model, and proxies."
+        return f"It {key_hint(redact)}."
     if status == 402:
         return "The account of this key has no credit left."
     if not (path := url.reveal().path).endswith("/completions"):

@@ -25,6 +25,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.inference.client.answers import (
     Completion,
     RetryableError,
+    UnknownForm,
     Way,
     other_than_text,
     read_json,
@@ -139,7 +140,7 @@ def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
         answer = found
     rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
     if rows is None or not all(isinstance(row, dict) for row in rows):
-        raise RetryableError("the answer has no data")
+        raise UnknownForm("the answer has no data")
     return answer, rows
 
 
@@ -168,7 +169,7 @@ def _vector(value: object) -> Floats:
 def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Number]:
     # numpy would make a number of None (NaN), of True and of "1".
     if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
-        raise RetryableError(f"the answer's {name!r} is no list of numbers")
+        raise UnknownForm(f"the answer's {name!r} is no list of numbers")
     with np.errstate(over="ignore"):
         return _checked(np.array(value, kind), name)
 

@@ -20,10 +20,11 @@ from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 
 _PROBE_TIMEOUT = 10.0  # seconds
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -61,7 +62,7 @@ class ExternalServers:
         models. An endpoint gets no requests before it is known whether its API is below /v1.
 
         Raises:
-            ServerRefused: a server answered 401 or 403.
+            ServerRefused: see ``EndpointAnswer.refused``.
             ServerStartFailed: no server answered in time.
         """
         window = self.outage.patience
@@ -99,15 +100,11 @@ class ExternalServers:
         """Returns what is wrong with the endpoints that do not answer.
 
         Raises:
-            ServerRefused: an endpoint refuses the key.
+            ServerRefused: see ``EndpointAnswer.refused``.
         """
         for answer in answers:
             if answer.refused:
-                raise ServerRefused(
-                    f"{answer.url} refuses this run's API key (HTTP {answer.refused}). Check "
-                    "api_key_env and what its variable holds, or the secret in "
-                    f"{written.endpoint_url}."
-                )
+                raise ServerRefused(f"{answer.url} {answer.cause}.")
         return [
             f"{url}: {answer.cause}"
             for url, answer in zip(self.urls, answers, strict=True)
@@ -129,16 +126,17 @@ class EndpointAnswer:
     Attributes:
         url: without credentials and query string.
         cause: why it cannot be used; "" if it can.
-        refused: the status with which it refused the key.
+        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
         api: the URL, or its /v1; None: not known yet.
-        models: the listed names; None: no list, as with some gateways.
+        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
+            list, as with some gateways.
     """
 
     url: str
     cause: str = ""
-    refused: int = 0
+    refused: bool = False
     api: HiddenUrl | None = None
-    models: list[str] | None = None
+    models: dict[str, object] | None = None
 
 
 async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
@@ -158,13 +156,30 @@ async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> End
                 url = below
                 target = below.api("models")
     except ExchangeFailed as error:
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target, proxied)):
+            cause = f"speaks {scheme}: correct {written.endpoint_url}"
+            return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
     if status in (401, 403):
-        return EndpointAnswer(str(target), "it refuses this run's API key", refused=status)
+        return EndpointAnswer(
+            str(target), f"{key_hint(url.redactor(headers))} (HTTP {status})", True
+        )
     return EndpointAnswer(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )
+
+
+async def _other_scheme(target: HiddenUrl, proxied: bool) -> str:
+    """Returns http for https, and https for http, if the server speaks it; else ""."""
+    scheme = "http" if target.reveal().scheme == "https" else "https"
+    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
+    try:
+        await get(url, None, _PROBE_TIMEOUT, proxied)
+    except ExchangeFailed as error:
+        if not error.kind.endswith("CertificateError"):
+            return ""
+    return scheme
 
 
 async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
@@ -177,10 +192,14 @@ async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> 
     return response
 
 
-def _listed(body: bytes) -> list[str] | None:
+def _listed(body: bytes) -> dict[str, object] | None:
     try:
         data = orjson.loads(memoryview(body))["data"]
-        found = [str(one["id"]) for one in data if isinstance(one, dict) and "id" in one]
+        found = {
+            str(one["id"]): one.get("max_model_len")
+            for one in data
+            if isinstance(one, dict) and "id" in one
+        }
         if isinstance(data, list):
             return found
         return None

@@ -175,6 +175,18 @@ _MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
 
 
+def hang_after(longest: float) -> float:
+    """Returns how long a server that has answered may count no tokens before it hangs.
+
+    Measured with ``tests/simulated_engine.py``: GPUs are silent for 26 s at most, in a prompt of
+    128,000 tokens. A CPU may be silent for 20 minutes, but for at most 4.7 times as long as before.
+
+    Args:
+        longest: its longest silence so far.
+    """
+    return max(120.0, 6 * longest)
+
+
 @dataclass(eq=False, repr=False)
 class ServerSupervisor:
     """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
@@ -185,7 +197,8 @@ class ServerSupervisor:
     - its health address answers 5xx or refuses connections, probed after failures that may be the
       server's fault, and every few seconds while requests are in flight: vLLM's HTTP process may
       outlive its engine;
-    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens.
+    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens, or
+      for ``hang_after``, once it has answered.
 
     It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
     attributed to a request.
@@ -217,6 +230,7 @@ class ServerSupervisor:
         self._probing: asyncio.Task[None] | None = None
         self._probed_since = _LONG_AGO
         self._watching = False
+        self._longest = 0.0
 
     async def start(self) -> None:
         if await self.server.take_over(self.config, self.rank):
@@ -350,14 +364,20 @@ class ServerSupervisor:
             metrics = await self._metrics(seconds)
         else:
             metrics = None
+        quiet = time.monotonic() - self.target.alive_at
         if metrics is not None and tokens is not None and metrics.tokens != tokens:
+            self._longest = max(self._longest, quiet)
+            quiet = 0.0
             self.target.mark_alive()
         in_flight = len(self.target.attempts)
         timeout = self.config.hang_timeout
-        if in_flight and time.monotonic() - self.target.alive_at >= timeout:
+        # Where no tokens are counted, a long answer looks like a hang.
+        if metrics is not None and metrics.tokens and self.target.accepted_at:
+            timeout = min(timeout, hang_after(self._longest))
+        if in_flight and quiet >= timeout:
             self.mark_dead(
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for "
-                f"{timeout:g} s (hang_timeout)"
+                f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
             )
         if metrics is not None:
             return metrics.tokens

@@ -140,7 +140,6 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
         note += f" These are the last {len(newest)} of {len(ended)}."
     columns = (
         "rank",
-        "attempt#",
         "started",
         "last sign of life",
         "how it ended",
@@ -153,7 +152,7 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
         in_flight = "not known"
         if one.in_flight is not None:
             in_flight = figure(one.in_flight)
-        rows.append([rank, f"{one.number}", *times, one.how_it_ended, one.place, in_flight])
+        rows.append([rank, *times, one.how_it_ended, one.place, in_flight])
     return Table("Attempts that ended early", columns, rows, note)
 
 

@@ -2,10 +2,7 @@
 are enough for it.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import hypothesis
 import pytest
@@ -18,14 +15,14 @@ from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Tar
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
 from datatrove_ckpt.process.memory import ByteBudget
-from tests.simulated_engine import Engine, Lengths, Simulation
+from tests.simulated_engine import Engine, Simulation
 
-ENGINES: dict[str, Callable[[], Engine]] = {
+ENGINES = {
     "gpu, 256 places": lambda: Engine(256, 8192, base=0.05, per_decode=4e-5, per_prompt_token=2e-5),
     "one place": lambda: Engine(1),
     "cpu, 32 places": lambda: Engine(32, base=0.05, per_decode=0.002, per_prompt_token=0.0003),
 }
-LENGTHS: dict[str, Lengths] = {
+LENGTHS = {
     "short": lambda chance, now: (chance.randint(20, 100), chance.randint(20, 60)),
     "spread": lambda chance, now: (
         chance.randint(50, 200),
@@ -170,7 +167,7 @@ async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(mo
 async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
-    reads: list[float] = []
+    reads = []
 
     async def read(seconds):
         reads.append(seconds)
@@ -182,10 +179,6 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
 
 
 # Documents in work: enough for the requests in flight, and few more ------------------------------
-
-
-Ask = Callable[[], Awaitable[None]]
-Rollout = Callable[[Ask], Awaitable[None]]
 
 
 def config(**settings):
@@ -200,7 +193,7 @@ class Work:
         requests: in flight, at their most.
     """
 
-    def __init__(self, settings: InferenceConfig, rollout: Rollout) -> None:
+    def __init__(self, settings, rollout):
         self.router = Router(most_documents(settings) * settings.rollouts_per_document)
         self.sender = Sender()
         self.router.senders.append(self.sender)
@@ -212,7 +205,7 @@ class Work:
         self.limit = DocumentLimit(settings, media=ByteBudget(1))
         self._rollout = rollout
 
-    async def run(self, turns: int) -> None:
+    async def run(self, turns):
         self._admitting = asyncio.create_task(self._admit())
         await _turns(3)  # the server starts
         self.target.up = True
@@ -220,25 +213,25 @@ class Work:
         self.limit.follow(self.router, self.sender)
         await self.go_on(turns)
 
-    async def go_on(self, turns: int) -> None:
+    async def go_on(self, turns):
         self.most = 0
         for _ in range(turns):
             self.most = max(self.most, self.router.in_flight)
             await asyncio.sleep(0)
 
-    async def _admit(self) -> None:
+    async def _admit(self):
         tasks = set()
         while True:
             await self.limit.acquire(0)
             self.documents += 1
             tasks.add(asyncio.create_task(self._process()))
 
-    async def _process(self) -> None:
+    async def _process(self):
         await self._rollout(self._ask)
         self.documents -= 1
         self.limit.release(0)
 
-    async def _ask(self) -> None:
+    async def _ask(self):
         request = Request(self.sender)
         target = await self.router.acquire(request)
         await _turns(4)

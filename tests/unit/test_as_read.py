@@ -3,8 +3,6 @@
 Their fingerprints are stable, and those of JSON are what they always were.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import copy
@@ -18,7 +16,6 @@ from collections import deque
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +40,7 @@ class Box:
 class Decoder:
     """As ``datasets`` marks those of videos and sound."""
 
-    def __init__(self, path: str | None, data: bytes | None) -> None:
+    def __init__(self, path, data):
         self._hf_encoded = {"path": path, "bytes": data}
 
 
@@ -190,7 +187,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
 
 
 def of_itself():
-    value: dict[str, Any] = {"list": ["x"] * 200}
+    value = {"list": ["x"] * 200}
     value["list"] += [value["list"], value]
     return value
 

@@ -1,12 +1,9 @@
 """No pickle of a job holds a secret, wherever the script has it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
 import sys
-from typing import Any
 
 import dill
 import pytest
@@ -123,7 +120,7 @@ def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not
     assert b"<|end|>" in pickled
 
 
-ROLLOUTS: dict[str, tuple[Any, str]] = {
+ROLLOUTS = {
     "object": (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
     "class": (
         lambda script: functools.partial(script.plain, settings=script.Settings),

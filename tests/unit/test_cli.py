@@ -1,11 +1,8 @@
 """The command: exit codes, overrides, and errors without tracebacks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,8 +47,6 @@ class Step(PipelineStep):
             raise RuntimeError(f"a bug {len(password)}")
         return ()
 """
-
-Run = Callable[..., int]
 
 
 @pytest.fixture

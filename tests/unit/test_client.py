@@ -2,8 +2,6 @@
 by byte.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json
@@ -11,11 +9,9 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import formatdate
-from typing import Any
 
 import orjson
 import pytest
@@ -59,9 +55,8 @@ UNFINISHED_REASONS = [
     "failed",
     "null",
 ]
-Reply = Callable[["RawServer", asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"model": "m", "messages": []}'
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "endpoint": {"server_type": "endpoint", "endpoint_url": "http://127.0.0.1:1"},
     "custom": {"server_type": "custom", "model_kwargs": {"server_script": "x.py"}},
 }
@@ -121,15 +116,15 @@ GOOD = answer(http(200, chat()))
 class RawServer:
     """Plays one reply per request, and the last one for all further requests."""
 
-    def __init__(self, *replies: Reply) -> None:
+    def __init__(self, *replies):
         self.replies = list(replies)
-        self.requests: list[tuple[bytes, bytes]] = []
+        self.requests = []
         self.connections = 0
         self.closing = asyncio.Event()
         self.arrived = asyncio.Semaphore(0)
-        self.handlers: set[asyncio.Task[None]] = set()
+        self.handlers = set()
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader, writer):
         self.connections += 1
         task = asyncio.current_task()
         assert task
@@ -167,17 +162,17 @@ class Sleeps(list[float]):
 
     now = 0.0
 
-    async def __call__(self, seconds: float) -> None:
+    async def __call__(self, seconds):
         self.append(seconds)
         self.now += seconds
         await asyncio.sleep(0)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
 
 def config(**settings):
-    defaults: dict[str, Any] = {
+    defaults = {
         "server_type": "dummy",
         "model_name_or_path": "org/model",
         "request_max_attempts": 3,
@@ -201,11 +196,11 @@ async def talking(*replies, sleep=None, **settings):
 class Outcome:
     """The result of one request to a scripted server."""
 
-    def __init__(self, *replies: Reply, **settings: Any) -> None:
-        self.result: Completion | CkptError
+    def __init__(self, *replies, **settings):
+
         asyncio.run(self._play(replies, settings))
 
-    async def _play(self, replies: tuple[Reply, ...], settings: dict[str, Any]) -> None:
+    async def _play(self, replies, settings):
         async with talking(*replies, **settings) as (self.server, client, self.sleeps):
             try:
                 self.result = await client.complete(BODY)
@@ -218,7 +213,7 @@ def choices(*found):
     return json.dumps({"choices": list(found)}).encode()
 
 
-TEXTS: list[tuple[Any, Any]] = [
+TEXTS = [
     (None, ""),
     ("a\ud800b", "a\ufffdb"),
     ("\ud83d\ude00 é", "\U0001f600 é"),
@@ -230,7 +225,7 @@ INDEXED = [
     {"index": index, "message": {"content": f"choice {index}"}, "finish_reason": "stop"}
     for index in (2, 0, 1)
 ]
-EMPTY: dict[str, Any] = {
+EMPTY = {
     "finish_reason": "stop",
     "reasoning": "",
     "tool_calls": [],
@@ -479,7 +474,7 @@ async def test_a_stopping_server_that_cuts_its_first_answers_off_is_not_believed
 
 
 async def test_the_wait_is_said_at_first_and_then_now_and_then(log):
-    waited: list[float] = []
+    waited = []
     async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
         await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
         waited[:] = [sleeps.now]
@@ -544,7 +539,7 @@ class PatientlyConnecting(PlainTransport):
     than that.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self._connect_timeout = 600.0
 
@@ -594,7 +589,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_request(status):
     """As a gateway sends it that has given up a request: first its own answer, and then that of the
     server behind.
     """
-    first: list[asyncio.StreamWriter] = []
+    first = []
 
     async def gateway(server, writer):
         first.append(writer)
@@ -621,7 +616,7 @@ def right(writers):
 
 
 async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third():
-    writers: list[asyncio.StreamWriter] = []
+    writers = []
     async with talking(right(writers)) as (server, client, _):
         for number in range(4):
             assert (await client.complete(BODY)).text == "right"
@@ -708,7 +703,7 @@ async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers():
 
 
 async def test_an_answer_without_a_request_that_was_not_read_yet_is_not_that_to_the_next():
-    writers: list[asyncio.StreamWriter] = []
+    writers = []
     async with talking(right(writers)) as (server, client, _):
         await client.complete(BODY)
         writers[0].write(http(200, chat("unasked")))  # no await follows before the next request

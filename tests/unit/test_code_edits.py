@@ -3,8 +3,6 @@
 ``tests/data/code_edits_*.txt`` hold them.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import functools
@@ -16,10 +14,9 @@ import re
 import signal
 import sys
 import types
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from datatrove.data import Document
@@ -85,9 +82,7 @@ def files(text, edited):
 class Project:
     """A project in a folder of its own, loaded as a new process would."""
 
-    def __init__(
-        self, folder: Path, files: dict[str, str], flags: set[str], patch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, folder, files, flags, patch):
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
@@ -112,20 +107,20 @@ class Project:
             str(folder.parent / "out"), "${rank}.jsonl", compression=None, **settings
         )
 
-    def identity(self) -> str:
+    def identity(self):
         """As a file keeps it."""
         fields = code_identity(self.rollout, self.context, output_writer=self.writer).fields
         return json.dumps(as_kept(fields), indent=1, sort_keys=True)
 
-    def behaviour(self) -> Any:
+    def behaviour(self):
         """What it asks and writes for a document."""
-        asked: list[str] = []
+        asked = []
 
-        async def generate(payload: Load) -> Any:
+        async def generate(payload):
             asked.append(repr(payload))
             return types.SimpleNamespace(text="Answer")
 
-        async def run() -> Any:
+        async def run():
             document = Document(text="Ab c, d", id="id 1", metadata={"kind": "a", "n": 3})
             context = self.context() if callable(self.context) else self.context or {}
             result = await self.rollout(document, generate, **context)
@@ -134,9 +129,6 @@ class Project:
             )
 
         return asked, asyncio.run(run())
-
-
-Load = Callable[[str, dict[str, str], set[str]], Project]
 
 
 @contextmanager
@@ -164,7 +156,7 @@ def load(ram):
         yield load_project
 
 
-_before: dict[Any, tuple[str, Any]] = {}
+_before = {}
 
 
 def before(load, row):
@@ -210,7 +202,7 @@ def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram, kind, first):
 # mutations of a library that is taken as the user's code -----------------------------------------
 
 [LIBRARY] = [row.before for row in rows("libraries")]
-_OTHERS: dict[Any, Any] = {
+_OTHERS = {
     **dict.fromkeys((ast.Eq, ast.Is, ast.In), ast.NotEq),
     **{ast.Lt: ast.GtE, ast.Gt: ast.LtE, ast.NotEq: ast.Eq, ast.IsNot: ast.Is, ast.NotIn: ast.In},
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.And: ast.Or, ast.Or: ast.And},

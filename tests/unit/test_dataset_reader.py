@@ -2,8 +2,6 @@
 another input.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -431,7 +429,7 @@ def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):
 
 
 class Answer(Exception):
-    def __init__(self, status: int, advice: str | None = None) -> None:
+    def __init__(self, status, advice=None):
         self.response = type(
             "Response", (), {"status_code": status, "headers": {"retry-after": advice}}
         )
@@ -441,7 +439,7 @@ def retried(errors):
     """The waits for a call that raises these errors in turn, and then the error that came out of
     it, or "done".
     """
-    waits: list[float] = []
+    waits = []
     policy = replace(retrying.READING, sleep=waits.append, clock=lambda: sum(waits))
 
     def call():

@@ -2,8 +2,6 @@
 one returns.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import enum
@@ -11,7 +9,6 @@ import io
 import math
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -228,7 +225,7 @@ USUAL = [
     InferenceResult("", None, {"prompt_tokens": 2, "details": None}),
     InferenceResult("$results", "stop", {}),
 ]
-UNUSUAL: dict[str, tuple[Any, ...]] = {  # text, id, results, other metadata, media
+UNUSUAL = {  # text, id, results, other metadata, media
     "NaN in the usage": ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),
     "NaN for a null": ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),
     "another result": ("t", "i", [RESULT, {"text": "a dict"}], {}, []),
@@ -285,11 +282,11 @@ def test_of_any_other_document_it_is_not(name):
 
 def test_a_finished_document_is_checked_like_any_other():
     with pytest.raises(DocumentNotSerializable, match="its text is of type list"):
-        encode_finished(finished_document(["text"], "id", USUAL, {}, []), KEY)  # type: ignore[arg-type]
+        encode_finished(finished_document(["text"], "id", USUAL, {}, []), KEY)
 
 
 def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path):
-    class Named(JsonlWriter):  # type: ignore[misc]
+    class Named(JsonlWriter):
         def _get_output_filename(self, document, *rank, **fields):
             return f"{document.id}.jsonl"
 
@@ -301,7 +298,7 @@ def test_a_writer_with_names_of_its_own_gets_each_document(tmp_path):
 
 
 def test_other_adapters_are_left_alone(tmp_path):
-    class Own(JsonlWriter):  # type: ignore[misc]
+    class Own(JsonlWriter):
         def _default_adapter(self, document):
             return {"own": document.id}
 

@@ -1,7 +1,5 @@
 """Command lines of the engines, and the causes found in their logs."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

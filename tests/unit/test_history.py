@@ -2,8 +2,6 @@
 bounded.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -16,7 +14,6 @@ from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
     Progress,
-    Record,
     ServerEvent,
     Spread,
     Start,
@@ -179,7 +176,7 @@ def test_a_week_of_minutes_is_less_than_a_megabyte(path):
 
 
 def test_thinning_keeps_events_and_the_ends_of_attempts():
-    content: list[Record] = []
+    content = []
     for attempt in (1, 2, 3):
         lines = [minute(attempt * 1500 + number) for number in range(1000)]
         content += [

@@ -3,8 +3,6 @@
 URLs of folders, what its answers mean, how often ranks commit, and what a job may do.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import re
@@ -74,7 +72,7 @@ def answer(status, text="", url="https://hub/api/x", **headers):
     """An error of the client, as ``StoppableCalls`` raises it."""
     error = FileSystemFailed(text)
     inner = RuntimeError(f"{status} for url: {url}. {text}")
-    inner.response = SimpleNamespace(  # type: ignore[attr-defined]
+    inner.response = SimpleNamespace(
         status_code=status,
         url=url,
         headers={name.replace("_", "-"): value for name, value in headers.items()},
@@ -219,7 +217,7 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
     # Ten hours, in which each rank always has a file to commit.
     random.seed(ranks)
     pace = CommitPace(seconds=300, per_hour=112)
-    history: list[tuple[float, int]] = []
+    history = []
     looks = 0
     events = [(pace.seconds_of_next(), rank) for rank in range(ranks)]
     heapq.heapify(events)

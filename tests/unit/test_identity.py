@@ -1,7 +1,5 @@
 """Which changes of a user's code make another run of it, and that a change of Python makes none."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json
@@ -11,11 +9,9 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import dill
 import pytest
-from datatrove.data import Document
 from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
@@ -69,7 +65,7 @@ def as_main(folder, source, patch):
     """A program that Python runs."""
     path = folder / "main_script.py"
     path.write_text(source)
-    module: types.ModuleType = load(path, "__main__")
+    module = load(path, "__main__")
     patch.setitem(sys.modules, "__main__", module)
     return module
 
@@ -261,8 +257,8 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
 
 
 def test_a_refusal_says_that_bytecode_was_compared(tmp_path, server):
-    first: dict[str, Any] = {}
-    second: dict[str, Any] = {}
+    first = {}
+    second = {}
     exec("async def rollout(document, generate): return document.text", first)
     exec("async def rollout(document, generate): return document.id", second)
     runner(tmp_path, server, first["rollout"]).run(documents(1))
@@ -349,10 +345,10 @@ SECRETS = {
 
 
 class SecretAsker:
-    def __init__(self) -> None:
+    def __init__(self):
         self.headers = {"Authorization": "s3cret"}
 
-    async def __call__(self, document: Document, generate: Any, **shared: Any) -> Any:
+    async def __call__(self, document, generate, **shared):
         return (await generate({"messages": [{"role": "user", "content": document.text}]})).text
 
 

@@ -3,21 +3,17 @@
 The errors name the file.
 """
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip
 import json
 import lzma
-from collections.abc import Callable
 from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, DocumentNotSerializable, InputError
 from datatrove_ckpt.readers import (
@@ -34,7 +30,7 @@ from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
 LINES = [b'{"text": "%d", "id": "%d"}\n' % (i, i) for i in range(2000)]
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+COMPRESS = {
     "gz": gzip.compress,
     "bz2": bz2.compress,
     "xz": lzma.compress,
@@ -48,7 +44,7 @@ def texts(reader):
 
 def read_until(error, reader):
     """The documents before the error."""
-    read: list[Document] = []
+    read = []
     with suppress(error):
         read.extend(reader.run())
         pytest.fail(f"no {error.__name__}")

@@ -6,14 +6,11 @@ Job relies on.
 without descriptions, and strict, so that unknown fields are errors.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -65,8 +62,7 @@ def job_of(printed):
 
 
 def pod_of(printed):
-    pod: dict[str, Any] = job_of(printed)["spec"]["template"]["spec"]
-    return pod
+    return job_of(printed)["spec"]["template"]["spec"]
 
 
 def on_volume(rollout=None, more=""):

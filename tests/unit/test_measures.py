@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 import errno
 
 import pytest
@@ -83,7 +81,7 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
 def test_a_bucket_that_is_missing_is_not_made_and_a_folder_is_made_and_removed(
     monkeypatch,
 ):
-    made: list[str] = []
+    made = []
     folders = {"bucket"}
 
     def pipe(self, path, value, **settings):

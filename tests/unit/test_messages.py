@@ -1,7 +1,5 @@
 """What an interrupted rank says of what is saved."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """A rank's metrics: their names, their text, and the port."""
 
-from __future__ import annotations
-
 import random
 import re
 import socket
@@ -25,7 +23,6 @@ from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
     PREFIX,
     RANK_LABELS,
-    Metric,
     RankNow,
     families,
     metrics_port,
@@ -56,13 +53,13 @@ def metrics(rank=3, state="running", documents=7, run="my run"):
     )
 
 
-METRICS: dict[str, Metric] = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
+METRICS = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
 
 
 def exposition(ranks):
     """The text that Prometheus gets."""
     registry = SimpleNamespace(collect=lambda: families(ranks))
-    return bytes(generate_latest(registry))  # type: ignore[arg-type]
+    return bytes(generate_latest(registry))
 
 
 def samples(text, **wanted):

@@ -2,12 +2,8 @@
 aborted.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import pytest
@@ -28,22 +24,20 @@ from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
 from tests.jobs import documents, runner
 
-Put = Callable[[str], None]
-
 
 class Breaking(MemoryFileSystem):
     """A file system in memory. ``before`` and ``after`` are called around every upload."""
 
     protocol = "breaking"
-    store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec's own)
-    before: Put = staticmethod(lambda path: None)
-    after: Put = staticmethod(lambda path: None)
+    store = {}  # noqa: RUF012 (as fsspec's own)
+    before = staticmethod(lambda path: None)
+    after = staticmethod(lambda path: None)
 
     @classmethod
-    def _strip_protocol(cls, path: str) -> str:
+    def _strip_protocol(cls, path):
         return str(super()._strip_protocol(path.replace("breaking://", "memory://")))
 
-    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+    def put_file(self, lpath, rpath, **options):
         type(self).before(rpath)
         super().put_file(lpath, rpath, **options)
         type(self).after(rpath)
@@ -206,7 +200,7 @@ def test_a_stop_ends_the_pause_between_attempts(
 class Answered(Exception):
     """Has the attributes of botocore's, aiohttp's, requests' and gcsfs' errors."""
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes):
         super().__init__()
         self.__dict__.update(attributes)
 
@@ -243,18 +237,18 @@ def test_which_errors_are_permanent(error, permanent):
 class Uploads:
     """S3's open uploads: a list in pages of two, and aborting."""
 
-    def __init__(self, *keys: str) -> None:
+    def __init__(self, *keys):
         self.open = [(key, f"id-{number}") for number, key in enumerate(keys)]
         self.refuses = ""
 
-    def split_path(self, path: str) -> tuple[str, str, None]:
+    def split_path(self, path):
         bucket, _, key = path.removeprefix("s3://").partition("/")
         return bucket, key, None
 
-    def put_file(self, lpath: str, rpath: str, mode: str = "overwrite") -> None:
+    def put_file(self, lpath, rpath, mode="overwrite"):
         raise NotImplementedError
 
-    def call_s3(self, method: str, Bucket: str, Key: str = "", **arguments: Any) -> dict[str, Any]:
+    def call_s3(self, method, Bucket, Key="", **arguments):
         if method == self.refuses:
             raise by_s3(PermissionError, "AccessDenied", 403)
         if method == "create_multipart_upload":

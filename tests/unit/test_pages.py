@@ -3,8 +3,6 @@
 The examples run in test_examples.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -237,7 +235,7 @@ def test_every_error_has_an_entry_in_the_order_of_the_tree():
 @pytest.fixture
 def parser(monkeypatch):
     """The command's own."""
-    found: list[argparse.ArgumentParser] = []
+    found = []
 
     def parse_args(parser, *arguments):
         found.append(parser)

@@ -2,8 +2,6 @@
 that load as one.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal
@@ -25,9 +23,6 @@ from tests.jobs import documents, runner
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 ds = pytest.importorskip("pyarrow.dataset")
-
-Values = list[list[Any]]
-"""The column's value in each document, by chunk. ``...``: the document has no such column."""
 
 
 def parquet(folder, **changes):
@@ -251,7 +246,7 @@ def test_float32_arrays_of_one_length_are_fixed_size_lists(tmp_path, server, chu
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
+LENGTHS = {
     "one length": ([[vector(1, 2)], [vector(3, 4)]], [FIXED, FIXED], FIXED, True),
     "ragged first": ([[vector(1, 2), vector(3)], [vector(3, 4)]], [ANY, FIXED], ANY, True),
     "ragged later": (
@@ -313,7 +308,7 @@ def test_a_given_schema_takes_arrays(tmp_path, server):
 
 # from chunk to chunk -----------------------------------------------------------------------------
 
-ONE: dict[str, tuple[Values, str]] = {
+ONE = {
     "text later": ([[None], ["a"]], "string"),
     "float before": ([[0.5], [1]], "double"),
     "empty list before": ([[[]], [["a"]]], "list<element: string>"),
@@ -380,11 +375,11 @@ def contents(files):
     return [file.read_bytes() for file in files]
 
 
-VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
+VARIED = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):
-    passes: list[bool] = []
+    passes = []
     fits = ChunkWriting._fits
 
     def counted(self, *args):

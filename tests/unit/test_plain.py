@@ -2,13 +2,9 @@
 get no answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import Any
 
 import pytest
 from yarl import URL
@@ -111,7 +107,7 @@ async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_do
             connections[-1].pause_reading()
             connections[-1].write(http(413, b"too long"))
 
-    connections: list[Any] = []
+    connections = []
 
     listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
     url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
@@ -130,7 +126,7 @@ async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_do
 async def test_each_request_has_its_own_deadline_though_one_timer_serves_all():
     async with transport_to(never, timeout=60.0) as (server, transport):
         clock = Clock(transport._loop)
-        transport._loop = clock  # type: ignore[assignment]
+        transport._loop = clock
         waiting = []
         for number in range(5):
             clock.now = number * 10.0
@@ -150,22 +146,22 @@ class Clock:
     ``call_at``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop):
         self.now = 0.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.timers = []
         self._loop = loop
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._loop, name)
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_at(self, when, callback):
         self.timers.append((when, callback))
         return self._loop.call_later(600, lambda: None)  # somebody may cancel it
 
-    def go_to_the_only_timer(self) -> None:
+    def go_to_the_only_timer(self):
         ((self.now, callback),) = self.timers
         self.timers.clear()
         callback()
@@ -217,9 +213,9 @@ async def test_of_several_addresses_one_that_answers_is_found_and_remembered():
     with silent_address() as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         async with transport_to(GOOD, host="several", connect_timeout=3.0) as (_, transport):
-            asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[assignment, method-assign]
-            plain, transport._connect_to = transport._connect_to, connect_to  # type: ignore[method-assign]
-            tried: list[Any] = []
+            asyncio.get_running_loop().getaddrinfo = getaddrinfo
+            plain, transport._connect_to = transport._connect_to, connect_to
+            tried = []
             good = ("127.0.0.1", transport._port)
             await transport.send(b"one")
             assert tried == [silent, refusing.getsockname(), good]
@@ -240,7 +236,7 @@ async def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_f
                 raise socket.gaierror("not yet")
             return await plain(*arguments, **settings)
 
-        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+        loop.getaddrinfo = getaddrinfo
         with pytest.raises(socket.gaierror):
             await transport.send(b"one")
         await asyncio.gather(*(transport.send(b"two") for _ in range(20)))

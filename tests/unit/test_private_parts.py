@@ -3,8 +3,6 @@
 Each test names the code to correct when a part changes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import io
@@ -125,7 +123,7 @@ def test_an_event_loop_tells_the_descriptor_with_which_it_waits(package):
 
 
 class _Sent(Exception):
-    def __reduce__(self) -> tuple[type[Exception], tuple[str]]:
+    def __reduce__(self):
         return Exception, (f"pickled in {os.getpid()}",)
 
 

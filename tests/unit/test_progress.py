@@ -2,8 +2,6 @@
 value.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -11,7 +9,7 @@ from datatrove.utils.stats import MetricStatsDict, Stats
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
+from datatrove_ckpt.checkpoint.journal import Finished, Work
 from datatrove_ckpt.checkpoint.lines import unseal
 from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.generation.final_stats import RankNumbers
@@ -31,7 +29,7 @@ def test_stats_are_equal_to_those_made_one_by_one():
             # One rollout with at most one request, which was answered: nothing else is noted.
             usual = number % 3 == 0
             requests = [chance.randrange(2)] if usual else [chance.randrange(3) for _ in range(4)]
-            outcome: Outcome = "dead" if number % 10 == 0 else "written"
+            outcome = "dead" if number % 10 == 0 else "written"
             kept = int(outcome == "written") if usual else chance.randrange(5)
             failed = 0 if usual else chance.randrange(sum(requests) + 1)
             tokens = []

@@ -2,8 +2,6 @@
 input.
 """
 
-from __future__ import annotations
-
 import copy
 import gzip
 import io
@@ -12,10 +10,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import dill
 import pyarrow as pa
@@ -66,7 +61,7 @@ ODD_LINES = [
 ]
 BLANK_FIRST = b'\n{"text": "after a blank line"}\n{"text": "second"}\n'
 NAMES = {None: "jsonl", "gzip": "jsonl.gz", "zstd": "jsonl.zst"}
-COMPRESS: dict[str | None, Callable[[bytes], bytes]] = {
+COMPRESS = {
     None: bytes,
     "gzip": gzip.compress,
     "zstd": zstandard.compress,
@@ -134,8 +129,8 @@ def write(folder, kind):
 
 
 def reader(folder, kind, **options):
-    usual: dict[str, Any] = {"batch_size": 4} if kind == "parquet" else {}
-    classes: dict[str, Any] = {"jsonl": JsonlReader, "parquet": ParquetReader}
+    usual = {"batch_size": 4} if kind == "parquet" else {}
+    classes = {"jsonl": JsonlReader, "parquet": ParquetReader}
     return classes.get(kind.split()[0], IpcReader)(folder, **usual | options)
 
 
@@ -166,7 +161,7 @@ def plain(documents):
 # The same documents ------------------------------------------------------------------------------
 
 
-SAME: list[dict[str, Any]] = [
+SAME = [
     {},
     {"limit": 0},
     {"skip": 3, "limit": 4},
@@ -212,7 +207,7 @@ def test_a_paths_file_and_a_missing_file_path_are_as_in_datatrove(tmp_path, kind
     write(tmp_path / "data", kind)
     names = sorted(DataFolder(f"{tmp_path}/data").list_files(), reverse=True)
     (tmp_path / "paths.txt").write_text("\n".join(names))
-    options: dict[str, Any] = {"paths_file": f"{tmp_path}/paths.txt"}
+    options = {"paths_file": f"{tmp_path}/paths.txt"}
     if kind.startswith("jsonl"):
         options["add_file_path"] = False
     for rank in range(2):
@@ -279,7 +274,7 @@ def test_shuffling_depends_on_the_seed_alone_and_loses_nothing(tmp_path, kind):
 
     def order(**options):
         """The documents of each file, in the order of the files."""
-        files: dict[str, list[Any]] = {}
+        files = {}
         for document in reader(tmp_path.as_posix(), kind, **options).run():
             files.setdefault(document.metadata["file_path"], []).append(document.text)
         return files
@@ -311,7 +306,7 @@ def test_what_comes_before_the_position_is_not_read(tmp_path, kind, monkeypatch)
     *_, before_last, _last = reader(tmp_path.as_posix(), kind).run()
     ours = reader(tmp_path.as_posix(), kind)
     ours.load_state_dict(state_of(before_last))
-    read: list[int] = []
+    read = []
 
     class Counted(io.FileIO):
         def read(self, size=-1, /):
@@ -428,7 +423,7 @@ def overwrite(path, old, new):
     path.write_bytes(path.read_bytes().replace(old, new))
 
 
-CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+CHANGES = {
     "gone": (
         lambda f: (f / "f1.jsonl").unlink(),
         "3 files of 144 bytes were read before 'f3.jsonl'",
@@ -616,7 +611,7 @@ def test_shuffle_files_is_refused_and_the_error_names_what_to_use():
 
 
 def chain(*steps):
-    data: Any = None
+    data = None
     for step in steps:
         data = step.run(data, 0, 1)
     return iter(data)
@@ -633,7 +628,7 @@ def three_folders(tmp_path):
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_chained_readers_behind_filters_resume_from_every_document(tmp_path, batch_size):
-    class Ahead(PipelineStep):  # type: ignore[misc]
+    class Ahead(PipelineStep):
         """A filter that takes documents in batches before it lets any pass."""
 
         def __init__(self, keep):
@@ -706,7 +701,7 @@ def test_large_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch, reader):
     else:
         with pa.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
             file.write_table(table)
-    taken: list[int] = []
+    taken = []
     batches = reader._batches
 
     def spied(*arguments):

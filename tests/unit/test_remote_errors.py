@@ -2,8 +2,6 @@
 is not.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import aiohttp
@@ -69,7 +67,7 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status, permanent):
     """huggingface_hub without hf_xet wraps it in a RuntimeError."""
     wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")
     wrapped.__cause__ = refused = OSError("refused")
-    refused.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    refused.response = SimpleNamespace(status_code=status)
     left = called(wrapped)
     assert http_status(left) == status
     assert STORAGE.passes(left) is not permanent
@@ -82,7 +80,7 @@ def test_what_another_attempt_cannot_change_is_permanent():
 
 
 class Answered(Exception):
-    def __init__(self, **attributes: object) -> None:
+    def __init__(self, **attributes):
         super().__init__()
         self.__dict__.update(attributes)
 

@@ -1,9 +1,6 @@
 """From the state of a run to the page: every figure is there, and nothing that must not be."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
@@ -11,7 +8,6 @@ from datatrove_ckpt.checkpoint.history_read import Rates
 from datatrove_ckpt.checkpoint.history_records import (
     InputPosition,
     Progress,
-    Record,
     Start,
     WorkCounts,
 )
@@ -28,7 +24,7 @@ def rank(folder, number, per_minute=60):
     """A rank that has run for some minutes after an attempt that was killed in its first one."""
     home = folder / f"{number:05d}"
     home.mkdir(parents=True)
-    records: list[Record] = [
+    records = [
         Start(at=T, attempt=1, host="n1", pid=7),
         Progress(at=T, attempt=1, in_flight=4),
     ]
@@ -74,7 +70,7 @@ def run(ranks, **changes):
         started=T,
     )
     identity = {"model": "org/model", "records_per_chunk": 100, "tasks": 5}
-    fields: dict[str, Any] = {
+    fields = {
         "tasks": 5,
         "identity": identity,
         "ranks": ranks,

@@ -1,9 +1,6 @@
 """The report's page: well formed, self-contained, safe for any name, small for many ranks."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 
@@ -20,32 +17,32 @@ _VOID = {"meta", "link", "br"}
 class Reader(HTMLParser):
     """Reads a page, and fails where elements are not nested."""
 
-    def __init__(self, content: str) -> None:
+    def __init__(self, content):
         super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.found: list[tuple[str, dict[str, str]]] = []
-        self.shown: list[str] = []
+        self.open = []
+        self.found = []
+        self.shown = []
         self.feed(content)
         self.close()
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append((tag, {key: value or "" for key, value in attrs}))
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "style" not in self.open:
             self.shown.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return "".join(self.shown)
 
-    def all(self, tag: str) -> list[dict[str, str]]:
+    def all(self, tag):
         return [attributes for found, attributes in self.found if found == tag]
 
 
@@ -54,7 +51,7 @@ def a_page(rows=8, word="plain", **changes):
     quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
     edges = [START + 60 * index for index in range(INTERVALS + 1)]
     cuts = [int(index == 40) for index in range(INTERVALS)]
-    fields: dict[str, Any] = {
+    fields = {
         "where": word,
         "model": word,
         "state": "running",

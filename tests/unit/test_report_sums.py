@@ -1,7 +1,5 @@
 """From the lines of histories to what the report shows: intervals, attempts, requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
@@ -10,7 +8,6 @@ from datatrove_ckpt.checkpoint.history_read import parse_history
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     Progress,
-    Record,
     ServerEvent,
     Spread,
     Start,
@@ -55,7 +52,7 @@ def server(attempt, at, what, why="", name="0"):
 
 def killed_once(until=600):
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
-    records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
+    records = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
     records += [
         start(2, 400),
@@ -139,7 +136,7 @@ def report_of(folder, *ranks, state="lost"):
 
 
 def test_the_way_an_attempt_ended_is_told(tmp_path):
-    records: list[Record] = [
+    records = [
         start(1, 0, job="77_1"),
         End(at=T + 9, attempt=1, why="stopped", what="SIGTERM"),
     ]
@@ -181,7 +178,7 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path):
 
 
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
-    records: list[Record] = [start(1, 0)]
+    records = [start(1, 0)]
     for number in range(1, 4):
         records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
         for minute in range(300):

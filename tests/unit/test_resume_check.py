@@ -2,11 +2,6 @@
 move.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,7 +14,7 @@ class Loader:
     ``fault`` is added to the position of each state.
     """
 
-    def __init__(self, fault: int = 0, swaps: bool = False, size: int = 3) -> None:
+    def __init__(self, fault=0, swaps=False, size=3):
         self.fault = fault
         self.swaps = swaps
         self.size = size
@@ -27,10 +22,10 @@ class Loader:
         self.at = 0
         self.resumes_at = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+    def __iter__(self):
         self.at, self.resumes_at = self.resumes_at, 0
         names = [f"{self.epoch}/{i}" for i in range(10)]
         if self.swaps and self.at:
@@ -39,17 +34,17 @@ class Loader:
             start, self.at = self.at, min(self.at + self.size, len(names))
             yield {"text": names[start : self.at]}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": max(self.at + self.fault, 0) if self.at < 10 else 10}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.resumes_at = state["at"]
 
 
 class Forgetful(Loader):
     """A loader that gives the last state for a finished epoch, and so skips the next epoch."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
 
@@ -86,16 +81,16 @@ class Turning(Loader):
     does.
     """
 
-    def __init__(self, before: Any, after: Any) -> None:
+    def __init__(self, before, after):
         super().__init__()
         self.make = before
         self.after = after
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for batch in super().__iter__():
             yield [{"text": name, "n": self.make()} for name in batch["text"]]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         super().load_state_dict(state)
         self.make = self.after
 

@@ -1,17 +1,13 @@
 """The state of a run from the files of its ranks: sums, and which ranks need attention, and why."""
 
-from __future__ import annotations
-
 import datetime
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.history_records import Record, ServerEvent, Silence, Wait
+from datatrove_ckpt.checkpoint.history_records import ServerEvent, Silence, Wait
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -32,9 +28,6 @@ from tests.rank_folders import (
 T = 1_800_000_000.0
 """When the attempts of these tests start."""
 MIN = 60.0
-
-
-Hold = Callable[[Path], None]
 
 
 @pytest.fixture
@@ -203,7 +196,7 @@ def topic(state, label):
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_path, hold, killed):
-    history: list[Record] = [start(T), minute(T, 0), minute(T + MIN, 10)]
+    history = [start(T), minute(T, 0), minute(T + MIN, 10)]
     history += [] if killed else [stopped(T + MIN)]
     history += [start(T + 2 * MIN, 2, host=HERE), minute(T + 2 * MIN, 10, attempt=2, own=work(0))]
     hold(write_rank(tmp_path, history=history, chunks=4, attempts=2))

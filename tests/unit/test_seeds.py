@@ -1,7 +1,5 @@
 """``seed``: each request has its own, and the same one when it is sent again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``show`` prints of a result."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.maintenance.documents import _text

@@ -1,7 +1,5 @@
 """One object says whether a rank stops, and how quickly; one function stops it, in order."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
@@ -98,6 +96,6 @@ def test_a_thread_is_waited_for_no_longer_than_the_state_allows(
 
 
 def test_a_thread_that_ends_is_seen_at_once():
-    ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    ended = queue.SimpleQueue()
     threading.Timer(0.02, ended.put, [True]).start()
     assert Shutdown().join(ended, None, 0.0)

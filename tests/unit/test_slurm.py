@@ -3,14 +3,11 @@
 The real one is in tests/real/test_slurm.py.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -287,7 +284,7 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
 
 
-EVERYTHING: dict[str, Any] = {
+EVERYTHING = {
     "cpus_per_task": 2,
     "nodes_per_task": 2,
     "env_command": "module load cuda",

@@ -1,12 +1,8 @@
 """What a finished rank keeps of the steps before its runner, and how that is compared."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
@@ -24,12 +20,12 @@ from datatrove_ckpt.readers.step_records import (
 class Filter(PipelineStep):
     name, type = "Filter", "test"
 
-    def __init__(self, least: int = 1, **others: Any) -> None:
+    def __init__(self, least=1, **others):
         super().__init__()
         self.least = least
         self.__dict__.update(others)
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data, rank=0, world_size=1):
         yield from data
 
 
@@ -71,10 +67,10 @@ def passes_on(data, rank, world_size):
 
 
 class Callable:
-    def __call__(self, data: Any, rank: int, world_size: int) -> Any:
+    def __call__(self, data, rank, world_size):
         return data
 
-    def method(self, data: Any, rank: int, world_size: int) -> Any:
+    def method(self, data, rank, world_size):
         return data
 
 

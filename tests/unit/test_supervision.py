@@ -2,8 +2,6 @@
 what metrics say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
@@ -158,7 +156,7 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
 async def test_many_quarantined_requests_run_in_growing_groups():
     made = router()
     waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
-    sizes: list[int] = []
+    sizes = []
     while waiting:
         await settle()
         together = [request for request, task in waiting.items() if task.done()]
@@ -294,7 +292,7 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
 
 def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypatch, tmp_path):
     """A second rank comes while the first one has locked one of its two GPUs."""
-    between: list[list[str] | None] = []
+    between = []
     visible = ["a", "b", "c", "d"]
     try_lock = node._try_lock
 

@@ -3,10 +3,6 @@
 What it says of ours is changed, and nothing else.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -18,11 +14,11 @@ from datatrove_ckpt.process.task_errors import safe_log
 class Ends(PipelineStep):
     """Raises."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error):
         super().__init__()
         self.error = error
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data, rank=0, world_size=1):
         raise self.error
 
 

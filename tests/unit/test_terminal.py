@@ -2,14 +2,11 @@
 terminal.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import termios
 import threading
 from io import TextIOWrapper
-from typing import Any
 
 import pytest
 from loguru import logger
@@ -31,10 +28,10 @@ from tests.ptys import Terminal
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -314,7 +311,7 @@ def test_what_has_no_line_break_is_not_torn_apart(terminal):
 
 
 def test_a_narrower_terminal_gets_a_shorter_bar(terminal):
-    widths: list[int] = []
+    widths = []
 
     def note(columns):
         widths.append(columns)
@@ -424,7 +421,7 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
 
 
 def test_ranks_of_a_worker_report_to_its_parent(terminal):
-    reports: list[Any] = []
+    reports = []
     with terminal.streams(), reporting_to(lambda *report: reports.append(report), below=True):
         report = reporter()
         report(3, at(1))

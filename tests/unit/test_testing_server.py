@@ -1,7 +1,5 @@
 """FakeServer's count of questions."""
 
-from __future__ import annotations
-
 from datatrove.data import Document
 
 from tests.jobs import runner

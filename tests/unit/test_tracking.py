@@ -1,7 +1,5 @@
 """The sums of a run go to whoever keeps runs, and a service that is away holds up no other."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.maintenance import read_state
@@ -15,17 +13,17 @@ T = 1_800_000_000.0
 class Run:
     """Keeps what it gets; as long as ``broken``, it raises."""
 
-    def __init__(self) -> None:
-        self.points: list[tuple[float, dict[str, float]]] = []
+    def __init__(self):
+        self.points = []
         self.broken = False
-        self.ends: list[str] = []
+        self.ends = []
 
-    def send(self, at: float, values: dict[str, float]) -> None:
+    def send(self, at, values):
         if self.broken:
             raise ConnectionError("no network")
         self.points.append((at, values))
 
-    def end(self, status: str) -> None:
+    def end(self, status):
         self.ends.append(status)
 
 
@@ -83,7 +81,7 @@ def test_the_status_is_that_of_the_run(tmp_path, now, ends, status):
 
 
 def test_a_run_that_cannot_be_made_is_made_later(tmp_path, now):
-    attempts: list[float] = []
+    attempts = []
     run = Run()
 
     def maker(job):

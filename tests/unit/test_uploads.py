@@ -1,12 +1,8 @@
 """Snapshots of a checkpoint, and the versions made of them below a URL."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -64,15 +60,13 @@ def test_answers_come_back_as_they_were():
 class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder):
         self.versions = Versions(f"{folder}/00000")
         self.uploads = Uploads(self.versions)
         self.content = b""
-        self.rows: list[CachedRequest] = []
+        self.rows = []
 
-    def upload(
-        self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16
-    ) -> None:
+    def upload(self, data, rows, unfinished, nonce="0" * 16):
         """What ``RemoteMirror`` does."""
         self.content += data
         self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
@@ -89,13 +83,13 @@ class Mirrored:
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
 
-    def is_complete(self, version: Version) -> bool:
+    def is_complete(self, version):
         try:
             return all(map(self.versions.read_object, self.versions.read_manifest(version).parts()))
         except Damaged:
             return False
 
-    def newest(self) -> tuple[bytes, set[CachedRequest]]:
+    def newest(self):
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         content = b"".join(
             map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", []))
@@ -107,7 +101,7 @@ class Mirrored:
         }
         return content, rows
 
-    def parts(self) -> int:
+    def parts(self):
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         return sum(1 for _ in manifest.parts())
 
@@ -119,7 +113,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     monkeypatch.setattr("datatrove_ckpt.mirror.uploads._SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
-    unfinished: set[int] = set()
+    unfinished = set()
     for number in range(60):
         unfinished.add(number)
         if len(unfinished) > 4:
@@ -197,17 +191,17 @@ def test_an_owner_contains_the_versions_that_its_folder_holds(earlier, contained
 class Process(threading.Thread):
     """Mirrors a growing file three times, and pauses before each request until ``go`` is called."""
 
-    def __init__(self, nonce: str) -> None:
+    def __init__(self, nonce):
         super().__init__(daemon=True)
         self.mirrored = Mirrored("memory://mirror")
         self.nonce = nonce
-        self.error: BaseException | None = None
+        self.error = None
         self.ended = False
         self._may_go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
         self._paused.acquire()
 
-    def run(self) -> None:
+    def run(self):
         try:
             for number in range(3):
                 # The other process may remove an object before it is copied. That is a warning;
@@ -221,11 +215,11 @@ class Process(threading.Thread):
         self.ended = True
         self._paused.release()
 
-    def before_request(self) -> None:
+    def before_request(self):
         self._paused.release()
         self._may_go.acquire()
 
-    def go(self, requests: int) -> int:
+    def go(self, requests):
         """Lets the process make ``requests`` requests, or all that are left.
 
         Returns how many it made.
@@ -237,7 +231,7 @@ class Process(threading.Thread):
             self._paused.acquire()
         return requests
 
-    def go_to_the_end(self) -> Iterator[None]:
+    def go_to_the_end(self):
         while self.go(1):
             yield
 

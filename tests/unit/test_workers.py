@@ -1,7 +1,5 @@
 """Our worker processes, with tasks that have nothing to do with documents."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -11,7 +9,6 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import multiprocess
 import pytest
@@ -272,7 +269,7 @@ def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
 
 
 class Stubborn(Exception):
-    def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
+    def __init__(self, first, second):  # so it cannot be unpickled
         super().__init__(first)
 
 
@@ -311,9 +308,9 @@ def test_the_first_error_is_raised_once_the_others_have_drained(tmp_path, error,
 class Exits:
     """A task that ends each process that loads it."""
 
-    def __call__(self, slot: int, task: int) -> None: ...
+    def __call__(self, slot, task): ...
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return sys.exit, (3,)
 
 
@@ -328,7 +325,7 @@ def wait_for_stop(folder):
     """A task like a rank: the first signal drains it, the second one ends it."""
 
     def run(slot, task):
-        came: list[int] = []
+        came = []
         previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
         (folder / f"started {task}").touch()
         while not came:
@@ -391,7 +388,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
     look again.
     """
     workers = group(wait_for_stop(tmp_path))
-    was_noticed: list[bool] = []
+    was_noticed = []
 
     def signal_this_thread():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)

@@ -2,14 +2,10 @@
 understands.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -27,8 +23,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 JOB = job_yaml(
     "server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat"
 )
-
-Build = Callable[..., Any]
 
 
 @pytest.fixture

@@ -96,33 +96,6 @@ async def test_a_connection_that_idled_too_long_is_not_used():
         assert server.connections == 3
 
 
-async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not():
-    class Refusing(asyncio.Protocol):
-        """Reads the header and no more."""
-
-        def connection_made(self, transport):
-            connections.append(transport)
-
-        def data_received(self, data):
-            connections[-1].pause_reading()
-            connections[-1].write(http(413, b"too long"))
-
-    connections = []
-
-    listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
-    url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-    transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
-    for _ in range(2):
-        response = await transport.send(b"x" * (20 << 20))
-        assert (response.status, response.body) == (413, b"too long")
-    assert len(connections) == 2
-    await transport.close()
-    for connection in connections:
-        connection.abort()
-    listener.close()
-    await listener.wait_closed()
-
-
 async def test_each_request_has_its_own_deadline_though_one_timer_serves_all():
     async with transport_to(never, timeout=60.0) as (server, transport):
         clock = Clock(transport._loop)

@@ -2,18 +2,14 @@
 
 import copy
 import functools
-import importlib
 import sys
 
 import dill
 import pytest
-from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
-from multiprocess.reduction import ForkingPickler
+from datatrove.executor import SlurmPipelineExecutor
 
-from datatrove_ckpt import JobsPipelineExecutor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
-from datatrove_ckpt.generation.script_names import secrets_in
 from tests.unit.test_identity import as_main
 from tests.unit.test_pickled_code import step_of
 
@@ -166,16 +162,6 @@ def test_the_value_of_a_secret_variable_of_the_environment_is_found_under_any_na
         dill.dumps(step)
 
 
-def test_a_pickle_for_a_worker_process_is_no_file(tmp_path, script):
-    step = step_of(tmp_path, script.Client(api_key="objapikey123456"))
-    executor = LocalPipelineExecutor([[], step], logging_dir=str(tmp_path / "logs"))
-    loaded = ForkingPickler.loads(ForkingPickler.dumps(executor))
-    assert loaded.pipeline[1].rollout_fn.api_key == "objapikey123456"
-    assert copy.deepcopy(executor).pipeline[1].rollout_fn.api_key == "objapikey123456"
-    executor.save_executor_as_json()
-    assert "objapikey" not in (tmp_path / "logs" / "executor.json").read_text()
-
-
 def test_what_stays_behind_is_said_where_the_job_is_submitted(tmp_path, script, log):
     copy.deepcopy(slurm_job(tmp_path, step_of(tmp_path, script.rollout)))
     said = [
@@ -206,35 +192,3 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
     assert len(said) == 1
     assert f"uses the module helper_beside of {folder}, " in said[0]
     assert f"`export PYTHONPATH={folder}` before you submit" in said[0]
-
-
-def test_a_module_that_does_not_go_along_with_jobs_is_said(tmp_path, log, monkeypatch):
-    for name in ("beside", "work", "elsewhere"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"own_{name}.py").write_text(
-            "async def rollout(document, generate): ...\n"
-        )
-    monkeypatch.chdir(tmp_path / "work")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            sys,
-            "path",
-            [*(str(tmp_path / name) for name in ("beside", "work", "elsewhere")), *sys.path],
-        )
-        for name in ("beside", "work", "elsewhere"):
-            patch.delitem(sys.modules, f"own_{name}", raising=False)
-            step = step_of(tmp_path, importlib.import_module(f"own_{name}").rollout)
-            copy.deepcopy(JobsPipelineExecutor([[], step], tasks=1, logging_dir="memory://logs"))
-            patch.delitem(sys.modules, f"own_{name}")
-    (said,) = [line for line in log if "uses the module" in line]
-    assert (
-        f"uses the module own_elsewhere of {tmp_path / 'elsewhere'}, and jobs lack it unless `dependencies`"
-        in said
-    )
-
-
-@pytest.mark.parametrize(
-    "url", ["https://TOKEN@host/x", "git+https://t0ken@host/x", "https://user:pw@host"]
-)
-def test_a_url_with_a_token_is_not_pickled(url):
-    assert secrets_in("x", {"text": url}) == ["x.text"]

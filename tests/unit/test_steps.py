@@ -1,14 +1,11 @@
 """What a finished rank keeps of the steps before its runner, and how that is compared."""
 
-import functools
 import sys
 import types
 
-from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.generation.run_identity import code_of
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.step_records import (
     StepRecord,
     describe_pipeline,
@@ -33,10 +30,6 @@ class StatelessFilter(Filter):
     __module__ = "datatrove.pipeline.filters.length"
 
 
-def function(data, rank, world_size):
-    yield from data
-
-
 def test_settings_are_compared_of_stateless_steps_only():
     assert listed([Filter(2)])[0].settings.keys() == listed([Filter])[0].settings.keys()
     then, now = listed([StatelessFilter(1, new=1)]), listed([StatelessFilter(2, old=1)])
@@ -59,44 +52,6 @@ def test_settings_hold_no_secret_no_object_and_nothing_long():
     long = plain_settings({"names": ["name"] * 1000})
     assert len(str(long)) < 100
     assert long != plain_settings({"names": ["name"] * 999 + ["nome"]})
-
-
-def passes_on(data, rank, world_size):
-    """A step of many pipelines: it looks at something."""
-    return data
-
-
-class Callable:
-    def __call__(self, data, rank, world_size):
-        return data
-
-    def method(self, data, rank, world_size):
-        return data
-
-
-def test_the_list_of_an_executor_names_every_step():
-    def inner(data, rank, world_size):
-        return data
-
-    steps = [
-        [Document("a", "a")],
-        JsonlReader("."),
-        StatelessFilter(2),
-        function,
-        passes_on,
-        inner,
-        functools.partial(functools.partial(passes_on), rank=1),
-        Callable(),
-        Callable().method,
-        Callable,
-    ]
-    found = listed(steps)
-    names = "documents reader datatrove.StatelessFilter function passes_on inner passes_on Callable Callable.method"
-    assert [step.name for step in found] == [*names.split(), "Callable"]
-    assert differences(found, listed(steps)) == []
-    without = listed([step for step in steps if step is not inner])
-    assert differences(found, without) != []
-    assert differences(without, found) != []
 
 
 def listed(steps):

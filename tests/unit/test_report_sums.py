@@ -20,6 +20,7 @@ from datatrove_ckpt.maintenance.report.histories import (
 )
 from datatrove_ckpt.maintenance.report.page import clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from tests.unit.test_report_page import Reader
 
 T = 1_790_000_000.0
 
@@ -73,25 +74,7 @@ def over_time(*logs, now=None, until=None):
     return found
 
 
-def between(found, values, low, high):
-    """The sum of the values in intervals that lie between two times."""
-    inside = (found.edges[:-1] >= T + low - 1e-6) & (found.edges[1:] <= T + high + 1e-6)
-    return float(values[inside].sum())
-
-
 # time --------------------------------------------------------------------------------------------
-
-
-def test_documents_are_counted_when_they_were_finished_and_none_is_lost():
-    found = over_time(killed_once(550))
-    assert found.documents.sum() == pytest.approx(205)
-    assert between(found, found.documents, 0, 240) == pytest.approx(120, abs=2)
-    assert between(found, found.documents, 240, 304) == pytest.approx(25, abs=3), (
-        "before the kill, in no line"
-    )
-    assert between(found, found.documents, 304, 428) == 0
-    assert between(found, found.documents, 430, 550) == pytest.approx(60, abs=3)
-    assert found.prompt_tokens.sum() == pytest.approx(10 * found.documents.sum())
 
 
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
@@ -151,6 +134,20 @@ def test_the_way_an_attempt_ended_is_told(tmp_path):
     ]
 
 
+def test_a_rank_without_history_has_no_row_and_what_one_sent_before_its_first_line_is_not_known(
+    tmp_path,
+):
+    (row,) = report_of(tmp_path, [], [start(1, 0)])["Attempts that ended early"].rows
+    assert (row[0], row[-1]) == ("1", "not known")
+
+
+def test_nothing_that_ever_ran_makes_a_page(tmp_path):
+    state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "0", "unfinished")])
+    page = gather(state)
+    assert page.charts == []
+    Reader(page.html())
+
+
 def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path):
     records = [start(number, 100 * number + number**2) for number in range(151)]
     table = report_of(tmp_path, records, state="running")["Attempts that ended early"]
@@ -198,15 +195,3 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
     assert [spread.milliseconds for spread in history.spreads] == [
         {int(4 * 2.3219280948) + 1: 299}
     ] * 3
-
-
-# reading -----------------------------------------------------------------------------------------
-
-
-def test_damaged_lines_cost_themselves_only():
-    lines = [
-        record.to_line()
-        for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]
-    ]
-    damaged = [lines[0], lines[1][:-9] + b"x" * 8 + b"\n", b"\x00\n", *lines[2:]]
-    assert [minute.documents.read for minute in parse_history(damaged, 9).minutes] == [30, 60]

@@ -3,10 +3,8 @@ another input.
 """
 
 import io
-import itertools
 import json
 import os
-from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -16,7 +14,6 @@ import pytest
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from PIL import Image
 
-from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.extent import Reached
@@ -395,14 +392,6 @@ def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made():
 # Commits and retries -----------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_second_while_it_asks_takes_the_firsts(tmp_path):
-    def slow():
-        Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40)
-        return "b" * 40
-
-    assert Revisions(tmp_path).commit("org/data", "main", slow) == "a" * 40
-
-
 def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_file(
     tmp_path, monkeypatch
 ):
@@ -426,42 +415,6 @@ def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):
     kept.write_text("{}")
     with pytest.raises(CheckpointCorrupt, match=kept.name):
         Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40)
-
-
-class Answer(Exception):
-    def __init__(self, status, advice=None):
-        self.response = type(
-            "Response", (), {"status_code": status, "headers": {"retry-after": advice}}
-        )
-
-
-def retried(errors):
-    """The waits for a call that raises these errors in turn, and then the error that came out of
-    it, or "done".
-    """
-    waits = []
-    policy = replace(retrying.READING, sleep=waits.append, clock=lambda: sum(waits))
-
-    def call():
-        for error in errors:
-            raise error
-        return "done"
-
-    try:
-        return waits, policy.run(call, "a file")
-    except Exception as error:
-        return waits, error
-
-
-def test_transient_errors_are_repeated_as_the_server_says_for_ten_minutes():
-    errors = [Answer(503), ConnectionError("reset"), Answer(429, "1800"), TimeoutError()]
-    waits, done = retried(iter(errors))
-    assert (len(waits), done) == (4, "done")
-    assert 1800 <= waits[2] <= 1980
-    outage = Answer(503)
-    waits, error = retried(itertools.repeat(outage))
-    assert error is outage
-    assert sum(waits) == pytest.approx(600)
 
 
 # How much of the input is done -------------------------------------------------------------------

@@ -21,7 +21,6 @@ from datatrove_ckpt.readers import (
     IpcReader,
     JsonlReader,
     ParquetReader,
-    Reading,
     jsonl,
     no_document,
     position_state,
@@ -70,7 +69,6 @@ def read_until(error, reader):
             r"JSON array\. Write one object per line",
             id="array",
         ),
-        pytest.param(b"Once upon a time\n", {}, r"begins with 'Once upon a time'", id="plain text"),
         pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
         pytest.param(
             b'{"text": "caf\xe9"}\n' * 9,
@@ -83,12 +81,6 @@ def read_until(error, reader):
             {},
             r"compressed with gzip.*end in .gz",
             id="gzip by another name",
-        ),
-        pytest.param(
-            zstandard.compress(LINES[0]),
-            {"compression": None},
-            r"compressed with zstd",
-            id="zstd as plain",
         ),
         pytest.param(
             b"".join(LINES),
@@ -215,32 +207,6 @@ def test_a_plain_file_with_the_name_of_a_compressed_one_is_an_error_that_says_ho
         InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: .* or correct its name if"
     ):
         texts(JsonlReader(str(tmp_path)))
-
-
-@pytest.mark.parametrize("names", ["0bc", "c"], ids=["a new file", "a file is gone"])
-def test_what_to_do_about_a_changed_input_fits_who_reads(tmp_path, names):
-    for name in "bc":
-        (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
-    reader = JsonlReader(str(tmp_path))
-    state = position_state(list(reader.run())[2])
-    for path in tmp_path.iterdir():
-        path.unlink()
-    for name in names:
-        (tmp_path / f"{name}.jsonl").write_bytes(LINES[0] + LINES[1])
-    folders = "with another checkpoints_local_dir, output_folder and logging_dir, and set finished_from to the old "
-    with (
-        Reading(state),
-        pytest.raises(
-            CheckpointMismatch, match=rf"\. Restore it, or start from the beginning: {folders}"
-        ),
-    ):
-        texts(JsonlReader(str(tmp_path)))
-    reader.load_state_dict(state or {})
-    with pytest.raises(
-        CheckpointMismatch,
-        match=r"\. Restore it, or start from the beginning, without the saved state",
-    ):
-        texts(reader)
 
 
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(

@@ -36,13 +36,7 @@ class ClosesByName(ParquetWriter):
 SETTINGS = {
     "defaults": {},
     "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
-    "one file, as it comes": {
-        "compression": None,
-        "max_file_size": -1,
-        "use_content_defined_chunking": False,
-    },
     "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
-    "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
     "schema": {"schema": SCHEMA, "expand_metadata": True},
     "media": {
         "save_media_bytes": True,

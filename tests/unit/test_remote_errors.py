@@ -19,6 +19,7 @@ from datatrove_ckpt.common.retrying import (
     file_system_call,
     http_status,
 )
+from tests.unit.test_output import Answered
 
 LIBRARIES = [
     aiohttp.ClientConnectionError("reset"),
@@ -77,12 +78,6 @@ def test_what_another_attempt_cannot_change_is_permanent():
     for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
         assert not STORAGE.passes(called(error)), error
     assert STORAGE.passes(called(KeyError()))
-
-
-class Answered(Exception):
-    def __init__(self, **attributes):
-        super().__init__()
-        self.__dict__.update(attributes)
 
 
 @pytest.mark.parametrize(

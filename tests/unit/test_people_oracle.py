@@ -69,7 +69,6 @@ def test_a_true_output_passes(job):
             lambda job: job.files.update({FILES[0]: [job.row("one"), job.row("two", "one")]}),
             "wrong answer",
         ),
-        (lambda job: job.letters.clear(), "missing"),
         (lambda job: (job.files[FILES[1]].clear(), job.letters.update(five="HTTP 503")), "blamed"),
         (lambda job: job.files.update({"00002_chunk_00000.jsonl": []}), "closing line"),
     ],
@@ -79,22 +78,3 @@ def test_a_falsified_output_fails(job, falsify, kind):
     with pytest.raises(Failure) as caught:
         job.check()
     assert caught.value.kind == kind
-
-
-def test_a_falsified_number_of_the_closing_line_fails(job):
-    said = job.terminal
-    for number in (
-        "3 of 5",
-        "of 5 ",
-        "2 files",
-        "1 dropped",
-        "1 dead",
-        "5 requests",
-        "13 prompt",
-        "8 completion",
-    ):
-        digits = next(word for word in number.split() if word.isdigit())
-        assert said.count(number) == 1
-        job.terminal = said.replace(number, number.replace(digits, "7", 1))
-        with pytest.raises(Failure, match=r"closing line"):
-            job.check()

@@ -7,19 +7,15 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
+from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
-from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -103,22 +99,6 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing_behind(login_node, capsy
     assert sorted(login_node.rglob("*")) == before
 
 
-@pytest.mark.slow
-def test_what_is_submitted_is_what_the_dry_run_printed(login_node, capsys):
-    changes = [
-        "--executor.nodes_per_task=2",
-        "--executor.srun_args={mpi: none}",
-        "--executor.tasks=50",
-    ]
-    assert run("--dry-run", *changes) == 0
-    printed = scripted(capsys.readouterr().out)
-    assert run(*changes) == 0
-    submitted = [path.read_text().partition("\n")[2] for path in Path("submitted").glob("7")]
-    assert [text.strip() for text in submitted] == [printed.strip()]
-    assert directives(printed)["array"] == "0-16", "of two nodes, each has three tasks in turn"
-    assert len(list(Path("submitted").iterdir())) == 2
-
-
 def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(login_node, capsys):
     assert run("--executor.tasks=100") == 0
     said = capsys.readouterr().out
@@ -156,26 +136,6 @@ def test_workers_without_checkpoints_are_refused_before_they_are_submitted(login
     assert not list(Path("submitted").iterdir())
 
 
-@pytest.mark.slow
-def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
-    login_node, hub, capsys
-):
-    output = "--pipeline.1.output_writer.output_folder=hf://datasets/org/data/part"
-    assert run(output) == 1
-    assert (
-        "make it: hf repos create org/data --repo-type dataset --private" in capsys.readouterr().err
-    )
-    assert not list(Path("submitted").iterdir())
-    hub.create_repo("org/data")
-    assert run(output) == 0
-    assert list(Path("submitted").iterdir())
-    said = capsys.readouterr()
-    assert hub.token not in said.out + said.err
-    written = [path for path in login_node.rglob("*") if path.is_file()]
-    assert any(path.name == "executor.pik" for path in written)
-    assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
-
-
 def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, capsys):
     mark_as_finished(3, tasks=5)
     assert run("--executor.tasks=5") == 0
@@ -205,38 +165,6 @@ def test_markers_of_another_job_are_refused_before_anything_is_submitted(login_n
     assert run("--executor.tasks=5") == 1
     assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
     assert not list(Path("submitted").iterdir())
-
-
-@pytest.mark.slow
-def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(login_node, capsys):
-    mark_as_finished(1, tasks=2)
-    folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
-    settings = CheckpointManager(
-        folder.absolute(),
-        0,
-        1,
-        RunIdentity(
-            {
-                name: value
-                for name, value in read_run(folder / "00000/run.json").items()
-                if name != "format"
-            }
-        ),
-        lambda: None,
-        lambda: None,
-        mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
-    )
-    output = SimpleNamespace(write_chunk=None, placement=Placement(), stop=lambda: None)
-    checkpoint = OpenCheckpoint(settings, settings.take(), output)
-    checkpoint.close(completed=True)
-    checkpoint.raise_failure()
-    shutil.rmtree(folder)
-    mirrored = f"--pipeline.1.checkpoints_remote_dir={url}"
-    assert run(mirrored, "--executor.tasks=3") == 1
-    assert "tasks: 2 -> 3" in capsys.readouterr().err
-    assert run(mirrored, "--executor.tasks=2") == 0
-    assert "for 1 of 2 tasks" in capsys.readouterr().out
-    assert not folder.exists(), "what was restored is of no use on this machine"
 
 
 def test_a_variable_that_only_the_nodes_have_is_no_mistake(login_node, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Our worker processes, with tasks that have nothing to do with documents."""
 
 import asyncio
-import gc
 import os
 import select
 import signal
@@ -29,34 +28,13 @@ METHODS = [
 ]
 
 
-def nothing():
-    pass
+def in_a_worker(run, slot, tasks):
+    in_turn(partial(run, slot), tasks)
 
 
-def in_a_worker(run, close, slot, tasks):
-    try:
-        in_turn(partial(run, slot), tasks)
-    finally:
-        close()
-
-
-def group(
-    run,
-    count=2,
-    attempts=2,
-    close=nothing,
-    method="fork",
-):
-    return Workers(
-        multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts
-    )
-
-
-def test_a_worker_tunes_the_collector_once_for_all_its_tasks():
-    with group(lambda slot, task: (gc.get_threshold()[0], gc.get_freeze_count()), 1) as workers:
-        thresholds, frozen = zip(*dict(workers.run(range(3))).values(), strict=True)
-    assert min(thresholds) > gc.get_threshold()[0]
-    assert 0 < min(frozen) <= max(frozen) < min(frozen) + 100  # what is freed is no longer counted
+def group(run, count=2, attempts=2, method="fork", **settings):
+    work = partial(in_a_worker, run)
+    return Workers(multiprocess.get_context(method), count, work, NUMBERS, attempts, **settings)
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -182,28 +160,6 @@ async def takes_what_comes(folder, tasks):
             tasks.done(task, mine)
         waiting.cancel()
         await asyncio.wait([waiting])
-
-
-def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path):
-    """The second worker starts only when the first one has taken all that it gets."""
-
-    def work(slot, tasks):
-        if slot:
-            until((tmp_path / "has all").exists)
-        mine = [tasks.next()]
-        if not slot:
-            mine += [tasks.next(), tasks.next()]
-            (tmp_path / "has all").touch()
-            until((tmp_path / "other").exists)
-        else:
-            (tmp_path / "other").touch()
-        for task in mine:
-            assert task is not None
-            tasks.done(task, slot)
-        assert tasks.next() is None
-
-    with several(work, 2) as workers:
-        assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
 
 
 def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path):
@@ -492,16 +448,6 @@ def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_defa
     assert done[1:] == (-signal.SIGTERM, set())
 
 
-def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path):
-    def close():
-        time.sleep(0.2)
-        (tmp_path / f"closed {os.getpid()}").touch()
-
-    with group(lambda slot, task: os.getpid(), close=close) as workers:
-        pids = set(dict(workers.run(range(4))).values())
-    assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
-
-
 @pytest.mark.slow
 def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
     monkeypatch,
@@ -578,8 +524,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
     thread = in_thread(
         lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
-    context, work = multiprocess.get_context("fork"), partial(in_a_worker, run, nothing)
-    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers:
+    with group(run, 1, stop_seconds=0.3) as workers:
         list(workers.run([0]))
     thread.join()
     assert workers.signal == signal.SIGTERM

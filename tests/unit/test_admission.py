@@ -4,10 +4,7 @@ are enough for it.
 
 import asyncio
 
-import hypothesis
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
@@ -47,38 +44,6 @@ def test_the_engine_is_kept_busy_with_a_short_queue(engine, lengths, seed):
     assert all(step.waiting <= 2 * step.target for step in auto.steps)
 
 
-@given(
-    engine=st.builds(
-        Engine,
-        st.integers(1, 100),
-        st.sampled_from([512, 2048, 8192]),
-        base=st.floats(0.005, 0.2),
-        per_decode=st.floats(1e-5, 3e-3),
-        per_prompt_token=st.floats(1e-5, 5e-4),
-    ),
-    prompt=st.sampled_from([30, 200, 800]),
-    answer=st.sampled_from([10, 60, 200]),
-    spread=st.sampled_from([0.0, 0.5, 1.0]),
-    times=st.fixed_dictionaries(
-        {"on_the_way": st.floats(0.001, 0.1), "interval": st.sampled_from([0.1, 0.25, 1.0, 3.0])}
-    ),
-)
-@hypothesis.settings(max_examples=20, derandomize=True, deadline=None, database=None)
-def test_the_queue_of_any_engine_is_short(engine, prompt, answer, spread, times):
-    """In 3100 random cases, two queues were longer: by one request for a step, and with answers of
-    two tokens.
-    """
-
-    def around(mean, chance):
-        return chance.randint(int(mean * (1 - spread)) + 1, int(mean * (1 + spread)) + 1)
-
-    def lengths(chance, now):
-        return around(prompt, chance), around(answer, chance)
-
-    run = Simulation(engine, lengths, Admission(), **times).run(15)
-    assert all(step.waiting <= 2 * step.target for step in run.steps)
-
-
 def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow():
     made = Admission()
     made.update(Metrics(100, 8, 1, 30), 108)  # of an earlier run on the same server
@@ -91,23 +56,6 @@ def test_a_preemption_makes_the_limit_what_runs_and_its_growth_slow():
     for tokens in range(200):
         made.update(Metrics(made.limit, 0, 30 + tokens, 31), made.limit)
     assert made.limit > 300
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(3))
-def test_the_queue_is_short_after_a_burst_of_short_answers(seed):
-    def lengths(chance, now):
-        return chance.randint(50, 200), chance.randint(1, 4) if int(
-            now / 5
-        ) % 2 else chance.randint(100, 300)
-
-    auto = Simulation(ENGINES["gpu, 256 places"](), lengths, Admission(), seed=seed).run(30)
-    # Those that wait when answers become long were sent for short ones.
-    targets = [
-        max(step.target for step in auto.steps[max(0, n - 20) : n + 1])
-        for n in range(len(auto.steps))
-    ]
-    assert all(step.waiting <= 2 * target for step, target in zip(auto.steps, targets, strict=True))
 
 
 @pytest.mark.parametrize("requests", [1, 5, 60])

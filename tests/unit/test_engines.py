@@ -206,21 +206,6 @@ def test_the_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
     assert argv[argv.index("--threads") + 1] == "1"
 
 
-def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone():
-    kwargs = {"server_script": "serve.py", "my_flag": 3, "verbose": True}
-    settings = config("custom", model_kwargs=kwargs)
-    started = command_of(settings, "serve.py")
-    assert started.argv == (
-        sys.executable,
-        "serve.py",
-        "--port",
-        "4321",
-        "--my_flag=3",
-        "--verbose",
-    )
-    assert settings.model_kwargs == {"server_script": "serve.py", "my_flag": 3, "verbose": True}
-
-
 @pytest.mark.parametrize("name", ["host", "api_key"])
 @pytest.mark.parametrize("engine", [name for name in LAUNCHED if name != "dummy"])
 def test_model_kwargs_may_not_name_the_address_or_the_key(engine, name, monkeypatch):
@@ -361,11 +346,6 @@ AUTO = {"max_concurrent_generations": "auto"}
 def test_settings_of_the_servers_that_cannot_work_are_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         config(**{"server_type": "vllm", **settings})
-
-
-def test_model_kwargs_win_over_our_flags():
-    argv = command_of(config(tp=2, model_kwargs={"tensor_parallel_size": 4})).argv
-    assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
 
 
 def test_remote_code_is_off_unless_asked_for():

@@ -21,34 +21,8 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from tests.histories import History, progress, read_history
+from tests.histories import History, read_history
 from tests.rank_folders import failed
-
-
-def records():
-    return [
-        Start(at=1.0, attempt=1, host="node7", pid=42, job="17_3", slot=0, version="0.2.0"),
-        progress(at=1.0),
-        ServerEvent(
-            at=2.0,
-            attempt=1,
-            what="death",
-            name="0",
-            url="http://127.0.0.1:8000",
-            why="exit code 1",
-        ),
-        progress(at=62.0),
-        Spread(
-            at=62.0,
-            attempt=1,
-            milliseconds=Buckets({3: 1}),
-            prompt_tokens=Buckets(),
-            completion_tokens=Buckets(),
-        ),
-        Start(at=100.0, attempt=2, host="node8", pid=43),
-        progress(at=100.0, attempt=2),
-        End(at=130.0, attempt=2, why="stopped", what="SIGTERM"),
-    ]
 
 
 def written(path, content):

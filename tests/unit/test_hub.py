@@ -30,14 +30,12 @@ from datatrove_ckpt.preflight.doctor import check_commits
 @pytest.mark.parametrize(
     ("url", "folder"),
     [
-        ("hf://datasets/org/name/a/b/", HubFolder("dataset", "org/name", path="a/b")),
         ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
         ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
         (
             "hf://datasets/org/name@refs%2Fpr%2F3/a",
             HubFolder("dataset", "org/name", "refs/pr/3", "a"),
         ),
-        ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
         ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
         ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
     ],
@@ -173,24 +171,6 @@ def made(ages, ranks=1):
     return CommitHistory(
         0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages))
     )
-
-
-def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old():
-    for _ in range(20):
-        assert (
-            600
-            <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600]))
-            <= 602
-        )
-
-
-def test_ranks_wait_for_different_turns():
-    ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
-    waits = {
-        round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1)
-        for _ in range(200)
-    }
-    assert waits == {10, 20, 30}
 
 
 def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together():

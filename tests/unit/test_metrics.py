@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
-from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
@@ -75,19 +74,6 @@ def samples(text, **wanted):
 
 
 # names and text ----------------------------------------------------------------------------------
-
-
-def test_names_follow_the_conventions_of_prometheus():
-    for name, metric in METRICS.items():
-        assert re.fullmatch(r"datatrove_ckpt(_[a-z]+)+", name)
-        assert name.endswith("_total") == (metric.kind == "counter"), name
-        assert not re.search("_(ms|minutes|kb|percent|count|sum|bucket|created)$", name), (
-            "base units, no own suffixes"
-        )
-        assert not {"le", "quantile", "job", "instance", *RANK_LABELS} & set(
-            metric.labels
-        ) or name.endswith("_info")
-        assert metric.help.endswith(".")
 
 
 def test_the_text_says_what_the_rank_did():
@@ -217,21 +203,6 @@ def shown(host, rank, state="running"):
     port = metrics_port(host, PORT)
     assert port is not None
     return port.shows(lambda: metrics(rank, state))
-
-
-def test_openmetrics_is_sent_to_who_asks_for_it(host):
-    accepts = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-    with shown(host, 1):
-        request = urllib.request.Request(
-            f"http://{host}:{PORT}/metrics", headers={"Accept": accepts}
-        )
-        with urllib.request.urlopen(request, timeout=LONG) as response:
-            assert response.headers["Content-Type"].startswith("application/openmetrics-text")
-            found = openmetrics.text_string_to_metric_families(response.read().decode())
-            assert {family.name for family in found} >= {
-                "datatrove_ckpt_documents",
-                "datatrove_ckpt_rank_tokens",
-            }
 
 
 def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(

@@ -86,16 +86,6 @@ def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints
     assert odd_names(folder.parent) == []
 
 
-@pytest.mark.slow
-def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder):
-    home = folder.parent / "home"
-    (folder / "documents").rename(home / "documents")
-    assert run(data="~/documents", output="~/output", logs="~/logs") == 0
-    assert [path.name for path in (home / "output").glob("*.jsonl")] == ["00000_00000.jsonl"]
-    assert (home / "logs/completions/00000").exists()
-    assert odd_names(folder.parent) == []
-
-
 def test_it_is_expanded_where_the_task_runs(folder, server, monkeypatch):
     step = runner(folder, server)
     step.checkpoints_local_dir = "$SCRATCH/checkpoints"

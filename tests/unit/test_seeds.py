@@ -5,7 +5,6 @@ import asyncio
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.generate import request_seed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner
@@ -67,19 +66,6 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path, server):
         tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}
     ).run(documents(2))
     assert seeds(server) == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(tmp_path, server, before, after):
-    runner(tmp_path, server, config={"seed": before}).run(documents(2))
-    with pytest.raises(CheckpointMismatch, match="seed: "):
-        runner(tmp_path, server, config={"seed": after}).run(documents(2))
-
-
-@pytest.mark.parametrize("seed", ["7", True])
-def test_a_seed_that_is_no_number_is_refused(tmp_path, seed):
-    with FakeServer() as server, pytest.raises(ConfigError, match="seed: "):
-        runner(tmp_path, server, config={"seed": seed})
 
 
 def test_seeds_do_not_change_between_releases():

@@ -16,7 +16,6 @@ from datatrove_ckpt.mirror.manifests import (
     Versions,
     contains_version,
     decode_answers,
-    encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.uploads import Uploads
@@ -48,13 +47,6 @@ def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_
     again = RequestCache(tmp_path / "replay.sqlite3")
     assert again.last_answer == cache.last_answer
     again.close()
-
-
-def test_answers_come_back_as_they_were():
-    rows = [request(ordinal, number) for ordinal in range(5) for number in range(4)]
-    ((data, ordinals),) = encode_answers(rows)
-    assert list(decode_answers(data)) == rows
-    assert ordinals == set(range(5))
 
 
 class Mirrored:
@@ -155,18 +147,6 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
         uploads.add("history.jsonl", b"abc")
         uploads.add("commits.jsonl", b"abc")
     assert left == [(0, 0), (3, 3), (0, 6), (3, 9), (0, 12)]
-
-
-def test_an_object_is_read_from_its_copy_and_else_named(tmp_path):
-    versions = Versions(str(tmp_path / "00000"))
-    part = versions.put_object("0" * 16 + "-000000", b"content")
-    (tmp_path / "00000" / "objects" / part.name).unlink()
-    assert versions.read_object(part) == b"content"
-    (tmp_path / "00000" / "copies" / part.name).write_bytes(b"Content")
-    with pytest.raises(
-        Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"
-    ):
-        versions.read_object(part)
 
 
 @pytest.mark.parametrize(

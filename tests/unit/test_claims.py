@@ -257,7 +257,6 @@ def test_a_rank_whose_lock_another_process_holds_is_left_for_a_while(job):
     assert process.claims.free().ranks == [1, 2, 3]
 
 
-# Botocore and httpx have errors that are no OSError.
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
 def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job, monkeypatch, error):
     process = Process(job)
@@ -341,24 +340,20 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_after_a_beat_what_others_have_completed_is_seen(job, monkeypatch):
-    looks = SimpleQueue()
-    monkeypatch.setattr(job, "incomplete", lambda: looks.put(1) or [])
-    for store in (DiskClaims, ObjectClaims):
-        monkeypatch.setattr(store, "beat_seconds", 0.01)
-    Process(job)
-    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
-
-
-def test_beats_go_on_after_an_error_of_a_library(job, monkeypatch):
-    """Of botocore or httpx, which have no base in common with OSError."""
+# Botocore and httpx have errors that have no base in common with OSError.
+@pytest.mark.parametrize("error", [None, RuntimeError("no route to the store")])
+def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
+    job, monkeypatch, error
+):
     looks = SimpleQueue()
 
-    def fails():
+    def incomplete():
         looks.put(1)
-        raise RuntimeError("no route to the store")
+        if error:
+            raise error
+        return []
 
-    monkeypatch.setattr(job, "incomplete", fails)
+    monkeypatch.setattr(job, "incomplete", incomplete)
     for store in (DiskClaims, ObjectClaims):
         monkeypatch.setattr(store, "beat_seconds", 0.01)
     Process(job)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.common.retrying import (
     HUB,
@@ -51,13 +50,6 @@ def test_a_url_names_a_folder_and_the_folder_its_url(url, folder):
 def test_a_url_without_a_repository_is_refused(url):
     with pytest.raises(ConfigError, match="names no repository"):
         HubFolder.parse(url)
-
-
-def test_a_writers_folder_is_recognised():
-    writer = ParquetWriter("hf://datasets/org/name@branch/part", "${rank}_${chunk_index}.parquet")
-    folder = HubFolder.of(writer.output_folder)
-    assert (folder.repo, folder.branch, folder.path) == ("org/name", "branch", "part")
-    assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
 
 
 # What answers of the hub mean, and how long they ask to wait -------------------------------------
@@ -138,12 +130,6 @@ def test_a_storage_that_goes_on_refusing_is_final():
     assert "The token may not write to org/name" in str(
         given_up(FOLDER.url, refused, hub_failure, FOLDER.advice)
     )
-
-
-def test_ranks_that_were_refused_together_do_not_return_together():
-    waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
-    waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
-    assert len(waits) == 40
 
 
 def test_messages_show_no_signatures_and_say_what_comes_next(log):

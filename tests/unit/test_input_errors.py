@@ -51,6 +51,12 @@ def read_until(error, reader):
     return read
 
 
+def resumed(reader, read):
+    """The texts after those documents."""
+    reader.load_state_dict(position_state(read[-1]))
+    return texts(reader)
+
+
 # No documents ------------------------------------------------------------------------------------
 
 
@@ -253,14 +259,14 @@ def test_a_run_continues_after_a_file_that_was_cut_off_is_replaced(tmp_path, suf
     reader = JsonlReader(tmp_path.as_posix())
     read = read_until(InputError, reader)
     path.write_bytes(whole)
-    reader.load_state_dict(position_state(read[-1]) or {})
-    assert [document.text for document in read] + texts(reader) == [str(i) for i in range(500)]
+    assert [document.text for document in read] + resumed(reader, read) == [
+        str(i) for i in range(500)
+    ]
     path.write_bytes(COMPRESS[suffix](b"".join(lines).replace(b'"7"', b'"8"')))
-    reader.load_state_dict(position_state(read[-1]) or {})
     with pytest.raises(
         CheckpointMismatch, match=rf"'a.jsonl.{suffix}' has changed before byte \d+ of its content"
     ):
-        texts(reader)
+        resumed(reader, read)
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -271,11 +277,9 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     reader = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
     read = read_until(DamagedLine, reader)
     path.write_bytes(b"".join(lines))
-    reader.load_state_dict(position_state(read[-1]) or {})
-    assert texts(reader) == ["3", "4", "5"]
+    assert resumed(reader, read) == ["3", "4", "5"]
     path.write_bytes(b"".join(lines[:3] + lines[5:]))  # now shorter than it was
-    reader.load_state_dict(position_state(read[-1]) or {})
-    assert texts(reader) == ["5"]
+    assert resumed(reader, read) == ["5"]
 
 
 def test_another_text_key_is_refused_on_resume_but_not_for_a_position_of_0_1_0(

@@ -276,18 +276,6 @@ def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log
 # from chunk to chunk -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "values", [[[None], ["a"]], [[[]], [["a"]]], [[{"a": None}], [{"a": "x"}]], [["a"], [...]]]
-)
-def test_datasets_loads_them_as_one(tmp_path, server, values):
-    parquet_module = pytest.importorskip("datasets.packaged_modules.parquet.parquet")
-    files = [str(file) for file in written(tmp_path, server, values)]
-    builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
-    builder.download_and_prepare()
-    assert len(builder.as_dataset("train")) == len(values)
-
-
 def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server, log, capsys):
     written(
         tmp_path,

@@ -8,7 +8,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent, Silence, Wait
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -236,13 +235,6 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
     assert state.troubled == [], "it is not slow"
 
 
-def test_skipped_lines_are_summed(tmp_path):
-    for number in range(2):
-        lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
-        write_rank(tmp_path, number, [start(T), *lines], chunks=1, finished=True)
-    assert topic(read(tmp_path, T + 2 * MIN), "skipped") == "4 damaged lines and 1 row without text"
-
-
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
 def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
     tmp_path, running, ran, slow
@@ -268,21 +260,6 @@ def test_a_rank_with_long_documents_is_not_slow(tmp_path, running):
                 line.own.prompt_tokens *= 10
         running(*lines, number=number)
     assert read(tmp_path, T + 6 * MIN).troubled == []
-
-
-def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path):
-    write_rank(tmp_path, chunks=2, journal=3)
-    state = read(tmp_path)
-    (rank,) = state.ranks
-    assert (rank.state, rank.trouble, rank.documents, rank.attempts) == (
-        "unfinished",
-        "unfinished",
-        23,
-        [],
-    )
-    assert state.totals.average.documents == 0
-    assert state.totals.time_left is None
-    assert state.newest is not None
 
 
 def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path):
@@ -381,18 +358,6 @@ def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path)
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
 
 
-def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path):
-    for number in (0, 1, 5, 7):
-        write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
-    (tmp_path / "last_chunk").mkdir()
-    for number in (0, 1, 3, 5, 7):
-        (tmp_path / f"last_chunk/{number:05d}.txt").write_text("0\n")
-    state = read(tmp_path)
-    assert (state.missing, state.gone, state.foreign) == ([2, 3, 4], [3], [7])
-    assert ([rank.rank for rank in state.ranks], state.totals.documents) == ([0, 1, 5], 30)
-    assert (state.totals.not_started, state.is_finished) == (3, False)
-
-
 def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     write_rank(tmp_path, 0, chunks=1)
     folder = write_rank(tmp_path, 1, [start(T, host=HERE), minute(T, 0)])
@@ -400,19 +365,6 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     assert read(tmp_path).troubled == []
     (folder / layout.LOCK).unlink()
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
-
-
-def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path):
-    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [
-        ("ValueError", "no\nsuch")
-    ]
-    write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
-    write_rank(
-        tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True
-    )
-    totals = read(tmp_path).totals
-    assert totals.counts.dead == 4
-    assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
 
 
 def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, monkeypatch):

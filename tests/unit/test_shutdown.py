@@ -79,17 +79,14 @@ async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed():
     ],
     ids=["running", "draining", "fast stop"],
 )
-@pytest.mark.parametrize("already", [True, False])
-def test_a_thread_is_waited_for_no_longer_than_the_state_allows(
-    changes, running, draining, already
-):
+def test_a_thread_is_waited_for_no_longer_than_the_state_allows(changes, running, draining):
     shutdown = Shutdown(600)
 
     def change():
         for one in changes:
             one(shutdown)
 
-    change() if already else threading.Timer(0.02, change).start()
+    threading.Timer(0.02, change).start()
     began = time.monotonic()
     assert not shutdown.join(queue.SimpleQueue(), running, draining)
     assert time.monotonic() - began < 200

@@ -4,7 +4,6 @@ The real one is in tests/real/test_slurm.py.
 """
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -150,21 +149,6 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, cap
     assert scripted(capsys.readouterr().out) == "# nothing to submit: 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: 3 tasks are complete.\n"
-
-
-def test_markers_of_another_job_are_refused_before_anything_is_submitted(login_node, capsys):
-    mark_as_finished(3, tasks=3)
-    for options in ((), ("--dry-run",)):
-        assert run("--executor.tasks=5", *options) == 1
-        printed = capsys.readouterr()
-        assert "tasks: 3 -> 5" in printed.err
-        assert "Go on with 3 tasks (datatrove-ckpt run " in printed.err
-        assert "CONFIG" not in printed.err
-        assert "--array" not in printed.out
-    shutil.rmtree("slurm_run/checkpoints")
-    assert run("--executor.tasks=5") == 1
-    assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
-    assert not list(Path("submitted").iterdir())
 
 
 def test_a_variable_that_only_the_nodes_have_is_no_mistake(login_node, monkeypatch, capsys):

@@ -43,13 +43,6 @@ def test_an_interrupted_rank_is_no_error_for_datatrove(said):
     assert "stopped by Preempted" in log
 
 
-def test_an_error_of_ours_is_its_message_and_the_log_has_the_traceback(said):
-    terminal, log = said(CheckpointMismatch("The prompt is another one."))
-    assert terminal.count("The prompt is another one.") == 1
-    assert "Traceback" not in terminal
-    assert "Traceback" in log
-
-
 def test_errors_of_others_stay_as_they_are(said):
     terminal, log = said(ValueError("another's"))
     for text in (terminal, log):

@@ -74,12 +74,6 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(path, monk
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
 
-def test_a_number_of_seconds_may_be_auto(job):
-    for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
-        built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
-        assert built.pipeline[1].sync_seconds == value
-
-
 @pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
 def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name, tmp_path):
     text = (CONFIGS / name).read_text()
@@ -139,12 +133,6 @@ def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(j
         type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor")))
         is DatatroveExecutor
     )
-
-
-def test_an_executor_may_depend_on_another_one(job):
-    first = "depends: {class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first}}"
-    executor = job(("logging_dir: logs", f"logging_dir: logs\n    {first}"))
-    assert type(executor.depends) is LocalPipelineExecutor
 
 
 def test_yaml_is_read_by_the_rules_of_yaml_1_2():

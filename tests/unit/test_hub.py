@@ -159,6 +159,12 @@ def made(ages, ranks=1):
     )
 
 
+def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old():
+    pace = CommitPace(per_hour=8)
+    for _ in range(20):
+        assert 600 <= pace.seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
+
+
 def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together():
     waits = [CommitPace(300).seconds_of_next() for _ in range(100)]
     assert min(waits) >= 150

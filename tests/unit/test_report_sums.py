@@ -2,16 +2,10 @@
 
 import pytest
 
-from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import parse_history
 from datatrove_ckpt.checkpoint.history_records import (
-    End,
-    Progress,
     ServerEvent,
     Spread,
-    Start,
-    WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -20,38 +14,30 @@ from datatrove_ckpt.maintenance.report.histories import (
 )
 from datatrove_ckpt.maintenance.report.page import clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from tests import rank_folders
+from tests.rank_folders import done, failed, minute, stopped
 from tests.unit.test_report_page import Reader
 
 T = 1_790_000_000.0
 
 
-def line(attempt, at, documents, in_flight=0, **work):
-    total = WorkCounts(documents=documents, **work)
-    counts = DocumentCounts(documents, documents, 0, 0, documents, 10 * documents, 5 * documents)
-    seconds = Seconds(at, at)
-    return Progress(
-        at=T + at,
-        attempt=attempt,
-        seconds=seconds,
-        documents=counts,
-        total=total,
-        in_flight=in_flight,
-    )
+def line(attempt, at, documents, in_flight=0):
+    return minute(T + at, documents, attempt=attempt, in_flight=in_flight)
 
 
 def log_of(records):
     return parse_history([record.to_line() for record in records], 1000)
 
 
-def start(attempt, at, **changes):
-    return Start(at=T + at, attempt=attempt, host="node7", pid=1, **changes)
+def start(attempt, at, job=None):
+    return rank_folders.start(T + at, attempt, job=job)
 
 
 def server(attempt, at, what, why="", name="0"):
     return ServerEvent(at=T + at, attempt=attempt, what=what, name=name, why=why)
 
 
-def killed_once(until=600):
+def killed_once():
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
     records = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
@@ -62,7 +48,7 @@ def killed_once(until=600):
         line(2, 400, 145),
         line(2, 430, 145),
     ]
-    records += [line(2, at, 145 + (at - 430) // 2) for at in range(490, int(until) + 1, 60)]
+    records += [line(2, at, 145 + (at - 430) // 2) for at in range(490, 551, 60)]
     return log_of(records)
 
 
@@ -79,7 +65,7 @@ def over_time(*logs, now=None, until=None):
 
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
     found = over_time(
-        killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
+        killed_once(), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
     )
     assert found.documents.sum() == pytest.approx(265)
 
@@ -91,7 +77,7 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
     assert rates(10, 200) == {0.5}
     assert rates(440, 540) == {1.0}
     assert rates(560, 690) == {None}
-    assert rates(560, 690, over_time(killed_once(550), now=T + 700, until=T + 700)) == {0.0}, (
+    assert rates(560, 690, over_time(killed_once(), now=T + 700, until=T + 700)) == {0.0}, (
         "it still runs"
     )
 
@@ -119,13 +105,10 @@ def report_of(folder, *ranks, state="lost"):
 
 
 def test_the_way_an_attempt_ended_is_told(tmp_path):
-    records = [
-        start(1, 0, job="77_1"),
-        End(at=T + 9, attempt=1, why="stopped", what="SIGTERM"),
-    ]
-    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
+    records = [start(1, 0, job="77_1"), stopped(T + 9)]
+    records += [start(2, 20), failed(T + 30, "DiskFull: no room", 2)]
     records += [start(3, 40), line(3, 45, 5, in_flight=3)]
-    records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
+    records += [start(4, 60), done(T + 70, 4)]
     table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
     assert table.rows == [
         ["0", "1", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
@@ -178,11 +161,11 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
     records = [start(1, 0)]
     for number in range(1, 4):
         records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
-        for minute in range(300):
-            records.append(line(number, 1000 * number + 10 + minute, 300 * number + minute))
-            if minute % 10 == 9:
-                spread = Spread(at=T + 1000 * number + 10 + minute, attempt=number)
-                for _ in range(minute):
+        for second in range(300):
+            records.append(line(number, 1000 * number + 10 + second, 300 * number + second))
+            if second % 10 == 9:
+                spread = Spread(at=T + 1000 * number + 10 + second, attempt=number)
+                for _ in range(second):
                     spread.milliseconds.count(5)
                 records.append(spread)
     history = parse_history([record.to_line() for record in records], 30)
@@ -190,7 +173,7 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
     assert len(history.minutes) <= 30 + 8
     for number in (1, 2, 3):
         first = 300 * number
-        known = [minute.documents.read for minute in history.minutes if minute.attempt == number]
+        known = [one.documents.read for one in history.minutes if one.attempt == number]
         assert [known[0], known[-1]] == [first, first + 299]
     assert [spread.milliseconds for spread in history.spreads] == [
         {int(4 * 2.3219280948) + 1: 299}

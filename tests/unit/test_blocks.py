@@ -1,12 +1,9 @@
 """An input as blocks of rows: each row is in one block, and a block is read without the others."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -61,7 +58,7 @@ def write(folder, kind):
     return reader_of(folder, ending)
 
 
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS = {
     "parquet": ("parquet", {}),
     "arrow": ("arrow", {"options": pa.ipc.IpcWriteOptions(compression="zstd")}),
     "stream": ("arrow", {"stream": True}),  # a batch is found by the messages before it
@@ -86,8 +83,7 @@ def test_a_stream_with_dictionaries_is_refused(tmp_path):
 
 
 def rows_of(read):
-    found: list[dict[str, Any]] = read if isinstance(read, list) else read.to_pylist()
-    return found
+    return read if isinstance(read, list) else read.to_pylist()
 
 
 def test_each_row_is_in_one_block_in_the_order_of_the_files(reader, request):
@@ -230,7 +226,7 @@ def test_a_key_that_some_lines_lack_is_none_there(tmp_path):
 
 def converted(reader, patch):
     """Of each batch that a reader makes documents of from now on: its rows."""
-    sizes: list[int] = []
+    sizes = []
     batches = reader._batches
 
     def spied(*arguments):

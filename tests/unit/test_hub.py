@@ -23,7 +23,6 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
 from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, hub_failure
 from datatrove_ckpt.output.stoppable import given_up
-from datatrove_ckpt.preflight.doctor import check_commits
 
 
 @pytest.mark.parametrize(
@@ -225,20 +224,3 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end():
 
 
 # What the hub's rules mean for a job -------------------------------------------------------------
-
-
-def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning():
-    few, many = (check_commits(tasks, CommitPace()) for tasks in (2688, 2689))
-    assert (few.state, few.message) == (
-        "ok",
-        "all tasks together keep to 112 per hour (hub_commits_per_hour).",
-    )
-    assert many.state == "warning"
-    assert (
-        "Each of 2689 tasks makes one commit at least, which takes 24 h. Use fewer tasks"
-        in many.message
-    )
-    assert (
-        "The hub allows 128 to a free account"
-        in check_commits(1, CommitPace(per_hour=1000)).message
-    )

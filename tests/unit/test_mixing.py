@@ -2,8 +2,6 @@
 end.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
@@ -98,7 +96,7 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(at_end, counts):
 
     def make():
         sources = [source(name, count) for name, count in zip("abc", counts, strict=False)]
-        return ThroughJson(sources, [2, 1, 1][: len(counts)], 3, at_end)  # type: ignore[arg-type]
+        return ThroughJson(sources, [2, 1, 1][: len(counts)], 3, at_end)
 
     count = len(list(make()))
     two = make()

@@ -3,12 +3,9 @@
 None of it needs torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +73,7 @@ def test_every_stop_resumes_exactly_with_a_state_that_is_json(options):
         return ThroughJson(Rows(rows_of(lengths), shuffles=True), 4, **options)
 
     count = len(list(make()))
-    stops: list[Any] = [*range(1, 2 * count + 1), (1, 1, 1), (2, count), (count, 0, 3)]
+    stops = [*range(1, 2 * count + 1), (1, 1, 1), (2, count), (count, 0, 3)]
     report = assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
     assert report.samples == [count, count]
 
@@ -152,7 +149,7 @@ def test_rows_that_cannot_be_packed_are_named():
         ([[1.5], [1]], {"pad": 0}, "'input_ids' of a row"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            list(Pack(Rows(rows), 4, **options))  # type: ignore[arg-type]
+            list(Pack(Rows(rows), 4, **options))
 
 
 def test_settings_that_cannot_work_are_refused():
@@ -162,7 +159,7 @@ def test_settings_that_cannot_work_are_refused():
         ({"length": 4, "columns": ["a", "b"], "pad": {"a": 1}}, "pad must have a number for each"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            Pack(Rows([]), **options)  # type: ignore[arg-type]
+            Pack(Rows([]), **options)
     with pytest.raises(ConfigError, match=r"list.* has no state_dict and no load_state_dict"):
         Pack([[1, 2]], 4)
 

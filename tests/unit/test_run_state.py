@@ -378,6 +378,3 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, m
         False,
     )
     assert rank.unfinished == counts(6)
-
-
-# commits -----------------------------------------------------------------------------------------

@@ -73,24 +73,6 @@ def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_c
     assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
-def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path):
-    def run(slot, task):
-        with (tmp_path / str(task)).open("a") as file:
-            file.write("tried\n")
-        tried = len((tmp_path / str(task)).read_text().splitlines())
-        if task == 1 or (task == 2 and tried < 3):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if task == 3 and tried == 1:
-            os._exit(0)
-        return task
-
-    with group(run, attempts=3) as workers:
-        assert sorted(workers.run(range(5))) == [(0, 0), (2, 2), (3, 3), (4, 4)]
-    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
-    tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
-    assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
-
-
 def several(work, count=1, attempts=2):
     """Workers that take several tasks before one is done."""
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)

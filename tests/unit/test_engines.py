@@ -324,6 +324,8 @@ AUTO = {"max_concurrent_generations": "auto"}
     ("settings", "message"),
     [
         ({"replicas": 0}, "replicas must be >= 1"),
+        ({"seed": "7"}, "seed: '7' is not a whole number"),
+        ({"seed": True}, "seed: True is not a whole number"),
         ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
         (
             {"max_concurrent_generations": "all"},

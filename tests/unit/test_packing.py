@@ -5,7 +5,6 @@ None of it needs torch.
 
 import itertools
 import json
-import random
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.torch import Mix, Pack
 from datatrove_ckpt.torch.seals import sealed
-from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
 
 
@@ -56,26 +54,6 @@ def test_no_token_is_lost_or_moved(lengths, length, pads):
     assert got == whole[: len(got)]
     assert {len(sample) for sample in samples} <= {length}
     assert len(whole) - len(got) < (1 if pads else length)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "options", [{"pad": 0, "positions": True, "separator": 7}, {}, {"separator": 7}], ids=str
-)
-def test_every_stop_resumes_exactly_with_a_state_that_is_json(options):
-    lengths = [random.Random(0).choice([0, 1, 3, 4, 9, 30]) for _ in range(12)]
-
-    class ThroughJson(Pack):
-        def load_state_dict(self, state_dict):
-            super().load_state_dict(json.loads(json.dumps(state_dict)))
-
-    def make():
-        return ThroughJson(Rows(rows_of(lengths), shuffles=True), 4, **options)
-
-    count = len(list(make()))
-    stops = [*range(1, 2 * count + 1), (1, 1, 1), (2, count), (count, 0, 3)]
-    report = assert_resume_is_exact(make, stops, epochs=2, samples=lambda sample: [sample])
-    assert report.samples == [count, count]
 
 
 def test_several_columns_are_cut_at_the_same_places():

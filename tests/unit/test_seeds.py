@@ -68,6 +68,13 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path, server):
     assert seeds(server) == [1, 1, 1, 1]
 
 
+def test_another_seed_is_another_run(tmp_path, server):
+    def identity(seed):
+        return str(runner(tmp_path, server, config={"seed": seed}).identity(1).fields)
+
+    assert len({identity(seed) for seed in (None, 7, 8)}) == 3
+
+
 def test_seeds_do_not_change_between_releases():
     """Or an upgrade in the middle of a run would ask for other samples, and pay twice."""
     assert request_seed(7, 3, "id", 1, "0123abcd", 2) == 1125260363

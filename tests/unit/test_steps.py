@@ -1,11 +1,14 @@
 """What a finished rank keeps of the steps before its runner, and how that is compared."""
 
+import functools
 import sys
 import types
 
+from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.generation.run_identity import code_of
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.step_records import (
     StepRecord,
     describe_pipeline,
@@ -52,6 +55,23 @@ def test_settings_hold_no_secret_no_object_and_nothing_long():
     long = plain_settings({"names": ["name"] * 1000})
     assert len(str(long)) < 100
     assert long != plain_settings({"names": ["name"] * 999 + ["nome"]})
+
+
+def test_the_list_of_an_executor_names_every_step():
+    class Called:
+        def __call__(self, data, rank, world_size):
+            return data
+
+    def inner(data, rank, world_size):
+        return data
+
+    partial = functools.partial(inner, rank=1)
+    steps = [[Document("a", "a")], JsonlReader("."), StatelessFilter(2), inner, partial, Called()]
+    found = listed(steps)
+    names = "documents reader datatrove.StatelessFilter inner inner Called"
+    assert [step.name for step in found] == names.split()
+    assert differences(found, listed(steps)) == []
+    assert differences(found, found[1:]) != [] != differences(found[1:], found)
 
 
 def listed(steps):

@@ -85,6 +85,12 @@ def test_a_run_folder_stands_for_its_checkpoints_output_and_logs(tmp_path):
         assert (place.folder, place.output) == (tmp_path, None)
 
 
+def test_a_mirror_in_a_run_folder_is_read(tmp_path):
+    mirror(f"{tmp_path}/checkpoints/00000", commits_jsonl=b"a\n")
+    with open_place(str(tmp_path)) as place:
+        assert (place.is_copy, place.what) == (True, f"{tmp_path}/checkpoints")
+
+
 @pytest.mark.parametrize("where", ["folder", "file://", "memory://"])
 def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
     url = {

@@ -122,7 +122,6 @@ class RawServer:
     async def handle(self, reader, writer):
         self.connections += 1
         task = asyncio.current_task()
-        assert task
         self.handlers.add(task)
         try:
             while not writer.is_closing():

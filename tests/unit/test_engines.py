@@ -97,7 +97,7 @@ def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
 
 def test_an_engine_stands_everywhere_where_it_is_named():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    said = InferenceConfig.__doc__ or ""
+    said = InferenceConfig.__doc__
     for name, engine in ENGINES.items():
         assert f'"{name}"' in said, "its name belongs into the docstring of InferenceConfig"
         assert engine.package in " ".join(extras.get(name, [])), "pyproject.toml lacks its extra"

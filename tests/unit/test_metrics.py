@@ -201,9 +201,7 @@ def get(host, port=PORT):
 
 
 def shown(host, rank, state="running"):
-    port = metrics_port(host, PORT)
-    assert port is not None
-    return port.shows(lambda: metrics(rank, state))
+    return metrics_port(host, PORT).shows(lambda: metrics(rank, state))
 
 
 def test_ranks_of_a_process_are_at_one_port_and_one_that_has_ended_is_shown_for_a_while_and_once(

@@ -176,7 +176,7 @@ def test_every_page_can_be_reached_from_readme():
 def test_the_crash_table_is_the_one_in_the_code():
     in_page = table_rows(section("docs/internals/recovery.md", "## How a chunk is committed"))
     in_code = re.findall(
-        r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__ or "", re.MULTILINE
+        r"^    (\d) +(journal|output)(.*?)  +(\S.*)$", recovery.__doc__, re.MULTILINE
     )
     assert in_page == [
         [number, (first + rest).strip(), what] for number, first, rest, what in in_code
@@ -214,7 +214,7 @@ def test_every_error_has_an_entry_in_the_order_of_the_tree():
         if inspect.isclass(one) and issubclass(one, errors.CkptError)
     ]
     assert sorted(entries) == sorted(classes)
-    tree = re.findall(r"^[│├└─ ]*(\w+)(?:  |$)", errors.__doc__ or "", re.MULTILINE)
+    tree = re.findall(r"^[│├└─ ]*(\w+)(?:  |$)", errors.__doc__, re.MULTILINE)
     assert [name for name in tree if name in entries] == entries
     others = [getattr(readers, name) for name in readers.__all__]
     for error in (

@@ -208,7 +208,7 @@ def test_auto_that_cannot_be_known_is_refused(params, error):
         for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
 
 
-def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_path, words):
+def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(words):
     rollout = PromptRollout(max_prompt_tokens=5)
     fitted = for_config(rollout, config(model_name_or_path=words))
     assert "tokenizer_hash" not in vars(rollout), "the user's object stays as it is"

@@ -310,7 +310,7 @@ def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal):
         logger.remove(before)
 
 
-def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal, tmp_path):
+def test_a_fork_draws_no_bar_and_waits_for_no_lock(terminal):
     with terminal.streams(), BarTerminal(text) as bar:
         bar.draw()
         taken, free = threading.Event(), threading.Event()

@@ -94,7 +94,6 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
             if 1 in mine:
                 os.kill(os.getpid(), signal.SIGKILL)
             (task,) = mine
-            assert task is not None
             tasks.done(task, os.getpid())
             mine = [tasks.next()]
 
@@ -144,13 +143,12 @@ async def takes_what_comes(folder, tasks):
         await asyncio.wait([waiting])
 
 
-def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path):
+def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done():
     def work(slot, tasks):
         async def one():
             task = await tasks.wait_for_next()
             waiting = asyncio.create_task(tasks.wait_for_next())
             assert not (await asyncio.wait([waiting], timeout=0.2))[0]
-            assert task is not None
             tasks.done(task, "done")
             assert await waiting is None
 
@@ -177,7 +175,6 @@ def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_pa
 def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path):
     def work(slot, tasks):
         task = tasks.next()
-        assert task is not None
         (tmp_path / f"{slot} has a task").touch()
         until((tmp_path / "1 has a task").exists)
         if slot and not (tmp_path / "died").exists():
@@ -335,7 +332,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
             time.sleep(0.001)
         was_noticed.append(noticed)
         if not noticed:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     thread = in_thread(
         lambda: until_there(tmp_path / "started 0", tmp_path / "started 1"),
@@ -400,7 +397,7 @@ def test_a_signal_while_workers_are_started_leaves_none(method, moment, monkeypa
     assert multiprocess.active_children() == children
 
 
-def test_signals_that_this_process_ignores_stay_ignored(tmp_path):
+def test_signals_that_this_process_ignores_stay_ignored():
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
     try:
         with group(lambda slot, task: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) as workers:
@@ -411,9 +408,7 @@ def test_signals_that_this_process_ignores_stay_ignored(tmp_path):
         signal.signal(signal.SIGINT, previous)
 
 
-def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(
-    tmp_path,
-):
+def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers():
     def run(slot, task):
         if (fork := os.fork()) == 0:
             signal.raise_signal(signal.SIGTERM)

@@ -97,6 +97,8 @@ PROMPT = "--pipeline.2.rollout_fn.prompt="
     [
         (PROMPT + "# {text}", "# {text}"),
         (PROMPT + "'{text}'", "{text}"),
+        ("--pipeline.2.config.model_name_or_path=7", "7"),
+        ("--pipeline.2.config.endpoint_url=[http://a:1, http://b:2]", ["http://a:1", "http://b:2"]),
         ("--pipeline.2.config.max_concurrent_generations=auto", "auto"),
         ("--pipeline.2.config.default_generation_params=temperature: 0.5", {"temperature": 0.5}),
         (

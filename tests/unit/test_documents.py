@@ -228,6 +228,8 @@ USUAL = [
 UNUSUAL = {  # text, id, results, other metadata, media
     "NaN in the usage": ("t", "i", [InferenceResult("", "stop", {"seconds": math.nan})], {}, []),
     "NaN for a null": ("t", "i", [InferenceResult("", None, {}, None)], {"nan": math.nan}, []),
+    "another result": ("t", "i", [RESULT, {"text": "a dict"}], {}, []),
+    "a result twice": ("t", "i", USUAL, {"x": RESULT}, []),
     "a result elsewhere": ("t", "i", [{"text": "a dict"}], {"x": RESULT}, []),
     "a key of ours": ("t", "i", USUAL, {"$py": ["result", {}]}, []),
     "a large number": ("t", "i", USUAL, {"n": 2**70}, []),

@@ -47,13 +47,16 @@ def of(kind, options="rw", source="somewhere"):
     ("kind", "options", "says"),
     [
         ("tmpfs", "rw", "It is lost when the machine or container stops."),
+        ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
         ("overlay", "rw,volatile", "syncs do nothing"),
         ("nfs", "rw,vers=3,nolock", "mounted with nolock"),
         ("nfs", "rw,vers=3", "NFS 3 need lockd"),
         ("lustre", "rw", "mount it with -o flock"),
         ("fuse.gcsfuse", "rw", "It cannot append to a file."),
         ("ext4", "rw", None),
+        ("apfs", "rw", None),
         ("nfs4", "rw,vers=4.2,local_lock=none", None),
+        ("nfs", "rw,vers=4.1", None),
         ("lustre", "rw,flock", None),
     ],
 )

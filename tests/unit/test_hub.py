@@ -34,6 +34,7 @@ from datatrove_ckpt.output.stoppable import given_up
             "hf://datasets/org/name@refs%2Fpr%2F3/a",
             HubFolder("dataset", "org/name", "refs/pr/3", "a"),
         ),
+        ("hf://datasets/org/name/a@b", HubFolder("dataset", "org/name", path="a@b")),
         ("hf://org/name/a", HubFolder("model", "org/name", path="a")),
         ("hf://buckets/org/name/a", HubFolder("bucket", "org/name", path="a")),
     ],

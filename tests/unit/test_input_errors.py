@@ -89,6 +89,12 @@ def resumed(reader, read):
             id="gzip by another name",
         ),
         pytest.param(
+            zstandard.compress(LINES[0]),
+            {"compression": None},
+            r"compressed with zstd",
+            id="zstd as plain",
+        ),
+        pytest.param(
             b"".join(LINES),
             {"adapter": lambda self, data, path, at: {"text": ""}},
             r"adapter found no text",

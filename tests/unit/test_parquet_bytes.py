@@ -37,6 +37,7 @@ SETTINGS = {
     "defaults": {},
     "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
     "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
+    "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
     "schema": {"schema": SCHEMA, "expand_metadata": True},
     "media": {
         "save_media_bytes": True,

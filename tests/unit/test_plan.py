@@ -53,11 +53,7 @@ def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("6h", 21600),
-        ("90m", 5400),
-        ("1.5d", 129600),
-    ],
+    [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)],
 )
 def test_times_have_units(text, seconds):
     assert parse_time(text) == parse_seconds(text) == seconds
@@ -67,7 +63,7 @@ def test_the_cost_of_a_save_needs_no_unit():
     assert parse_seconds("140") == 140
 
 
-@pytest.mark.parametrize("text", ["0h", "6 weeks", f"{10**400}s"])
+@pytest.mark.parametrize("text", ["6", "0h", "-1h", "6 weeks", f"{10**400}s"])
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(
         argparse.ArgumentTypeError,
@@ -150,7 +146,9 @@ def test_what_is_missing_or_does_not_fit_is_one_message(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--mtbf 0s", "--step 2.5s", "--pipeline.1.x=1"])
+@pytest.mark.parametrize(
+    "words", ["--mtbf 0s", "--save-cost 2.5w", "--step 2.5s", "--pipeline.1.x=1"]
+)
 def test_bad_values_are_refused(words):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--save-cost", "5s", "--mtbf", "6h", *words.split()])

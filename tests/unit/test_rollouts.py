@@ -126,6 +126,8 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
         (PromptRollout, {"answer_attempts": 0}, "answer_attempts: must be >= 1; it is 0."),
         (ChunkedRollout, {"prompt": "{id}"}, "prompt: has no {text}, so every part would get the same prompt. Put"),
         (ChunkedRollout, {"max_chars_per_part": 0}, "max_chars_per_part must be >= 1; it is 0."),
+        (ChunkedRollout, {"max_tokens_per_part": 0}, "max_tokens_per_part must be >= 1; it is 0."),
+        (ChunkedRollout, {"carried_parts": 0}, "carried_parts must be >= 1; it is 0."),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):

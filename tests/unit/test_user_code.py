@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
-from datatrove_ckpt.rollouts import PromptRollout
+from datatrove_ckpt.rollouts import PromptRollout, chat
 from tests.jobs import ask, documents, runner
 
 
@@ -53,10 +53,12 @@ class Callable_:
         (ask, None),
         (hands_on, None),
         (lambda document, generate: ask(document, generate), None),
+        (decorated, None),
         (Callable_(), {"anything": 1}),
         (Callable_().method, {}),
         (functools.partial(with_lexicon, lexicon={}), None),
         (with_lexicon, lambda: {"lexicon": {}}),
+        (chat, {"anything": 1}),
         (PromptRollout(), None),
         (print, None),  # its source cannot be seen
     ],
@@ -94,6 +96,7 @@ async def yields(document, generate):
             None,
             "plain(document, generate) is not async. Write `async def rollout(document, generate)`",
         ),
+        (functools.partial(plain), None, "plain(document, generate) is not async"),
         (yields, None, "yields(document, generate) yields, so it cannot be awaited"),
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (
@@ -102,6 +105,11 @@ async def yields(document, generate):
             "one_parameter(document) cannot be called as rollout(document, generate): too many",
         ),
         (three_parameters, None, "missing a required argument: 'lexicon'"),
+        (
+            three_parameters,
+            {"words": 1},
+            "rollout(document, generate, words=...) (shared_context gives the names)",
+        ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
         (7, None, "rollout_fn: 7 is not callable"),
     ],

@@ -661,13 +661,25 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path):
         _ = reading.resumed
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_large_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ("kind", "count", "size", "most"),
+    [
+        ("parquet", 50, 10_000, 7),
+        ("arrow", 50, 10_000, 7),
+        ("arrow", 5000, 1, 1000),  # millions as Python objects would take gigabytes
+        ("arrows", 5000, 1, 1000),
+    ],
+)
+def test_few_rows_of_a_batch_are_converted_at_a_time(
+    tmp_path, monkeypatch, kind, count, size, most
+):
     monkeypatch.setattr("datatrove_ckpt.readers.tables._BATCH_BYTES", 70_000)
     noise = random.Random(0)
-    texts = [str(n) for n in range(50)]
-    table = pa.table({"text": texts, "image": [noise.randbytes(10_000) for _ in texts]})
-    write_table(tmp_path / f"0.{kind}", table, 20)
+    texts = [str(n) for n in range(count)]
+    table = pa.table({"text": texts, "image": [noise.randbytes(size) for _ in texts]})
+    is_stream = kind == "arrows"
+    path = tmp_path / f"0.{kind.removesuffix('s')}"
+    write_table(path, table, count if is_stream else count // 2, stream=is_stream)
     one = reader(tmp_path.as_posix(), kind)
     taken = []
     batches = one._batches
@@ -680,6 +692,8 @@ def test_large_rows_are_read_a_few_at_a_time(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(one, "_batches", spied)
     found = list(one.run())
     assert [document.text for document in found] == texts
-    assert max(taken) <= 7
-    one.load_state_dict(state_of(found[32]))
-    assert [document.text for document in one.run()] == texts[33:]
+    assert most / 2 < max(taken) <= most
+    taken.clear()
+    one.load_state_dict(state_of(found[count * 2 // 3]))
+    assert [document.text for document in one.run()] == texts[count * 2 // 3 + 1 :]
+    assert sum(taken) < count / 2

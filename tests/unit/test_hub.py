@@ -23,6 +23,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
 from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, hub_failure
 from datatrove_ckpt.output.stoppable import given_up
+from datatrove_ckpt.preflight.doctor import check_commits
 
 
 @pytest.mark.parametrize(
@@ -225,3 +226,8 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end():
 
 
 # What the hub's rules mean for a job -------------------------------------------------------------
+
+
+def test_more_commits_than_the_hub_allows_to_a_free_account_are_said():
+    said = check_commits(1, CommitPace(per_hour=1000)).message
+    assert "The hub allows 128 to a free account" in said

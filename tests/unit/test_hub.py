@@ -133,6 +133,12 @@ def test_a_storage_that_goes_on_refusing_is_final():
     )
 
 
+def test_ranks_that_were_refused_together_do_not_return_together():
+    waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
+    waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
+    assert len(waits) == 40
+
+
 def test_messages_show_no_signatures_and_say_what_comes_next(log):
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
     assert "secret" not in failure_line(error)

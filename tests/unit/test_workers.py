@@ -492,6 +492,21 @@ def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(tmp_path
         assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+@pytest.mark.slow
+def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
+    def run(slot, task):
+        (tmp_path / "started").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    thread = in_thread(
+        lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    with group(run, 1, stop_seconds=0.3) as workers:
+        list(workers.run([0]))
+    thread.join()
+    assert workers.signal == signal.SIGTERM
+
+
 def environment(slot, task):
     return os.environ.get("OF_THE_PARENT", "nothing")
 

@@ -245,6 +245,27 @@ def test_what_a_run_needs_is_not_imported_before_it(tmp_path, code, later):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
+def test_what_ends_a_task_on_a_cluster_is_said_once(run):
+    assert run("--pipeline.1.end=own") == 1
+    task = """
+import pickle
+from datatrove.executor import LocalPipelineExecutor
+from datatrove_ckpt.process.task_errors import QuietErrors
+from my_steps import Step
+executor = LocalPipelineExecutor([Step("own")], logging_dir="elsewhere", workers=1)
+executor._quiet = pickle.loads(pickle.dumps(QuietErrors(said_later=True)))
+executor._run_for_rank(0)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *filter(None, sys.path)])}
+    ended = subprocess.run(
+        [sys.executable, "-c", task], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count("The prompt is another one.") == 1
+
+
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch, ran_before):
     """Also where all tasks have markers of the run before, as in a retry of dead letters."""

@@ -350,6 +350,11 @@ def test_settings_of_the_servers_that_cannot_work_are_named(settings, message):
         config(**{"server_type": "vllm", **settings})
 
 
+def test_model_kwargs_win_over_our_flags():
+    argv = command_of(config(tp=2, model_kwargs={"tensor_parallel_size": 4})).argv
+    assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
+
+
 def test_remote_code_is_off_unless_asked_for():
     assert "--trust-remote-code" not in command_of(config()).argv
     assert "--trust-remote-code" in command_of(config(trust_remote_code=True)).argv

@@ -74,6 +74,12 @@ def test_every_config_builds_and_begins_with_the_command_that_runs_it(path, monk
     assert all(isinstance(step, PipelineStep) for step in executor.pipeline)
 
 
+def test_a_number_of_seconds_may_be_auto(job):
+    for text, value in (("auto", "auto"), ("2", 2.0), ("0.5", 0.5)):
+        built = job(("checkpoints_local_dir: checkpoints", f"sync_seconds: {text}"))
+        assert built.pipeline[1].sync_seconds == value
+
+
 @pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
 def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name, tmp_path):
     text = (CONFIGS / name).read_text()

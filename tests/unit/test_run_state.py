@@ -8,6 +8,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent, Silence, Wait
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -233,6 +234,13 @@ def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_do
         == "1, 0 waiting as of 20 s ago; the oldest for 70 s: rank 3 (document book 7)"
     )
     assert state.troubled == [], "it is not slow"
+
+
+def test_skipped_lines_are_summed(tmp_path):
+    for number in range(2):
+        lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
+        write_rank(tmp_path, number, [start(T), *lines], chunks=1, finished=True)
+    assert topic(read(tmp_path, T + 2 * MIN), "skipped") == "4 damaged lines and 1 row without text"
 
 
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])

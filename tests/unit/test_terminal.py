@@ -10,6 +10,7 @@ from io import TextIOWrapper
 import pytest
 from loguru import logger
 
+from datatrove_ckpt.process import screen as screens
 from datatrove_ckpt.process.screen import (
     WAITING,
     BarTerminal,
@@ -20,6 +21,7 @@ from datatrove_ckpt.process.screen import (
     has_terminal,
     leave_terminal,
     reporter,
+    reporting_to,
 )
 from tests.ptys import Terminal
 
@@ -389,3 +391,14 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
         lines.tick()
     assert [seconds for seconds, _ in said] == [10, 130, 250]
     assert said[0][1].startswith("3.0 % of the input, 3 docs, ")
+
+
+def test_ranks_of_a_worker_report_to_its_parent(terminal):
+    reports = []
+    with terminal.streams(), reporting_to(lambda *report: reports.append(report), below=True):
+        report = reporter()
+        report(3, at(1))
+        print("above")
+    assert reports == [(3, at(1))]
+    assert screens.reporter() is None
+    assert terminal.read() == ["above"]

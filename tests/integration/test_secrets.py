@@ -25,7 +25,6 @@ from datatrove_ckpt.errors import ConfigError, RequestRejected
 from tests.clients import client_of, lent_client
 from tests.unit.test_client import (
     BODY,
-    Reply,
     answer,
     chat,
     http,
@@ -123,7 +122,7 @@ async def broken(server, writer):
     writer.write(f"nonsense {CODE} {server.requests[-1][0].decode()[:30]}\r\n\r\n".encode())
 
 
-LAYERS: dict[str, tuple[str, Reply | None]] = {
+LAYERS = {
     "no such host": ("SCHEME://no-such-host.invalid", None),
     "refused": ("SCHEME://127.0.0.1:FREE", None),
     "no tls": ("https://127.0.0.1:PORT", never),

@@ -1,25 +1,18 @@
 """Tables as files of each format that readers read."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 
-_COMPRESS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+_COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 
 
-def write_table(
-    path: Path, table: pa.Table, rows: int | None = None, stream: bool = False, **options: Any
-) -> None:
+def write_table(path, table, rows=None, stream=False, **options):
     """In the format that the name's end says, in groups of so many rows.
 
     Args:
@@ -37,9 +30,9 @@ def write_table(
         path.write_bytes(_COMPRESS.get(path.suffix, bytes)(lines))
 
 
-def reader_of(folder: Path, kind: str, **options: Any) -> SeekingReader:
+def reader_of(folder, kind, **options):
     """The reader of files whose names end in ``kind``."""
-    readers: dict[str, Callable[..., SeekingReader]] = {
+    readers = {
         "parquet": ParquetReader,
         "arrow": IpcReader,
     }

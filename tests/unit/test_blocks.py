@@ -1,12 +1,9 @@
 """An input as blocks of rows: each row is in one block, and a block is read without the others."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -14,9 +11,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
-    IpcReader,
     JsonlReader,
-    position_state,
 )
 from datatrove_ckpt.torch import blocks, line_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -61,7 +56,7 @@ def write(folder, kind):
     return reader_of(folder, ending)
 
 
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+FORMATS = {
     "parquet": ("parquet", {}),
     "arrow": ("arrow", {"options": pa.ipc.IpcWriteOptions(compression="zstd")}),
     "stream": ("arrow", {"stream": True}),  # a batch is found by the messages before it
@@ -86,8 +81,7 @@ def test_a_stream_with_dictionaries_is_refused(tmp_path):
 
 
 def rows_of(read):
-    found: list[dict[str, Any]] = read if isinstance(read, list) else read.to_pylist()
-    return found
+    return read if isinstance(read, list) else read.to_pylist()
 
 
 def test_each_row_is_in_one_block_in_the_order_of_the_files(reader, request):
@@ -226,38 +220,3 @@ def test_a_key_that_some_lines_lack_is_none_there(tmp_path):
     found = BlockInput(JsonlReader(tmp_path.as_posix()))
     tags = [row["tag"] for block in found for row in rows_of(found.read(block, ["tag"]))]
     assert tags == [None, 1, *[None] * 20]
-
-
-def converted(reader, patch):
-    """Of each batch that a reader makes documents of from now on: its rows."""
-    sizes: list[int] = []
-    batches = reader._batches
-
-    def spied(*arguments):
-        for found in batches(*arguments):
-            sizes.append(found[2].num_rows)
-            yield found
-
-    patch.setattr(reader, "_batches", spied)
-    return sizes
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_documents_are_made_of_a_part_of_a_large_batch_at_a_time(tmp_path, monkeypatch, stream):
-    """A batch of millions of rows as Python objects would take gigabytes."""
-    table = pa.table({"text": [f"text {i}" for i in range(5000)]})
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
-        tmp_path / "a.arrow", table.schema
-    ) as writer:
-        writer.write_table(table)
-    sizes = converted(IpcReader, monkeypatch)
-    reader = IpcReader(tmp_path.as_posix(), stream=stream)
-    documents = list(reader.run())
-    assert [document.text for document in documents] == [f"text {i}" for i in range(5000)]
-    assert sizes == [1000] * 5
-    resumed = IpcReader(tmp_path.as_posix(), stream=stream)
-    resumed.load_state_dict(position_state(documents[4320]))
-    assert [document.id for document in resumed.run()] == [
-        document.id for document in documents[4321:]
-    ]
-    assert sizes[5:] == [679]

@@ -2,8 +2,6 @@
 lock.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sqlite3
@@ -69,7 +67,7 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, ta
 
 
 def finished(ordinal, outcome="written"):
-    return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)  # type: ignore[arg-type]
+    return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)
 
 
 @pytest.mark.matrix
@@ -87,7 +85,7 @@ def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between
     ]
     journal = ChunkJournal(tmp_path / "journal", 0)
     journal.append(sorted(expected, key=lambda each: each.ordinal + random.uniform(0, spread)))
-    read: list[int] = []
+    read = []
     pread = os.pread
 
     def counting(fd, length, offset):
@@ -258,7 +256,7 @@ def make_storage(folder, interval=None, on_change=lambda: None):
 
 def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path, monkeypatch):
     storage, rank_files = make_storage(tmp_path)
-    transactions: list[int] = []
+    transactions = []
     put = RequestCache.put
     monkeypatch.setattr(
         RequestCache, "put", lambda self, group: (transactions.append(len(group)), put(self, group))
@@ -267,7 +265,7 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     hold, held = threading.Event(), threading.Event()
     storage.call(lambda: (held.set(), hold.wait()))
     held.wait()
-    seen: list[int] = []
+    seen = []
     for ordinal in range(10):
         storage.put_answer(request(ordinal))
         storage.put_finished(CHUNK, finished(ordinal))
@@ -400,7 +398,7 @@ def test_a_lock_is_held_until_released_and_the_next_process_is_told_by_whom(tmp_
 def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_share(
     tmp_path,
 ):
-    failures: list[StorageFailed] = []
+    failures = []
 
     def rank(number):
         parent, disk = tmp_path / "staging", files.Disk()

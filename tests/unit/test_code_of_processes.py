@@ -2,14 +2,11 @@
 of a notebook.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -123,7 +120,7 @@ CELLS = [
 @pytest.fixture
 def notebook(monkeypatch):
     """Runs cells as IPython does, and returns the identity of the ``rollout`` that they define."""
-    cells: dict[str, Any] = {}
+    cells = {}
     monkeypatch.setattr(linecache, "cache", cells)
 
     def run(pattern, sources):

@@ -1,7 +1,5 @@
 """The settings of the garbage collector fit a run, and the old ones are restored afterwards."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
@@ -58,7 +56,7 @@ def test_garbage_of_before_is_collected_and_not_kept_for_the_length_of_a_run():
         def __del__(self):
             freed.append(True)
 
-    freed: list[bool] = []
+    freed = []
     Cycle()
     with gc_paused():
         pass  # a second import imports nothing, and makes nothing old

@@ -1,11 +1,8 @@
 """Types that can be united, and files that load as one: compared with what Arrow itself does."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from decimal import Decimal
-from typing import Any
 
 import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
@@ -24,7 +21,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 ds = pytest.importorskip("pyarrow.dataset")
 
-VALUES: dict[str, Any] = {
+VALUES = {
     "none": None, "text": "a", "int": 1, "float": 0.5, "bool": True, "bytes": b"\xff",
     "date": datetime.date(2026, 1, 2), "time": datetime.datetime(2026, 1, 2), "time of day": datetime.time(1, 2),
     "span": datetime.timedelta(1),

@@ -2,8 +2,6 @@
 Prometheus means them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -2,12 +2,9 @@
 the object itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
-from typing import Any
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
@@ -35,7 +32,7 @@ def test_values_that_datatrove_derives_are_the_same():
         {"rollouts_per_document": 7},
         {"max_concurrent_generations": 3, "rollouts_per_document": 7},
     ):
-        common: dict[str, Any] = {"server_type": "dummy", "model_name_or_path": "m", **settings}
+        common = {"server_type": "dummy", "model_name_or_path": "m", **settings}
         expected = dataclasses.asdict(theirs.InferenceConfig(**common))
         assert dataclasses.asdict(InferenceConfig(**common)).items() >= expected.items()
 

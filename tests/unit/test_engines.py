@@ -1,7 +1,5 @@
 """Command lines of the engines, and the causes found in their logs."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -99,7 +97,7 @@ def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
 
 def test_an_engine_stands_everywhere_where_it_is_named():
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    said = InferenceConfig.__doc__ or ""
+    said = InferenceConfig.__doc__
     for name, engine in ENGINES.items():
         assert f'"{name}"' in said, "its name belongs into the docstring of InferenceConfig"
         assert engine.package in " ".join(extras.get(name, [])), "pyproject.toml lacks its extra"
@@ -206,21 +204,6 @@ def test_the_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
     finally:
         os.sched_setaffinity(0, everything)
     assert argv[argv.index("--threads") + 1] == "1"
-
-
-def test_a_custom_script_gets_its_flags_as_written_and_the_config_is_left_alone():
-    kwargs = {"server_script": "serve.py", "my_flag": 3, "verbose": True}
-    settings = config("custom", model_kwargs=kwargs)
-    started = command_of(settings, "serve.py")
-    assert started.argv == (
-        sys.executable,
-        "serve.py",
-        "--port",
-        "4321",
-        "--my_flag=3",
-        "--verbose",
-    )
-    assert settings.model_kwargs == {"server_script": "serve.py", "my_flag": 3, "verbose": True}
 
 
 @pytest.mark.parametrize("name", ["host", "api_key"])
@@ -341,6 +324,8 @@ AUTO = {"max_concurrent_generations": "auto"}
     ("settings", "message"),
     [
         ({"replicas": 0}, "replicas must be >= 1"),
+        ({"seed": "7"}, "seed: '7' is not a whole number"),
+        ({"seed": True}, "seed: True is not a whole number"),
         ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
         (
             {"max_concurrent_generations": "all"},

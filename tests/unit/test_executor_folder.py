@@ -1,7 +1,5 @@
 """What the ranks of one process share of their executor."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from datatrove.io import get_datafolder
@@ -15,7 +13,7 @@ class Recording(LocalPipelineExecutor):
 
     found: ClassVar[list[Any]] = []
 
-    def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> Any:
+    def _run_for_rank(self, rank, local_rank=0, node_rank=-1):
         self.found.append(self.logging_dir.fs)
         return super()._run_for_rank(rank, local_rank, node_rank)
 

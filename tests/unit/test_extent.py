@@ -2,8 +2,6 @@
 start to the end.
 """
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 
@@ -61,11 +59,11 @@ def test_the_share_of_the_bytes_is_near_that_of_the_documents(tmp_path, monkeypa
 class ManyFiles:
     """10,000 files, of which some are asked for their size."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.names = [f"{number}" for number in range(10_000)]
         self.asked = 0
 
-    def size_for_people(self, index: int) -> int:
+    def size_for_people(self, index):
         self.asked += 1
         return 100 + index % 2
 

@@ -1,7 +1,5 @@
 """Lines of /proc/mounts, as real machines have them, and what they mean for a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 read again.
 """
 
-from __future__ import annotations
-
 import pytest
 from datatrove.data import Document
 

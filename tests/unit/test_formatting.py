@@ -1,7 +1,5 @@
 """Numbers and errors as people read them."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

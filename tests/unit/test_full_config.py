@@ -1,13 +1,9 @@
 """``run --dry-run`` prints the configuration as YAML that can be run again."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,8 +37,6 @@ class Reader(JsonlReader):
         super().__init__(data_folder, text_key=text_key, **others)
 """
 
-Printed = Callable[..., str]
-
 
 @pytest.fixture
 def printed(tmp_path, monkeypatch, capsys):
@@ -62,10 +56,7 @@ def printed(tmp_path, monkeypatch, capsys):
 
 
 def runner(text):
-    arguments: dict[str, Any] = read_value(text)["executor"]["init_args"]["pipeline"][-1][
-        "init_args"
-    ]
-    return arguments
+    return read_value(text)["executor"]["init_args"]["pipeline"][-1]["init_args"]
 
 
 def kept():

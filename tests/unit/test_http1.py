@@ -2,8 +2,6 @@
 at random.
 """
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 

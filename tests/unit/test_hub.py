@@ -3,8 +3,6 @@
 URLs of folders, what its answers mean, how often ranks commit, and what a job may do.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 import re
@@ -12,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.common.retrying import (
     HUB,
@@ -32,7 +29,6 @@ from datatrove_ckpt.preflight.doctor import check_commits
 @pytest.mark.parametrize(
     ("url", "folder"),
     [
-        ("hf://datasets/org/name/a/b/", HubFolder("dataset", "org/name", path="a/b")),
         ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
         ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
         (
@@ -57,13 +53,6 @@ def test_a_url_without_a_repository_is_refused(url):
         HubFolder.parse(url)
 
 
-def test_a_writers_folder_is_recognised():
-    writer = ParquetWriter("hf://datasets/org/name@branch/part", "${rank}_${chunk_index}.parquet")
-    folder = HubFolder.of(writer.output_folder)
-    assert (folder.repo, folder.branch, folder.path) == ("org/name", "branch", "part")
-    assert folder.full_name("00000_00001.parquet") == "part/00000_00001.parquet"
-
-
 # What answers of the hub mean, and how long they ask to wait -------------------------------------
 
 
@@ -74,7 +63,7 @@ def answer(status, text="", url="https://hub/api/x", **headers):
     """An error of the client, as ``StoppableCalls`` raises it."""
     error = FileSystemFailed(text)
     inner = RuntimeError(f"{status} for url: {url}. {text}")
-    inner.response = SimpleNamespace(  # type: ignore[attr-defined]
+    inner.response = SimpleNamespace(
         status_code=status,
         url=url,
         headers={name.replace("_", "-"): value for name, value in headers.items()},
@@ -178,21 +167,9 @@ def made(ages, ranks=1):
 
 
 def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old():
+    pace = CommitPace(per_hour=8)
     for _ in range(20):
-        assert (
-            600
-            <= CommitPace(per_hour=8).seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600]))
-            <= 602
-        )
-
-
-def test_ranks_wait_for_different_turns():
-    ages = [HOUR - 10.0 * n for n in range(4, 0, -1)]
-    waits = {
-        round(CommitPace(per_hour=8).seconds_until_turn(made(ages, ranks=3)), -1)
-        for _ in range(200)
-    }
-    assert waits == {10, 20, 30}
+        assert 600 <= pace.seconds_until_turn(made([0, 1, 2, HOUR - 600, HOUR + 600])) <= 602
 
 
 def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together():
@@ -219,7 +196,7 @@ def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_al
     # Ten hours, in which each rank always has a file to commit.
     random.seed(ranks)
     pace = CommitPace(seconds=300, per_hour=112)
-    history: list[tuple[float, int]] = []
+    history = []
     looks = 0
     events = [(pace.seconds_of_next(), rank) for rank in range(ranks)]
     heapq.heapify(events)
@@ -257,18 +234,6 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end():
 # What the hub's rules mean for a job -------------------------------------------------------------
 
 
-def test_more_tasks_than_the_hub_allows_commits_in_a_day_are_a_warning():
-    few, many = (check_commits(tasks, CommitPace()) for tasks in (2688, 2689))
-    assert (few.state, few.message) == (
-        "ok",
-        "all tasks together keep to 112 per hour (hub_commits_per_hour).",
-    )
-    assert many.state == "warning"
-    assert (
-        "Each of 2689 tasks makes one commit at least, which takes 24 h. Use fewer tasks"
-        in many.message
-    )
-    assert (
-        "The hub allows 128 to a free account"
-        in check_commits(1, CommitPace(per_hour=1000)).message
-    )
+def test_more_commits_than_the_hub_allows_to_a_free_account_are_said():
+    said = check_commits(1, CommitPace(per_hour=1000)).message
+    assert "The hub allows 128 to a free account" in said

@@ -2,8 +2,6 @@
 the time.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

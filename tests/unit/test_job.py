@@ -1,10 +1,7 @@
 """All ranks of a job have one identity, whichever starts first, and whatever a crash leaves."""
 
-from __future__ import annotations
-
 import json
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -22,29 +19,29 @@ def identity(**fields):
 class Rank:
     """A process that works on a rank, up to the point where it has written ``run.json``."""
 
-    def __init__(self, root: Path, number: int) -> None:
+    def __init__(self, root, number):
         self.root, self.number, self.folder = root, number, rank_folder(root, number)
         files.disk.make_dirs(self.folder)
         self.lock = files.Lock(self.folder / LOCK)
 
-    def start(self, identity: RunIdentity, accept_changes: bool = False) -> None:
+    def start(self, identity, accept_changes=False):
         claim = RunClaim(self.folder, identity, accept_changes)
         with join_job(self.root, self.number, identity, accept_changes, lambda: None):
             claim.take()
 
-    def work(self) -> None:
+    def work(self):
         journal_path(self.folder, 0).write_bytes(b"a document")
 
-    def die(self) -> None:
+    def die(self):
         self.lock.release()
 
-    def finish(self) -> None:
+    def finish(self):
         self.lock.release(remove=True)
 
 
 def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path):
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
-    errors: list[Exception] = []
+    errors = []
     waits = threading.Event()
 
     def start_second():

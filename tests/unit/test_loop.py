@@ -1,7 +1,5 @@
 """The event loop of a run, and the watch that ends a process whose loop does not end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -38,11 +36,11 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
 
 
 class Watch(LoopWatch):
-    def __init__(self, shutdown: Shutdown) -> None:
+    def __init__(self, shutdown):
         super().__init__(shutdown, lambda: None, lambda: 1)
         self.ended = threading.Event()
 
-    def _end(self) -> None:
+    def _end(self):
         self.ended.set()
         self.close()
 

@@ -1,9 +1,6 @@
 """What an interrupted rank says of what is saved."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -15,9 +12,9 @@ from datatrove_ckpt.generation.rank import RankMessages
 def test_nothing_is_called_saved_that_is_not(full, log):
     checkpoint = SimpleNamespace(error=StorageFailed("The disk is full.") if full else None)
     shutdown = SimpleNamespace(cause="SIGTERM", seconds=1.0, given_up=0)
-    progress = cast("Any", SimpleNamespace(own=SimpleNamespace(documents=24)))
-    messages = RankMessages(3, "checkpoints", cast("Any", checkpoint), progress)
-    messages.stopped(cast("Any", shutdown))
+    progress = SimpleNamespace(own=SimpleNamespace(documents=24))
+    messages = RankMessages(3, "checkpoints", checkpoint, progress)
+    messages.stopped(shutdown)
     saved = "saved: 24 documents of this run and every answer"
     assert (saved in log[-1]) is not full
     assert ("What was saved before that stays." in log[-1]) is full

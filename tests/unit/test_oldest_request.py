@@ -1,11 +1,8 @@
 """What ``status`` and the metrics ask of a rank in any thread: its oldest request, and its sums."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -44,7 +41,7 @@ async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads):
     router.targets = [Target()]
     for _ in range(200):
         router.targets[0].start_attempt(Request(own))
-    errors: list[Exception] = []
+    errors = []
     ended = threading.Event()
 
     def ask():
@@ -68,15 +65,13 @@ async def test_a_long_id_is_cut():
     """
     target = Target()
     oldest = target.start_attempt(Request(Sender(), "word " * 100_000))
-    rank: Any = SimpleNamespace(
-        _source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest()
-    )
+    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest())
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
 
 
 def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads):
-    checkpoint: Any = SimpleNamespace(resumed=SimpleNamespace(finished=SimpleNamespace(read=0)))
+    checkpoint = SimpleNamespace(resumed=SimpleNamespace(finished=SimpleNamespace(read=0)))
     rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
     ended = threading.Event()
 

@@ -2,27 +2,24 @@
 object is whole.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
 import threading
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from datatrove_ckpt.checkpoint import ledger
-from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkTracker, no_position
+from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.placement import Placement, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointMismatch, Fenced
@@ -32,14 +29,12 @@ from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
 
 def tracker(folder, point=None):
-    complete: list[Chunk] = []
+    complete = []
     return ChunkTracker(folder, 2, point or ResumePoint(), complete.append), complete
 
 
 def admit(chunks, ordinal):
-    slot = chunks.admit(f"input {ordinal}", no_position)
-    assert slot is not None
-    return slot
+    return chunks.admit(f"input {ordinal}", no_position)
 
 
 def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_compared(
@@ -120,10 +115,10 @@ class TakenOver(Placement):
     commit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+    def wait(self, chunk_index, waiting):
         self.newer = opened(self.folder)
         waiting.done()
 
@@ -150,7 +145,7 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):
     """A power loss may otherwise leave the output of documents that nothing remembers, and that are
     paid once more.
     """
-    before: dict[int, str] = {}
+    before = {}
 
     def write_chunk_and_look(index, documents):
         effects = [label for label in disk.happened if label.endswith(f"chunk_0000{index}.jsonl")]
@@ -258,7 +253,6 @@ def ledger_reads(folder, moment, want, monkeypatch):
     checkpoint.on_change = changed.set
     for ordinal in range(4):
         slot = checkpoint.admit(f"input {ordinal}")
-        assert slot is not None
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
     checkpoint.flush()
     with monkeypatch.context() as patched:

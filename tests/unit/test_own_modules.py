@@ -1,18 +1,13 @@
 """Which modules go along to machines that have none of the user's."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.own_modules import _MOST_BYTES, own_files, own_modules
-
-Write = Callable[..., None]
 
 
 @pytest.fixture

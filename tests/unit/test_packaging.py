@@ -2,8 +2,6 @@
 install.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -35,12 +33,12 @@ def declared():
         *PROJECT["dependencies"],
         *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
     ]
-    return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
+    return {normalized(re.match(r"[\w.-]+", line)[0]) for line in lines}
 
 
 def imported():
     """The top-level packages that the package imports, anywhere in it."""
-    found: set[str] = set()
+    found = set()
     for path in Path(datatrove_ckpt.__file__).parent.rglob("*.py"):
         for node in ast.walk(code_text.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -60,7 +58,7 @@ def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported():
     assert {
         name for name in found - _OF_OTHERS - _FOR_TYPE_CHECKERS if not declared() & by_name[name]
     } == set()
-    plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}  # type: ignore[index]
+    plain = {normalized(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["dependencies"]}
     assert plain <= set().union(*by_name.values())
 
 

@@ -1,10 +1,7 @@
 """Parquet files have the bytes that datatrove's own ParquetWriter writes with the same schema."""
 
-from __future__ import annotations
-
 import datetime
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,22 +25,17 @@ def adapter(self, document):
     return {"id": document.id, "words": document.text.split()}
 
 
-class ClosesByName(ParquetWriter):  # type: ignore[misc]
-    closed: list[str] = []  # noqa: RUF012 - also of the copies
+class ClosesByName(ParquetWriter):
+    closed = []  # noqa: RUF012 - also of the copies
 
-    def close_file(self, filename: str) -> None:
+    def close_file(self, filename):
         self.closed.append(filename)
         super().close_file(filename)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "defaults": {},
     "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
-    "one file, as it comes": {
-        "compression": None,
-        "max_file_size": -1,
-        "use_content_defined_chunking": False,
-    },
     "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
     "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
     "schema": {"schema": SCHEMA, "expand_metadata": True},
@@ -82,7 +74,7 @@ def writer(folder, kind=ParquetWriter, **settings):
 
 def ours(folder, found, own):
     staged = StagedFiles(folder, own.output_mg)
-    finished: Any = [
+    finished = [
         SimpleNamespace(ordinal=number, document=encode(one)) for number, one in enumerate(found)
     ]
     ChunkWriting(own, 2, FileNames(own, 2)).write(staged, 5, finished)

@@ -2,20 +2,17 @@
 that load as one.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 from decimal import Decimal
 from http import HTTPStatus
-from typing import Any
 
 import numpy as np
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import DocumentNotSerializable, OutputFailed
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
@@ -26,9 +23,6 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 ds = pytest.importorskip("pyarrow.dataset")
 
-Values = list[list[Any]]
-"""The column's value in each document, by chunk. ``...``: the document has no such column."""
-
 
 def parquet(folder, **changes):
     changes.setdefault("expand_metadata", True)
@@ -36,6 +30,7 @@ def parquet(folder, **changes):
 
 
 def with_values(values):
+    """Documents with these values in column "c", by chunk; ``...``: without the column."""
     flat = [value for chunk in values for value in chunk]
     found = documents(len(flat))
     for document, value in zip(found, flat, strict=True):
@@ -146,6 +141,7 @@ def test_a_schema_is_obeyed_as_it_is(tmp_path, server):
 
 NAIVE = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
 AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+VECTOR = np.array([0.5, 2], np.float32)
 
 
 @pytest.mark.matrix
@@ -156,7 +152,6 @@ AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
         (NAIVE, AWARE),
         ("a", b"b"),
         (1, Decimal("1.5")),
-        (0.5, Decimal("1.5")),
     ],
 )
 def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server, one, other):
@@ -172,7 +167,6 @@ def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server
     ("kind", "kept", "read", "changed", "said"),
     [
         (pa.int64(), 1, 1, 1.5, "column 'c' is double"),
-        (pa.timestamp("us"), NAIVE, NAIVE, AWARE, r"column 'c' is timestamp\[us, tz=\+02:00\]"),
         (pa.timestamp("us", "UTC"), AWARE, AWARE, NAIVE, r"column 'c' is timestamp\[us\]"),
         (
             pa.struct({"a": pa.int64()}),
@@ -195,9 +189,10 @@ def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server
             {"a": 1.5},
             r"column 'c\[value\]' is double",
         ),
-        (pa.float64(), 2, 2.0, "2", "column 'c' is string"),
-        (pa.float32(), 0.1, pytest.approx(0.1), "2", "column 'c' is string"),
+        (pa.float32(), 2, 2.0, "2", "column 'c' is string"),
         (pa.dictionary(pa.int32(), pa.string()), "a", "a", 1, "column 'c' is int64"),
+        (pa.list_(pa.float32(), 2), VECTOR, [0.5, 2.0], "x", "column 'c' is string"),
+        (pa.list_(pa.float64()), VECTOR, [0.5, 2.0], 1, "column 'c' is int64"),
     ],
 )
 def test_a_value_that_the_given_schema_keeps_is_written_and_one_that_would_change_is_refused(
@@ -226,13 +221,10 @@ FIXED, ANY = "fixed_size_list<item: float>[2]", "list<item: float>"
 @pytest.mark.parametrize(
     ("chunk", "kind"),
     [
-        ([vector(0.1, 2), vector(3, 4)], FIXED),
-        ([None, vector(0.1, 2), ...], FIXED),
-        ([vector(0.1, 2), vector(3)], ANY),
+        ([None, vector(0.1, 2), ..., vector(3, 4)], FIXED),
         ([vector(0.1, 2), vector()], ANY),
         ([vector(0.1, 2), [0.5, 1.5]], "list<item: double>"),
-        ([[vector(0.1, 2)], [], None], f"list<item: {FIXED}>"),
-        ([np.array([[0.1, 2], [3, 4]], np.float32)], f"list<item: {FIXED}>"),
+        ([np.array([[0.1, 2], [3, 4]], np.float32), [], None], f"list<item: {FIXED}>"),
         ([{"a": vector(0.1, 2)}, {}], f"struct<a: {FIXED}>"),
         ([np.array([1, 2], np.int64)], "list<item: int64>"),
         ([np.array([0.1, 2])], "list<item: double>"),
@@ -251,15 +243,9 @@ def test_float32_arrays_of_one_length_are_fixed_size_lists(tmp_path, server, chu
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
 
 
-LENGTHS: dict[str, tuple[Values, list[str], str, bool]] = {
+LENGTHS = {
     "one length": ([[vector(1, 2)], [vector(3, 4)]], [FIXED, FIXED], FIXED, True),
     "ragged first": ([[vector(1, 2), vector(3)], [vector(3, 4)]], [ANY, FIXED], ANY, True),
-    "ragged later": (
-        [[vector(1, 2), vector(1, 2)], [vector(3, 4), vector(5)]],
-        [FIXED, ANY],
-        FIXED,
-        False,
-    ),
     "another length": (
         [[vector(1, 2)], [vector(3)]],
         [FIXED, "fixed_size_list<item: float>[1]"],
@@ -287,51 +273,7 @@ def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log
     assert contents(again) == contents(files)
 
 
-def test_a_given_schema_takes_arrays(tmp_path, server):
-    for kind in (pa.list_(pa.float32(), 2), pa.list_(pa.float32()), pa.list_(pa.float64())):
-        schema = pa.schema([("id", pa.string()), ("c", kind)])
-        place = tmp_path / str(kind)
-        assert rows(
-            written(
-                place, server, [[vector(0.5, 2), None]], output_writer=parquet(place, schema=schema)
-            )
-        ) == [
-            [0.5, 2.0],
-            None,
-        ]
-    fixed = pa.schema([("id", pa.string()), ("c", pa.list_(pa.float32(), 2))])
-    with pytest.raises(
-        DocumentNotSerializable, match=r"'id 1'.* expected 2 but got array of size 1"
-    ):
-        written(
-            tmp_path,
-            server,
-            [[vector(1, 2), vector(1)]],
-            output_writer=parquet(tmp_path, schema=fixed),
-        )
-
-
 # from chunk to chunk -----------------------------------------------------------------------------
-
-ONE: dict[str, tuple[Values, str]] = {
-    "text later": ([[None], ["a"]], "string"),
-    "float before": ([[0.5], [1]], "double"),
-    "empty list before": ([[[]], [["a"]]], "list<element: string>"),
-    "key without value": ([[{"a": None}], [{"a": "x"}]], "struct<a: string>"),
-    "column later missing": ([["a"], [...]], "string"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["text later", "empty list before", "key without value", "column later missing"]
-)
-def test_datasets_loads_them_as_one(tmp_path, server, name):
-    parquet_module = pytest.importorskip("datasets.packaged_modules.parquet.parquet")
-    files = [str(file) for file in written(tmp_path, server, ONE[name][0])]
-    builder = parquet_module.Parquet(cache_dir=str(tmp_path / "cache"), data_files={"train": files})
-    builder.download_and_prepare()
-    assert len(builder.as_dataset("train")) == len(ONE[name][0])
 
 
 def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server, log, capsys):
@@ -341,25 +283,12 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server
         [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]],
     )
     said = "".join(log)
-    assert (
-        "column 'c.n' is without a value in one file, and int64 in a later one; column 'c.raw' is without"
-        in said
-    )
-    assert "may not load as one, or values load as texts that are none." in said
+    for column in ("column 'c.n' is without a value in one file, and int64", "'c.raw' is without"):
+        assert column in said
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
     found = " ".join(capsys.readouterr().out.split())
-    second, first = (
-        "000_00000_chunk_00001.parquet",
-        "000_00000_chunk_00000.parquet, or as text: column",
-    )
-    assert (
-        f"{second} does not load after {first} 'c.n' is int64 there, and without a value in the first"
-        in found
-    )
-    assert (
-        f"{second} does not load after {first} 'c.raw' is binary there, and without a value in the first"
-        in found
-    )
+    for column in ("'c.n' is int64 there, and without a value", "'c.raw' is binary there"):
+        assert column in found
     assert "'c.t'" not in found
 
 
@@ -380,11 +309,11 @@ def contents(files):
     return [file.read_bytes() for file in files]
 
 
-VARIED: Values = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
+VARIED = [[None, 1], [0.5, None], [None, None], [2, 3], [..., 0.25]]
 
 
 def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, monkeypatch):
-    passes: list[bool] = []
+    passes = []
     fits = ChunkWriting._fits
 
     def counted(self, *args):

@@ -2,21 +2,16 @@
 name.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
-from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.common.redaction import refuse_variables
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, runner
 from tests.yaml_jobs import job_yaml
 
@@ -88,35 +83,12 @@ def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints
     assert odd_names(folder.parent) == []
 
 
-@pytest.mark.slow
-def test_the_home_folder_is_expanded_in_the_folders_of_datatrove(folder):
-    home = folder.parent / "home"
-    (folder / "documents").rename(home / "documents")
-    assert run(data="~/documents", output="~/output", logs="~/logs") == 0
-    assert [path.name for path in (home / "output").glob("*.jsonl")] == ["00000_00000.jsonl"]
-    assert (home / "logs/completions/00000").exists()
-    assert odd_names(folder.parent) == []
-
-
 def test_it_is_expanded_where_the_task_runs(folder, server, monkeypatch):
     step = runner(folder, server)
     step.checkpoints_local_dir = "$SCRATCH/checkpoints"
     monkeypatch.setenv("SCRATCH", str(folder / "of this node"))
     step.run(documents(3))
     assert (folder / "of this node/checkpoints/00000/commits.jsonl").exists()
-
-
-def test_python_code_is_refused_the_same(folder):
-    with pytest.raises(ConfigError, match=r"data_folder: '.*\$SCRATCH/in' contains \$SCRATCH"):
-        JsonlReader("$SCRATCH/in")
-    with pytest.raises(ConfigError, match=r"paths_file: '\$SCRATCH/list' contains"):
-        JsonlReader("documents", paths_file="$SCRATCH/list")
-    with FakeServer() as server, pytest.raises(ConfigError, match=r"\$SCRATCH"):
-        runner(
-            folder,
-            server,
-            output_writer=JsonlWriter("$SCRATCH/out", "${rank}_${chunk_index}.jsonl"),
-        )
 
 
 def test_paths_of_the_server_are_expanded(folder):

@@ -1,19 +1,14 @@
 """The identity of code that was pickled is the one that it had when the job was made."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import dill
 import pytest
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.generation import run_identity, script_names
 from tests.jobs import runner
 from tests.unit.test_identity import MODULE, as_main, load_changed
@@ -36,7 +31,7 @@ class FakeUrl:
 
 
 def step_of(folder, rollout, **settings):
-    return runner(folder, FakeUrl(), rollout, **settings)  # type: ignore[arg-type]
+    return runner(folder, FakeUrl(), rollout, **settings)
 
 
 def fields(step):
@@ -52,8 +47,7 @@ def another_process(
     def load_elsewhere(step):
         pickled = step if isinstance(step, bytes) else dill.dumps(step)
         monkeypatch.setattr(run_identity, "_PROCESS", "another")
-        loaded: InferenceRunner = dill.loads(pickled)
-        return loaded
+        return dill.loads(pickled)
 
     return load_elsewhere
 
@@ -71,7 +65,7 @@ def edit(path):
 
 
 CHANGES = [edit, comment, Path.unlink]
-MAKERS: dict[str, Callable[[types.ModuleType], Any]] = {
+MAKERS = {
     "nested function": lambda module: module.by_value,
     "partial of it": lambda module: functools.partial(module.by_value, add=lambda text: text * 2),
     "object": lambda module: module.Asker(3),
@@ -160,7 +154,7 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script):
 
 def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, log):
     found = script_names.collect(script.rollout)
-    script.PROMPT = "its own"  # type: ignore[attr-defined]
+    script.PROMPT = "its own"
     script_names.restore(found)
     assert script.PROMPT == "its own"
     launcher = types.ModuleType("__main__")
@@ -181,7 +175,7 @@ def test_a_function_of_a_module_carries_nothing(tmp_path, script):
 def test_a_step_among_the_names_of_the_script_is_pickled_once(tmp_path, script):
     exec("async def rollout(document, generate):\n    return runner, helper", vars(script))
     step = step_of(tmp_path, script.rollout)
-    script.runner = step  # type: ignore[attr-defined]
+    script.runner = step
     assert len(dill.dumps(step)) < 100_000
     with script_names.nothing_carried():
         assert "_script_names" not in step.__getstate__()

@@ -1,13 +1,11 @@
 """Chunks whose files are put in place later than they are written."""
 
-from __future__ import annotations
-
 import threading
 
 from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
-from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, WaitingChunk
+from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
 from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import opened
 
@@ -15,16 +13,16 @@ from tests.unit.test_open_checkpoint import opened
 class Held(Placement):
     """Keeps chunks until the test puts them in place."""
 
-    def __init__(self) -> None:
-        self.waiting: dict[int, WaitingChunk] = {}
+    def __init__(self):
+        self.waiting = {}
         self.arrived = threading.Semaphore(0)
         self.hurried = threading.Event()
 
-    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+    def wait(self, chunk_index, waiting):
         self.waiting[chunk_index] = waiting
         self.arrived.release()
 
-    def hurry(self) -> None:
+    def hurry(self):
         self.hurried.set()
 
 

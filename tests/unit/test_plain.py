@@ -2,18 +2,13 @@
 get no answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import Any
 
 import pytest
 from yarl import URL
 
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.unit.test_client import answer, http, never, serving, then_close
@@ -48,14 +43,6 @@ async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url, host):
         head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
     )
     assert head[1] == f"Host: {host}".encode()
-
-
-async def test_a_key_with_a_line_break_is_refused_and_not_shown():
-    with pytest.raises(ValueError, match="line break") as caught:
-        PlainTransport(
-            HiddenUrl("http://a.b"), HiddenDict(Authorization="hush\r\nX: y"), 1.0, 1.0, 1.0
-        )
-    assert "hush" not in str(caught.value)
 
 
 async def test_no_request_is_sent_before_the_answer_to_the_last_one():
@@ -100,37 +87,10 @@ async def test_a_connection_that_idled_too_long_is_not_used():
         assert server.connections == 3
 
 
-async def test_an_answer_before_the_request_is_sent_counts_and_its_connection_does_not():
-    class Refusing(asyncio.Protocol):
-        """Reads the header and no more."""
-
-        def connection_made(self, transport):
-            connections.append(transport)
-
-        def data_received(self, data):
-            connections[-1].pause_reading()
-            connections[-1].write(http(413, b"too long"))
-
-    connections: list[Any] = []
-
-    listener = await asyncio.get_running_loop().create_server(Refusing, "127.0.0.1", 0)
-    url = URL(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-    transport = PlainTransport(HiddenUrl(url), None, 30.0, 30.0, 4.0)
-    for _ in range(2):
-        response = await transport.send(b"x" * (20 << 20))
-        assert (response.status, response.body) == (413, b"too long")
-    assert len(connections) == 2
-    await transport.close()
-    for connection in connections:
-        connection.abort()
-    listener.close()
-    await listener.wait_closed()
-
-
 async def test_each_request_has_its_own_deadline_though_one_timer_serves_all():
     async with transport_to(never, timeout=60.0) as (server, transport):
         clock = Clock(transport._loop)
-        transport._loop = clock  # type: ignore[assignment]
+        transport._loop = clock
         waiting = []
         for number in range(5):
             clock.now = number * 10.0
@@ -150,22 +110,22 @@ class Clock:
     ``call_at``.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop):
         self.now = 0.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.timers = []
         self._loop = loop
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._loop, name)
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+    def call_at(self, when, callback):
         self.timers.append((when, callback))
         return self._loop.call_later(600, lambda: None)  # somebody may cancel it
 
-    def go_to_the_only_timer(self) -> None:
+    def go_to_the_only_timer(self):
         ((self.now, callback),) = self.timers
         self.timers.clear()
         callback()
@@ -217,9 +177,9 @@ async def test_of_several_addresses_one_that_answers_is_found_and_remembered():
     with silent_address() as silent, socket.socket() as refusing:
         refusing.bind(("127.0.0.1", 0))
         async with transport_to(GOOD, host="several", connect_timeout=3.0) as (_, transport):
-            asyncio.get_running_loop().getaddrinfo = getaddrinfo  # type: ignore[assignment, method-assign]
-            plain, transport._connect_to = transport._connect_to, connect_to  # type: ignore[method-assign]
-            tried: list[Any] = []
+            asyncio.get_running_loop().getaddrinfo = getaddrinfo
+            plain, transport._connect_to = transport._connect_to, connect_to
+            tried = []
             good = ("127.0.0.1", transport._port)
             await transport.send(b"one")
             assert tried == [silent, refusing.getsockname(), good]
@@ -240,7 +200,7 @@ async def test_a_name_is_looked_up_once_for_many_connections_and_again_after_a_f
                 raise socket.gaierror("not yet")
             return await plain(*arguments, **settings)
 
-        loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]
+        loop.getaddrinfo = getaddrinfo
         with pytest.raises(socket.gaierror):
             await transport.send(b"one")
         await asyncio.gather(*(transport.send(b"two") for _ in range(20)))

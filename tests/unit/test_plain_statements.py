@@ -3,8 +3,6 @@
 ``ruff`` has no rule for these forms.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -76,7 +74,7 @@ def product_with_a_condition(node):
 
 
 def found(tree, is_packed):
-    return (node.lineno for node in ast.walk(tree) if is_packed(node))  # type: ignore[attr-defined]
+    return (node.lineno for node in ast.walk(tree) if is_packed(node))
 
 
 FORMS = (nested_conditional, nested_comprehension, tuple_assignment, product_with_a_condition)

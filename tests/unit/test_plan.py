@@ -2,8 +2,6 @@
 command line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,9 +1,5 @@
 """One place knows which names mean a secret, and how its value is hidden."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import orjson
 import pytest
 import xxhash
@@ -15,28 +11,13 @@ from datatrove_ckpt.common.redaction import (
     Key,
     Redactor,
     Veil,
-    holds_credentials,
     is_secret,
     is_surely_secret,
     log_text,
-    may_name_secret,
-    names_secret,
     note_sent,
     redact,
     without_secrets,
 )
-
-
-def test_a_name_that_ends_like_a_secret_means_one_and_one_that_only_holds_such_a_word_does_not():
-    assert all(
-        map(
-            names_secret,
-            ["api_key", "token", "config.hf_token", "aws_secret_access_key", "db passwd"],
-        )
-    )
-    assert not any(
-        map(names_secret, ["max_tokens", "tokenizer", "keyboard", "prompt", "secretary", "tokens"])
-    )
 
 
 def test_no_repr_shows_a_secret():
@@ -49,23 +30,8 @@ def test_no_repr_shows_a_secret():
     assert "s3cret" not in repr(hidden)
 
 
-def test_a_user_or_password_in_a_url_is_found():
-    urls = ["https://me:pw@host/v1", "sftp://me@host/x", "s3://bucket/folder", "/a/b@c:d"]
-    assert list(map(holds_credentials, urls)) == [True, True, False, False]
-
-
-def test_messages_hide_every_name_that_holds_such_a_word():
-    assert all(
-        map(
-            may_name_secret,
-            ["hftoken", "authToken", "s3-SecretKey", "adminpassword", "password_text"],
-        )
-    )
-    assert not may_name_secret("max-num-batched-tokens")
-
-
 H, R = "hidden", "refused"  # what is refused is hidden, too
-VERDICTS: list[tuple[str, Any, str | None]] = [
+VERDICTS = [
     ("password", "correct", R), ("db.pwd", "hunter2", R), ("passphrase", "hunter2", R), ("hf_tokens", "abcd1234", R),
     ("x-api-key", "s3cret", R), ("apikey", "s3cret", R), ("authorization", "s3cret", R), ("credentials", "s3cret", R),
     ("client_secret", "s3cret", R), ("aws_secret_access_key", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", R),
@@ -208,17 +174,6 @@ def test_a_secret_among_plain_values_is_replaced_by_its_hash(value):
     assert "hash " in str(hidden)
     assert without_secrets("shared_context", hidden) == hidden
     assert "s3cret" not in str(Veil("shared_context", value))
-
-
-def test_plain_values_stay_as_they_are():
-    value = {
-        "temperature": 0.5,
-        "max_tokens": 7,
-        "prompt": "Find the key sk-1.",
-        "keyword": "short",
-        "stop": ["a"],
-    }
-    assert without_secrets("shared_context", value) == value
 
 
 def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(

@@ -2,8 +2,6 @@
 is not.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import aiohttp
@@ -21,6 +19,7 @@ from datatrove_ckpt.common.retrying import (
     file_system_call,
     http_status,
 )
+from tests.unit.test_output import Answered
 
 LIBRARIES = [
     aiohttp.ClientConnectionError("reset"),
@@ -69,7 +68,7 @@ def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status, permanent):
     """huggingface_hub without hf_xet wraps it in a RuntimeError."""
     wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")
     wrapped.__cause__ = refused = OSError("refused")
-    refused.response = SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    refused.response = SimpleNamespace(status_code=status)
     left = called(wrapped)
     assert http_status(left) == status
     assert STORAGE.passes(left) is not permanent
@@ -79,12 +78,6 @@ def test_what_another_attempt_cannot_change_is_permanent():
     for error in (PermissionError(), botocore.exceptions.NoCredentialsError(), TypeError()):
         assert not STORAGE.passes(called(error)), error
     assert STORAGE.passes(called(KeyError()))
-
-
-class Answered(Exception):
-    def __init__(self, **attributes: object) -> None:
-        super().__init__()
-        self.__dict__.update(attributes)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,11 @@
 """From the lines of histories to what the report shows: intervals, attempts, requests."""
 
-from __future__ import annotations
-
 import pytest
 
-from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import parse_history
 from datatrove_ckpt.checkpoint.history_records import (
-    End,
-    Progress,
-    Record,
     ServerEvent,
     Spread,
-    Start,
-    WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.maintenance.report.gather import gather
@@ -23,40 +14,32 @@ from datatrove_ckpt.maintenance.report.histories import (
 )
 from datatrove_ckpt.maintenance.report.page import clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from tests import rank_folders
+from tests.rank_folders import done, failed, minute, stopped, work
+from tests.unit.test_report_page import Reader
 
 T = 1_790_000_000.0
 
 
-def line(attempt, at, documents, in_flight=0, **work):
-    total = WorkCounts(documents=documents, **work)
-    counts = DocumentCounts(documents, documents, 0, 0, documents, 10 * documents, 5 * documents)
-    seconds = Seconds(at, at)
-    return Progress(
-        at=T + at,
-        attempt=attempt,
-        seconds=seconds,
-        documents=counts,
-        total=total,
-        in_flight=in_flight,
-        own=WorkCounts(sent=in_flight),
-    )
+def line(attempt, at, documents, in_flight=0):
+    return minute(T + at, documents, attempt=attempt, in_flight=in_flight, own=work(in_flight))
 
 
 def log_of(records):
     return parse_history([record.to_line() for record in records], 1000)
 
 
-def start(attempt, at, **changes):
-    return Start(at=T + at, attempt=attempt, host="node7", pid=1, **changes)
+def start(attempt, at, job=None):
+    return rank_folders.start(T + at, attempt, job=job)
 
 
 def server(attempt, at, what, why="", name="0"):
     return ServerEvent(at=T + at, attempt=attempt, what=what, name=name, why=why)
 
 
-def killed_once(until=600):
+def killed_once():
     """Half a document a second; killed after 290 seconds, started again at 400, ready at 430."""
-    records: list[Record] = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
+    records = [start(1, 0), server(1, 0, "start"), server(1, 0, "ready")]
     records += [line(1, at, at // 2, in_flight=7) for at in range(0, 241, 60)]
     records += [
         start(2, 400),
@@ -65,42 +48,23 @@ def killed_once(until=600):
         line(2, 400, 145),
         line(2, 430, 145),
     ]
-    records += [line(2, at, 145 + (at - 430) // 2) for at in range(490, int(until) + 1, 60)]
+    records += [line(2, at, 145 + (at - 430) // 2) for at in range(490, 551, 60)]
     return log_of(records)
 
 
 def over_time(*logs, now=None, until=None):
     found = time_axis(logs, now)
-    assert found is not None
     for log in logs:
         found.add(log, until)
     return found
 
 
-def between(found, values, low, high):
-    """The sum of the values in intervals that lie between two times."""
-    inside = (found.edges[:-1] >= T + low - 1e-6) & (found.edges[1:] <= T + high + 1e-6)
-    return float(values[inside].sum())
-
-
 # time --------------------------------------------------------------------------------------------
-
-
-def test_documents_are_counted_when_they_were_finished_and_none_is_lost():
-    found = over_time(killed_once(550))
-    assert found.documents.sum() == pytest.approx(205)
-    assert between(found, found.documents, 0, 240) == pytest.approx(120, abs=2)
-    assert between(found, found.documents, 240, 304) == pytest.approx(25, abs=3), (
-        "before the kill, in no line"
-    )
-    assert between(found, found.documents, 304, 428) == 0
-    assert between(found, found.documents, 430, 550) == pytest.approx(60, abs=3)
-    assert found.prompt_tokens.sum() == pytest.approx(10 * found.documents.sum())
 
 
 def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
     found = over_time(
-        killed_once(550), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
+        killed_once(), log_of([start(1, 430), line(1, 430, 0), line(1, 550, 60)]), now=T + 700
     )
     assert found.documents.sum() == pytest.approx(265)
 
@@ -112,7 +76,7 @@ def test_rates_are_unknown_while_nothing_ran_and_sums_hold_all_ranks():
     assert rates(10, 200) == {0.5}
     assert rates(440, 540) == {1.0}
     assert rates(560, 690) == {None}
-    assert rates(560, 690, over_time(killed_once(550), now=T + 700, until=T + 700)) == {0.0}, (
+    assert rates(560, 690, over_time(killed_once(), now=T + 700, until=T + 700)) == {0.0}, (
         "it still runs"
     )
 
@@ -140,19 +104,30 @@ def report_of(folder, *ranks, state="lost"):
 
 
 def test_the_way_an_attempt_ended_is_told(tmp_path):
-    records: list[Record] = [
-        start(1, 0, job="77_1"),
-        End(at=T + 9, attempt=1, why="stopped", what="SIGTERM"),
-    ]
-    records += [start(2, 20), End(at=T + 30, attempt=2, why="error", what="DiskFull: no room")]
+    records = [start(1, 0, job="77_1"), stopped(T + 9)]
+    records += [start(2, 20), failed(T + 30, "DiskFull: no room", 2)]
     records += [start(3, 40), line(3, 45, 5, in_flight=3)]
-    records += [start(4, 60), End(at=T + 70, attempt=4, why="done")]
+    records += [start(4, 60), done(T + 70, 4)]
     table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
     assert table.rows == [
         ["0", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
         ["0", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
         ["0", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
     ]
+
+
+def test_a_rank_without_history_has_no_row_and_what_one_sent_before_its_first_line_is_not_known(
+    tmp_path,
+):
+    (row,) = report_of(tmp_path, [], [start(1, 0)])["Attempts that ended early"].rows
+    assert (row[0], row[-1]) == ("1", "not known")
+
+
+def test_nothing_that_ever_ran_makes_a_page(tmp_path):
+    state = RunState("folder", False, T, ranks=[RankState("", 0, tmp_path / "0", "unfinished")])
+    page = gather(state)
+    assert page.charts == []
+    Reader(page.html())
 
 
 def test_attempts_beyond_thirty_are_counted_and_the_last_shown(tmp_path):
@@ -182,14 +157,14 @@ def test_requests_of_all_attempts_have_their_latency_and_tokens(tmp_path):
 
 
 def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
-    records: list[Record] = [start(1, 0)]
+    records = [start(1, 0)]
     for number in range(1, 4):
         records += [start(number, 1000 * number), server(number, 1000 * number + 5, "ready")]
-        for minute in range(300):
-            records.append(line(number, 1000 * number + 10 + minute, 300 * number + minute))
-            if minute % 10 == 9:
-                spread = Spread(at=T + 1000 * number + 10 + minute, attempt=number)
-                for _ in range(minute):
+        for second in range(300):
+            records.append(line(number, 1000 * number + 10 + second, 300 * number + second))
+            if second % 10 == 9:
+                spread = Spread(at=T + 1000 * number + 10 + second, attempt=number)
+                for _ in range(second):
                     spread.milliseconds.count(5)
                 records.append(spread)
     history = parse_history([record.to_line() for record in records], 30)
@@ -197,20 +172,8 @@ def test_of_many_lines_an_even_share_is_read_and_those_around_each_start():
     assert len(history.minutes) <= 30 + 8
     for number in (1, 2, 3):
         first = 300 * number
-        known = [minute.documents.read for minute in history.minutes if minute.attempt == number]
+        known = [one.documents.read for one in history.minutes if one.attempt == number]
         assert [known[0], known[-1]] == [first, first + 299]
     assert [spread.milliseconds for spread in history.spreads] == [
         {int(4 * 2.3219280948) + 1: 299}
     ] * 3
-
-
-# reading -----------------------------------------------------------------------------------------
-
-
-def test_damaged_lines_cost_themselves_only():
-    lines = [
-        record.to_line()
-        for record in [start(1, 0), line(1, 0, 0), line(1, 60, 30), line(1, 120, 60)]
-    ]
-    damaged = [lines[0], lines[1][:-9] + b"x" * 8 + b"\n", b"\x00\n", *lines[2:]]
-    assert [minute.documents.read for minute in parse_history(damaged, 9).minutes] == [30, 60]

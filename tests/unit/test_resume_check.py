@@ -2,11 +2,6 @@
 move.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -19,7 +14,7 @@ class Loader:
     ``fault`` is added to the position of each state.
     """
 
-    def __init__(self, fault: int = 0, swaps: bool = False, size: int = 3) -> None:
+    def __init__(self, fault=0, swaps=False, size=3):
         self.fault = fault
         self.swaps = swaps
         self.size = size
@@ -27,10 +22,10 @@ class Loader:
         self.at = 0
         self.resumes_at = 0
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[dict[str, list[str]]]:
+    def __iter__(self):
         self.at, self.resumes_at = self.resumes_at, 0
         names = [f"{self.epoch}/{i}" for i in range(10)]
         if self.swaps and self.at:
@@ -39,17 +34,17 @@ class Loader:
             start, self.at = self.at, min(self.at + self.size, len(names))
             yield {"text": names[start : self.at]}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": max(self.at + self.fault, 0) if self.at < 10 else 10}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.resumes_at = state["at"]
 
 
 class Forgetful(Loader):
     """A loader that gives the last state for a finished epoch, and so skips the next epoch."""
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"at": self.at}
 
 
@@ -62,6 +57,20 @@ def test_a_loader_that_resumes_passes_at_every_stop():
     assert assert_resume_is_exact(Loader).stops == [(1,), (2,), (4,)]
 
 
+class Turning(Loader):
+    """A loader whose numbers have another type after a resume."""
+
+    kind = np.int64
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield [{"text": name, "n": [self.kind(0)]} for name in batch["text"]]
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.kind = np.int32
+
+
 SIZES = iter([3, 3, 2])
 
 
@@ -70,73 +79,12 @@ SIZES = iter([3, 3, 2])
     [
         (lambda: Loader(fault=-2), 2, 1, r"^Stopped after 2 batches the loader did not go on where it had stopped:\n"
          r"  seen too often in epoch 0: 2 samples: {'text': '0/4'}, {'text': '0/5'}$"),
-        (lambda: Loader(fault=7), 1, 1, r"skipped in epoch 0: 7 samples: {'text': '0/3'}, .*{'text': '0/7'}, \.\.\.$"),
         (Forgetful, 4, 2, r"between two epochs,(.|\n)*skipped in epoch 1: 10 samples"),
         (lambda: Loader(swaps=True), 1, 1, r"another order: sample 8 is .*0/9.*, and without a stop .*0/8"),
         (lambda: Loader(size=next(SIZES)), 1, 1, "other batches: batch 1 has 2, and without a stop 3"),
+        (Turning, 1, 1, r"in other types: .*'n': list\[int32\]}, and without a stop .*'n': list\[int64\]}$"),
     ],
 )  # fmt: skip
 def test_what_is_repeated_skipped_or_moved_is_named(make, stop, epochs, said):
     with pytest.raises(AssertionError, match=said):
         assert_resume_is_exact(make, stops=[stop], epochs=epochs)
-
-
-class Turning(Loader):
-    """A loader that gives each sample as ``before`` makes it, and after a resume as ``after``
-    does.
-    """
-
-    def __init__(self, before: Any, after: Any) -> None:
-        super().__init__()
-        self.make = before
-        self.after = after
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield [{"text": name, "n": self.make()} for name in batch["text"]]
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict(state)
-        self.make = self.after
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "types"),
-    [
-        (lambda: np.arange(3), lambda: np.arange(3, dtype=np.int32), ("int64", "int32")),
-        (
-            lambda: {"a": [np.arange(1), "x"]},
-            lambda: {"a": [np.int8([0]), "x"]},
-            ("[int64, str]}", "[int8, str]}"),
-        ),
-    ],
-)
-def test_the_same_values_in_other_types_are_named(before, after, types):
-    assert_resume_is_exact(lambda: Turning(before, before), stops=[1])
-    with pytest.raises(AssertionError) as caught:
-        assert_resume_is_exact(lambda: Turning(before, after), stops=[1])
-    [_, line] = str(caught.value).splitlines()
-    assert line.startswith("  the same values in other types: sample 3, {'text': '0/3', 'n': ")
-    had, has = types
-    nested = "dict{'a': list" * (has[0] == "[")
-    assert (
-        f", is dict{{'text': str, 'n': {nested}{has}}}, and without a stop dict{{'text': str, 'n': "
-        in line
-    )
-    assert line.endswith(f"{had}}}")
-
-
-def test_a_loader_without_state_an_empty_one_and_stops_that_are_not_there_are_refused():
-    with pytest.raises(TypeError, match="list has no state_dict"):
-        assert_resume_is_exact(lambda: [1, 2])
-    with pytest.raises(ValueError, match="from 0 to 4"):
-        assert_resume_is_exact(Loader, stops=[5])
-    with pytest.raises(ValueError, match="from 0 to 4"):
-        assert_resume_is_exact(Loader, stops=[(3, 2)])
-
-    class Empty(Loader):
-        def __iter__(self):
-            return iter(())
-
-    with pytest.raises(ValueError, match="no batch"):
-        assert_resume_is_exact(Empty)

@@ -1,7 +1,5 @@
 """One formula for every wait between attempts."""
 
-from __future__ import annotations
-
 from datatrove_ckpt.common.retrying import RetryPolicy
 
 

@@ -2,12 +2,9 @@
 nothing is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -46,7 +43,7 @@ def config(server_type="vllm", **changes):
 
 def sent(rollout, server_type):
     """The payload's keys that ask the engine for the form."""
-    fitted: Any = for_config(rollout, config(server_type, use_chat=True))
+    fitted = for_config(rollout, config(server_type, use_chat=True))
     fitted.invalid_answer, fitted.answer_attempts = "drop", 1
     return {
         name: value
@@ -58,12 +55,12 @@ def sent(rollout, server_type):
 class Answers:
     """Gives these answers in turn, and remembers the payloads."""
 
-    def __init__(self, *answers: str, reason: str = "stop") -> None:
+    def __init__(self, *answers, reason="stop"):
         self.answers = list(answers)
-        self.payloads: list[dict[str, Any]] = []
+        self.payloads = []
         self.reason = reason
 
-    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+    async def __call__(self, payload):
         self.payloads.append(payload)
         return InferenceResult(self.answers[len(self.payloads) - 1], self.reason, {})
 
@@ -196,7 +193,7 @@ def test_a_document_without_a_valid_answer_may_be_dropped_and_canned_answers_are
     assert (
         answer(PromptRollout(choice=["yes"], invalid_answer="drop", answer_attempts=1), "?") is None
     )
-    fitted: Any = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
+    fitted = for_config(PromptRollout(json_schema=SCHEMA), config("dummy"))
     assert answer(fitted, "This is dummy text.") == "This is dummy text."
 
 
@@ -226,7 +223,7 @@ def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_p
 
 
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}
-NAMED: dict[str, tuple[Any, Any, Any]] = {  # the rollout, its result, the answer
+NAMED = {  # the rollout, its result, the answer
     "a text": (PromptRollout(), InferenceResult("so", "stop", {}), "so"),
     "JSON": (
         PromptRollout(json_schema=SCHEMA),

@@ -2,10 +2,7 @@
 answers.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 from datatrove.pipeline.inference.types import InferenceResult
 
@@ -16,7 +13,7 @@ from tests.words import write_tokenizer
 
 def requests(rollout, text, answers=()):
     """The payloads in turn, and the result. The n-th answer is "An"."""
-    sent: list[dict[str, Any]] = []
+    sent = []
 
     async def generate(payload):
         sent.append(payload)

@@ -2,14 +2,11 @@
 much of a text.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -203,10 +200,10 @@ def test_the_system_prompt_and_each_place_of_the_text_count(words):
 def test_auto_is_what_the_context_leaves(words):
     given = config(model_max_context=100, default_generation_params={"max_tokens": 26})
     rollout = PromptRollout(max_prompt_tokens="auto", chars_per_token=1)
-    fitted: Any = for_config(rollout, given)
+    fitted = for_config(rollout, given)
     assert fitted.prompt_tokens == 100 - 26 - 64
     assert content(fitted, document("x" * 99)) == "x" * 10
-    plain: Any = for_config(
+    plain = for_config(
         CompletionRollout(max_prompt_tokens="auto", tokenizer=words),
         config(model_max_context=100, use_chat=False, default_generation_params={"max_tokens": 98}),
     )
@@ -226,15 +223,15 @@ def test_auto_that_cannot_be_known_is_refused(params, error):
         for_config(PromptRollout(max_prompt_tokens="auto", chars_per_token=3), given)
 
 
-def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(tmp_path, words):
+def test_the_models_own_tokenizer_is_the_default_and_part_of_the_identity(words):
     rollout = PromptRollout(max_prompt_tokens=5)
-    fitted: Any = for_config(rollout, config(model_name_or_path=words))
+    fitted = for_config(rollout, config(model_name_or_path=words))
     assert "tokenizer_hash" not in vars(rollout), "the user's object stays as it is"
     fields = code_identity(fitted, None).fields
     assert fields["rollout_fn.tokenizer_hash"] == load_counter(words, None).digest
     assert fields["rollout_fn.max_prompt_tokens"] == 5
     flags = {"tokenizer": words, "revision": "of-the-model"}
-    assert for_config(rollout, config(model_kwargs=flags)).counted_by == [words, None]  # type: ignore[attr-defined]
+    assert for_config(rollout, config(model_kwargs=flags)).counted_by == [words, None]
     for same in (copy.deepcopy(fitted), pickle.loads(pickle.dumps(fitted))):
         assert same == fitted
         assert content(same, document(LINES)) == "one two three"
@@ -276,9 +273,7 @@ def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch, tmp_pat
 
 def test_settings_that_are_not_used_are_not_part_of_the_identity():
     for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
-        fitted: Any = for_config(
-            rollout, config(use_chat=not isinstance(rollout, CompletionRollout))
-        )
+        fitted = for_config(rollout, config(use_chat=not isinstance(rollout, CompletionRollout)))
         assert vars(fitted) == vars(rollout)
         assert not vars(fitted).keys() - {
             "prompt", "system_prompt", "generation_params", "max_chars_per_part", "separator", "parallel"

@@ -1,9 +1,6 @@
 """Ready-made rollouts: what they ask, what they refuse, and that a copy of one is the same run."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -24,13 +21,13 @@ ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the 
 class Server:
     """Answers "<n>: <what was asked>", remembers the payloads, and how many were asked at once."""
 
-    def __init__(self, reasons: tuple[str, ...] = (), refuse: str = "") -> None:
-        self.payloads: list[dict[str, Any]] = []
+    def __init__(self, reasons=(), refuse=""):
+        self.payloads = []
         self.reasons = reasons
         self.refuse = refuse
         self.running = self.most = self.ended = 0
 
-    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+    async def __call__(self, payload):
         number = len(self.payloads)
         self.payloads.append(payload)
         self.running += 1
@@ -55,7 +52,7 @@ def document(text="Rain falls.", **metadata):
 
 def asked(rollout, given):
     """The one payload that a rollout sends."""
-    sent: list[dict[str, Any]] = []
+    sent = []
 
     async def generate(payload):
         sent.append(payload)
@@ -115,11 +112,9 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
     ("kind", "settings", "error"),
     [
         (PromptRollout, {"prompt": "{text"}, "prompt: the template is broken ("),
-        (PromptRollout, {"prompt": "text}"}, "prompt: the template is broken ("),
         (PromptRollout, {"prompt": "Summarise this:"}, "prompt: nothing is filled in, so every document would get the"),
         (PromptRollout, {"prompt": "{text} [[DOCUMENT]]"}, "prompt: has both"),
         (PromptRollout, {"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be given here"),
-        (PromptRollout, {"generation_params": {"stream": "x"}}, "generation_params: 'stream' cannot be given here"),
         (PromptRollout, {"prompt": "Say: {text}", "max_chars": 5}, "max_chars: must be greater than the length of"),
         (PromptRollout, {"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
         (PromptRollout, {"max_prompt_tokens": 0}, 'max_prompt_tokens: 0 is not "auto" or a number of 1 or more.'),

@@ -1,7 +1,5 @@
 """The rows of JSONL files are counted once: the next process knows them, until a file changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -28,7 +26,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """The files whose lines were counted."""
-    names: list[str] = []
+    names = []
     count = LineBlocks._count
 
     def spied(self):

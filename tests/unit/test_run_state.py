@@ -1,19 +1,14 @@
 """The state of a run from the files of its ranks: sums, and which ranks need attention, and why."""
 
-from __future__ import annotations
-
 import datetime
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
-    Record,
     ServerEvent,
     Silence,
     Wait,
@@ -25,6 +20,7 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.closing import _attempts
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.where import Place
 from tests.rank_folders import (
     HERE,
@@ -44,20 +40,25 @@ T = 1_800_000_000.0
 MIN = 60.0
 
 
-Hold = Callable[[Path], None]
-
-
 @pytest.fixture
 def hold():
     """Works on ranks, in this process, until the test ends."""
     locks = []
-
-    def take(folder):
-        locks.append(files.Lock(folder / layout.LOCK))
-
-    yield take
+    yield lambda folder: locks.append(files.Lock(folder / layout.LOCK))
     for lock in locks:
         lock.release()
+
+
+@pytest.fixture
+def running(tmp_path, hold):
+    """Writes a rank on which this process works since ``at``. Returns its folder."""
+
+    def write(*records, number=0, at=T, **made):
+        folder = write_rank(tmp_path, number, [start(at, host=HERE), *records], **made)
+        hold(folder)
+        return folder
+
+    return write
 
 
 def read(root, now=T, **place):
@@ -114,8 +115,8 @@ def test_a_rank_whose_attempt_ended_says_how(tmp_path, ends, state, reason):
     assert rank.lost_in_flight == (0 if ends else 4)
 
 
-def test_a_rank_that_runs_without_a_word_is_silent(tmp_path, hold):
-    hold(write_rank(tmp_path, history=[start(T, host=HERE), *minutes(T, 5, 1)]))
+def test_a_rank_that_runs_without_a_word_is_silent(tmp_path, running):
+    running(*minutes(T, 5, 1))
     rank = read_one(tmp_path, T + 17 * MIN)
     assert (rank.state, rank.trouble) == ("running", "silent")
     assert rank.reason.startswith("no word for 12 min from pid ")
@@ -141,14 +142,14 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path, hold):
     assert not_yet.trouble is None
 
 
-def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path, hold):
+def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path, running):
     def line(number):
         errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
         done = min(number, 60) * 10
         quiet = Wait(max(0.0, number - 60) * MIN)
         return minute(T + MIN * number, done, own=work(done, errors=errors), wait=quiet)
 
-    hold(write_rank(tmp_path, history=[start(T, host=HERE), *map(line, range(241))]))
+    running(*map(line, range(241)))
     rank = read_one(tmp_path, T + 240 * MIN)
     assert rank.trouble == "stuck"
     assert rank.reason == (
@@ -175,13 +176,13 @@ def test_a_stuck_rank_tells_what_its_server_does(tmp_path, hold):
 
 @pytest.mark.parametrize(("seconds", "is_stuck"), [(28.0, False), (31.0, True), (590.0, True)])
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
-    tmp_path, hold, seconds, is_stuck
+    tmp_path, running, seconds, is_stuck
 ):
     """One outage has one reason, however many ranks it has met."""
     for number in range(2):  # they have lost the server at nearly the same time
         silence = Silence(seconds - number, 600.0, True)
         lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
-        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+        running(*lines, number=number)
     history = [start(T, host=HERE), *minutes(T, 2, 60, 120), done(T + 2 * MIN)]
     write_rank(tmp_path, 2, history=history, chunks=1, per_chunk=120, finished=True)
     state = read(tmp_path, T + 3 * MIN + 10)
@@ -196,12 +197,12 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
 
 
-def test_the_model_whose_servers_give_no_answer_is_named(tmp_path, hold):
+def test_the_model_whose_servers_give_no_answer_is_named(tmp_path, running):
     lines = [
         *minutes(T, 3, 60, 3600),
         minute(T + 3 * MIN + 10, 180, 3600, silence=Silence(60.0, 600.0, False, "judge")),
     ]
-    hold(write_rank(tmp_path, history=[start(T, host=HERE), *lines]))
+    running(*lines)
     (rank,) = read(tmp_path, T + 3 * MIN + 10).ranks
     assert rank.reason.startswith("the server of judge gives no answers: no answer since ")
 
@@ -223,7 +224,7 @@ def test_an_outage_is_no_part_of_rate_and_time_left(tmp_path, hold):
 
 def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path):
     """``repair`` takes numbers, too."""
-    history: list[Record] = [start(T), minute(T, 0), stopped(T + 10)]
+    history = [start(T), minute(T, 0), stopped(T + 10)]
     history += [start(T + 20, 4), minute(T + 20, 0, attempt=4), stopped(T + 25, 4)]
     write_rank(tmp_path, history=history, attempts=4)
     state = read(tmp_path, T + 100)
@@ -239,7 +240,7 @@ def test_a_kill_in_the_first_seconds_leaves_it_unknown_what_was_in_flight(tmp_pa
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_path, hold, killed):
-    history: list[Record] = [start(T), minute(T, 0), minute(T + MIN, 10)]
+    history = [start(T), minute(T, 0), minute(T + MIN, 10)]
     history += [] if killed else [stopped(T + MIN)]
     history += [start(T + 2 * MIN, 2, host=HERE), minute(T + 2 * MIN, 10, attempt=2, own=work(0))]
     hold(write_rank(tmp_path, history=history, chunks=4, attempts=2))
@@ -262,14 +263,14 @@ def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, s
 
 
 def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_document(
-    tmp_path, hold
+    tmp_path, running
 ):
     wait = Wait(50.0, 70.0, "book 7", all_started=True)
     lines = [
         *minutes(T, 5, 60, 300),
         minute(T + 6 * MIN, 299, 300, in_flight=1, waiting=0, wait=wait),
     ]
-    hold(write_rank(tmp_path, 3, [start(T, host=HERE), *lines], chunks=29, journal=9, tasks=4))
+    running(*lines, number=3, chunks=29, journal=9, tasks=4)
     for number in (0, 1, 2):
         history = [start(T), *minutes(T, 1, 300, 300), done(T + MIN)]
         write_rank(tmp_path, number, history, chunks=1, per_chunk=300, finished=True, tasks=4)
@@ -292,14 +293,10 @@ def test_skipped_lines_are_summed(tmp_path):
 
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
 def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
-    tmp_path, hold, ran, slow
+    tmp_path, running, ran, slow
 ):
     for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
-        hold(
-            write_rank(
-                tmp_path, number, history=[start(T, host=HERE), *minutes(T, ran, per_minute)]
-            )
-        )
+        running(*minutes(T, ran, per_minute), number=number)
     state = read(tmp_path, T + ran * MIN)
     assert [rank.rank for rank in state.troubled] == slow
     assert [rank.trouble for rank in state.ranks] == [
@@ -310,39 +307,15 @@ def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
     )
 
 
-def test_a_rank_with_long_documents_is_not_slow(tmp_path, hold):
+def test_a_rank_with_long_documents_is_not_slow(tmp_path, running):
     for number, per_minute in enumerate((60, 60, 60, 60, 6)):
         lines = minutes(T, 6, per_minute)
         if number == 4:
             for line in lines:
                 line.own.completion_tokens *= 10
                 line.own.prompt_tokens *= 10
-        hold(write_rank(tmp_path, number, history=[start(T, host=HERE), *lines]))
+        running(*lines, number=number)
     assert read(tmp_path, T + 6 * MIN).troubled == []
-
-
-def test_a_checkpoint_of_a_release_without_history_has_numbers_and_no_rates(tmp_path):
-    write_rank(tmp_path, chunks=2, journal=3)
-    state = read(tmp_path)
-    (rank,) = state.ranks
-    assert (rank.state, rank.trouble, rank.documents, rank.attempts) == (
-        "unfinished",
-        "unfinished",
-        23,
-        [],
-    )
-    assert state.totals.average.documents == 0
-    assert state.totals.time_left is None
-    assert state.newest is not None
-
-
-def test_a_lost_commit_is_damage(tmp_path):
-    folder = write_rank(tmp_path, chunks=2)
-    (tmp_path / "last_chunk").mkdir()
-    (tmp_path / "last_chunk/00000.txt").write_text("2\n")
-    rank = read_one(tmp_path)
-    assert rank.state == "damaged"
-    assert f"{folder}/commits.jsonl holds 2 commits, none of them for chunk 2" in rank.reason
 
 
 def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path):
@@ -354,11 +327,11 @@ def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path):
 # sums --------------------------------------------------------------------------------------------
 
 
-def test_the_sums_of_a_run(tmp_path, hold):
+def test_the_sums_of_a_run(tmp_path, running):
     write_rank(tmp_path, 0, [start(T), *minutes(T, 10, 10, 100)], chunks=10, finished=True, tasks=4)
     for number in (1, 2):
-        history = [start(T + 5 * MIN, host=HERE), *minutes(T + 5 * MIN, 6, 10, 200)]
-        hold(write_rank(tmp_path, number, history, chunks=5, journal=10, tasks=4))
+        lines = minutes(T + 5 * MIN, 6, 10, 200)
+        running(*lines, number=number, at=T + 5 * MIN, chunks=5, journal=10, tasks=4)
     state = read(tmp_path, T + 11 * MIN)
     totals = state.totals
     assert (state.tasks, totals.not_started, dict(totals.states)) == (
@@ -383,57 +356,46 @@ def test_the_sums_of_a_run(tmp_path, hold):
     assert totals.work.requests == (100 + 60 + 60) * 2
     assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
     assert state.newest == T + 11 * MIN
+    printed = list(describe(state))
+    for topic, text in gather(state).sums[2:]:
+        assert f"  {topic:<10} {text}" in printed, "the report shows what status prints"
 
 
-def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path, hold):
+def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path, running):
     for number in range(100):
         at = T + number // 2 * 4
         history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
         write_rank(tmp_path, number, history, chunks=1, finished=True, tasks=1000)
     for number in (100, 101):
-        hold(
-            write_rank(
-                tmp_path, number, [start(T + 199, host=HERE), minute(T + 199, 0)], tasks=1000
-            )
-        )
+        running(minute(T + 199, 0), number=number, at=T + 199, tasks=1000)
     totals = read(tmp_path, T + 200).totals
     assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
     assert totals.time_left == pytest.approx(9000 / 5)
 
 
-def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path, hold):
-    hold(
-        write_rank(
-            tmp_path, chunks=7, journal=5, history=[start(T, host=HERE), *minutes(T, 5, 10, 100)]
-        )
-    )
+def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path, running):
+    running(*minutes(T, 5, 10, 100), chunks=7, journal=5)
     assert read_one(tmp_path, T + 5 * MIN + 50).position == (75, 100, "rows"), "50 in the last line"
 
 
-def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path, hold):
-    hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)]))
-    hold(
-        write_rank(
-            tmp_path,
-            1,
-            [start(T + 350, host=HERE), minute(T + 350, 0, 3600), minute(T + 360, 1, 3600)],
-        )
-    )
+def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path, running):
+    running(*minutes(T, 6, 60, 3600))
+    running(minute(T + 350, 0, 3600), minute(T + 360, 1, 3600), number=1, at=T + 350)
     state = read(tmp_path, T + 6 * MIN)
     assert state.ranks[1].time_left is None
     assert state.totals.time_left < 2 * 3600
 
 
-def test_ranks_of_one_document_are_not_slow(tmp_path, hold):
+def test_ranks_of_one_document_are_not_slow(tmp_path, running):
     for number in range(9):
         history = [start(T), minute(T, 0), minute(T + 100 + number, 1), done(T + 100 + number)]
         write_rank(tmp_path, number, history, finished=True, tasks=10)
-    hold(write_rank(tmp_path, 9, [start(T, host=HERE), *minutes(T, 6, 0)], tasks=10))
+    running(*minutes(T, 6, 0), number=9, tasks=10)
     assert read(tmp_path, T + 6 * MIN).troubled == []
 
 
-def test_the_time_left_is_without_ranks_at_a_halt(tmp_path, hold):
-    hold(write_rank(tmp_path, 0, [start(T, host=HERE), *minutes(T, 6, 60, 3600)], chunks=36))
+def test_the_time_left_is_without_ranks_at_a_halt(tmp_path, running):
+    running(*minutes(T, 6, 60, 3600), chunks=36)
     write_rank(
         tmp_path,
         1,
@@ -452,18 +414,6 @@ def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path)
     assert read(tmp_path / "unknown", tasks=5, config={"executor": {}}).totals.not_started == 4
 
 
-def test_the_ranks_that_are_missing_and_those_of_another_run_are_named(tmp_path):
-    for number in (0, 1, 5, 7):
-        write_rank(tmp_path, number, chunks=1, finished=True, tasks=6)
-    (tmp_path / "last_chunk").mkdir()
-    for number in (0, 1, 3, 5, 7):
-        (tmp_path / f"last_chunk/{number:05d}.txt").write_text("0\n")
-    state = read(tmp_path)
-    assert (state.missing, state.gone, state.foreign) == ([2, 3, 4], [3], [7])
-    assert ([rank.rank for rank in state.ranks], state.totals.documents) == ([0, 1, 5], 30)
-    assert (state.totals.not_started, state.is_finished) == (3, False)
-
-
 def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     write_rank(tmp_path, 0, chunks=1)
     folder = write_rank(tmp_path, 1, [start(T, host=HERE), minute(T, 0)])
@@ -471,19 +421,6 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     assert read(tmp_path).troubled == []
     (folder / layout.LOCK).unlink()
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
-
-
-def test_dead_letters_are_counted_by_cause_without_their_numbers(tmp_path):
-    letters = [("str", f"HTTP 400: {n} tokens are too many") for n in (17, 18)] + [
-        ("ValueError", "ValueError: no\nsuch")
-    ]
-    write_rank(tmp_path, 0, chunks=1, letters=letters, finished=True)
-    write_rank(
-        tmp_path, 1, chunks=1, letters=[("str", "HTTP 400: 1 tokens are too many")], finished=True
-    )
-    totals = read(tmp_path).totals
-    assert totals.counts.dead == 4
-    assert dict(totals.dead_letters) == {"HTTP 400: # tokens are too many": 3, "ValueError: no": 1}
 
 
 def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, monkeypatch):
@@ -497,6 +434,3 @@ def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, m
         False,
     )
     assert rank.unfinished == counts(6)
-
-
-# commits -----------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 written.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 

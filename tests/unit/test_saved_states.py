@@ -5,14 +5,10 @@ Who means to change them writes them anew: DATATROVE_CKPT_WRITE_GOLDEN=1 python 
 THIS_FILE
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +35,7 @@ def mix(folder):
     )
 
 
-SOURCES: dict[str, Callable[[Path], Any]] = {
+SOURCES = {
     "JsonlReader": reader,
     "Mix": mix,
     "Pack": lambda folder: Pack(Rows([{"input_ids": np.arange(n)} for n in range(1, 9)]), 4),

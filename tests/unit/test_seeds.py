@@ -1,13 +1,10 @@
 """``seed``: each request has its own, and the same one when it is sent again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.generate import request_seed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, runner
@@ -71,17 +68,11 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path, server):
     assert seeds(server) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 7), (7, 8)])
-def test_another_seed_is_another_run(tmp_path, server, before, after):
-    runner(tmp_path, server, config={"seed": before}).run(documents(2))
-    with pytest.raises(CheckpointMismatch, match="seed: "):
-        runner(tmp_path, server, config={"seed": after}).run(documents(2))
+def test_another_seed_is_another_run(tmp_path, server):
+    def identity(seed):
+        return str(runner(tmp_path, server, config={"seed": seed}).identity(1).fields)
 
-
-@pytest.mark.parametrize("seed", ["7", True])
-def test_a_seed_that_is_no_number_is_refused(tmp_path, seed):
-    with FakeServer() as server, pytest.raises(ConfigError, match="seed: "):
-        runner(tmp_path, server, config={"seed": seed})
+    assert len({identity(seed) for seed in (None, 7, 8)}) == 3
 
 
 def test_seeds_do_not_change_between_releases():

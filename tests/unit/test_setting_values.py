@@ -1,7 +1,5 @@
 """When two settings are the same, and that a run asks."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.checkpoint.identity import same_value

@@ -1,7 +1,5 @@
 """What ``show`` prints of a result."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.maintenance.documents import _text
@@ -17,8 +15,6 @@ _USUAL = {
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        ({"text": "\n a"}, "\n a"),
-        ({"text": "a", "tool_calls": [], "choices": []}, "a"),
         ({"text": "", "tool_calls": [{"id": "1"}]}, '{"tool_calls":[{"id":"1"}]}'),
         (
             {
@@ -37,7 +33,6 @@ _USUAL = {
             'a\n{"tool_calls":[7]}\n\nb',
         ),
         ({"text": "", "choices": [{"text": "", **_USUAL, "refusal": "no"}]}, '{"refusal":"no"}'),
-        ({"text": "a", "choices": ["a", "b"]}, 'a\n{"choices":["a","b"]}'),
         ({"text": "a", "score": 0.0, "judgement": "bad"}, 'a\n{"score":0.0,"judgement":"bad"}'),
     ],
 )

@@ -3,26 +3,18 @@
 The real one is in tests/real/test_slurm.py.
 """
 
-from __future__ import annotations
-
 import os
-import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
-from datatrove_ckpt.checkpoint.identity import RunIdentity, as_kept, read_run
+from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load
-from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -159,26 +151,6 @@ def test_workers_without_checkpoints_are_refused_before_they_are_submitted(login
     assert not list(Path("submitted").iterdir())
 
 
-@pytest.mark.slow
-def test_a_job_with_output_on_the_hub_is_checked_and_leaves_no_token_in_a_file(
-    login_node, hub, capsys
-):
-    output = "--pipeline.1.output_writer.output_folder=hf://datasets/org/data/part"
-    assert run(output) == 1
-    assert (
-        "make it: hf repos create org/data --repo-type dataset --private" in capsys.readouterr().err
-    )
-    assert not list(Path("submitted").iterdir())
-    hub.create_repo("org/data")
-    assert run(output) == 0
-    assert list(Path("submitted").iterdir())
-    said = capsys.readouterr()
-    assert hub.token not in said.out + said.err
-    written = [path for path in login_node.rglob("*") if path.is_file()]
-    assert any(path.name == "executor.pik" for path in written)
-    assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
-
-
 def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, capsys):
     mark_as_finished(3, tasks=5)
     assert run("--executor.tasks=5") == 0
@@ -193,53 +165,6 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, cap
     assert scripted(capsys.readouterr().out) == "# nothing to submit: 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0
     assert capsys.readouterr().out == "Nothing was submitted: 3 tasks are complete.\n"
-
-
-def test_markers_of_another_job_are_refused_before_anything_is_submitted(login_node, capsys):
-    mark_as_finished(3, tasks=3)
-    for options in ((), ("--dry-run",)):
-        assert run("--executor.tasks=5", *options) == 1
-        printed = capsys.readouterr()
-        assert "tasks: 3 -> 5" in printed.err
-        assert "Go on with 3 tasks (datatrove-ckpt run " in printed.err
-        assert "CONFIG" not in printed.err
-        assert "--array" not in printed.out
-    shutil.rmtree("slurm_run/checkpoints")
-    assert run("--executor.tasks=5") == 1
-    assert "slurm_run/checkpoints holds no checkpoint of them" in capsys.readouterr().err
-    assert not list(Path("submitted").iterdir())
-
-
-@pytest.mark.slow
-def test_a_submission_compares_with_the_mirror_what_only_the_nodes_have(login_node, capsys):
-    mark_as_finished(1, tasks=2)
-    folder, url = Path("slurm_run/checkpoints"), str(login_node / "mirror")
-    settings = CheckpointManager(
-        folder.absolute(),
-        0,
-        1,
-        RunIdentity(
-            {
-                name: value
-                for name, value in read_run(folder / "00000/run.json").items()
-                if name != "format"
-            }
-        ),
-        lambda: None,
-        lambda: None,
-        mirror=RemoteMirror(f"{url}/00000", folder.absolute() / "00000", 60.0),
-    )
-    output = SimpleNamespace(write_chunk=None, placement=Placement(), stop=lambda: None)
-    checkpoint = OpenCheckpoint(settings, settings.take(), output)
-    checkpoint.close(completed=True)
-    checkpoint.raise_failure()
-    shutil.rmtree(folder)
-    mirrored = f"--pipeline.1.checkpoints_remote_dir={url}"
-    assert run(mirrored, "--executor.tasks=3") == 1
-    assert "tasks: 2 -> 3" in capsys.readouterr().err
-    assert run(mirrored, "--executor.tasks=2") == 0
-    assert "for 1 of 2 tasks" in capsys.readouterr().out
-    assert not folder.exists(), "what was restored is of no use on this machine"
 
 
 def test_a_variable_that_only_the_nodes_have_is_no_mistake(login_node, monkeypatch, capsys):
@@ -287,7 +212,7 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
 
 
-EVERYTHING: dict[str, Any] = {
+EVERYTHING = {
     "cpus_per_task": 2,
     "nodes_per_task": 2,
     "env_command": "module load cuda",

@@ -1,7 +1,5 @@
 """Requests to Slurm, and when they are made. tests/real/test_slurm.py uses a real Slurm."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The documents of a rank, as the event loop gets them from the reader's thread."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """What a server says while its model loads."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 

@@ -1,7 +1,5 @@
 """What ``status`` prints: figures, bars."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

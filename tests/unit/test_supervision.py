@@ -2,8 +2,6 @@
 what metrics say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
@@ -169,7 +167,7 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
 async def test_many_quarantined_requests_run_in_growing_groups():
     made = router()
     waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
-    sizes: list[int] = []
+    sizes = []
     while waiting:
         await settle()
         together = [request for request, task in waiting.items() if task.done()]
@@ -280,19 +278,6 @@ def test_gpus_are_counted_and_a_machine_without_divides_nothing(monkeypatch, tmp
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_replicas_get_gpus_of_their_own(executor, monkeypatch):
-    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
-
-    async with leased_gpus(config(replicas=2, tp=2)) as leases:
-        assert [lease.env["CUDA_VISIBLE_DEVICES"] for lease in leases] == ["0,1", "2,3"]
-    with pytest.raises(
-        ConfigError, match=r"3 servers with tp \* dp \* pp = 2 need 6 GPUs, and this task sees 4"
-    ):
-        await gpus(replicas=3, tp=2)
-
-
-@pytest.mark.usefixtures("four_gpus")
 async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
     async with AsyncExitStack() as ranks:
         first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
@@ -305,7 +290,7 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
 
 def test_ranks_that_lock_at_the_same_moment_do_not_take_every_other_gpu(monkeypatch, tmp_path):
     """A second rank comes while the first one has locked one of its two GPUs."""
-    between: list[list[str] | None] = []
+    between = []
     visible = ["a", "b", "c", "d"]
     try_lock = node._try_lock
 
@@ -351,6 +336,8 @@ async def leased(configs, without=()):
 @pytest.mark.parametrize(
     ("models", "shares"),
     [
+        ({"writer": {"replicas": 2, "tp": 2}}, {"": ["0,1", "2,3"]}),
+        ({"writer": {"gpus": 2}}, {"": ["0,1"]}),
         ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
         ({"writer": {"gpus": 3}, "judge": {"gpus": 1}}, {"writer": ["0,1,2"], "judge": ["3"]}),
         (
@@ -367,15 +354,6 @@ async def test_models_divide_the_gpus(executor, models, shares, monkeypatch):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
     async with leased(named(**models)) as found:
         assert found == shares
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_a_single_model_gets_the_gpus_that_it_asks_for(executor, monkeypatch):
-    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
-    assert await gpus(gpus=2) == [("0", "1")]
-    with pytest.raises(ConfigError, match="gpus: its servers need 5 GPUs, and this task sees 4"):
-        await gpus(gpus=5)
 
 
 @pytest.mark.parametrize(
@@ -399,11 +377,23 @@ def test_gpus_that_cannot_be_divided_are_refused(settings, said):
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
-async def test_models_that_need_more_gpus_than_there_are_are_both_named(executor, monkeypatch):
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        ({"writer": {"replicas": 3, "tp": 2}}, r"3 servers with tp \* dp \* pp = 2 need 6 GPUs"),
+        ({"writer": {"gpus": 5}}, "gpus: its servers need 5 GPUs"),
+        (
+            {"writer": {"tp": 2}, "judge": {"gpus": 3}},
+            r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs",
+        ),
+    ],
+)
+async def test_models_that_need_more_gpus_than_there_are_are_named(
+    executor, models, said, monkeypatch
+):
     monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
-    said = r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs, and this task sees 4 \(CUDA_VIS"
-    with pytest.raises(ConfigError, match=said):
-        await node.lease_gpus(named(writer={"tp": 2}, judge={"gpus": 3}))
+    with pytest.raises(ConfigError, match=rf"{said}, and this task sees 4 \(CUDA_VIS"):
+        await node.lease_gpus(named(**models))
 
 
 @pytest.mark.usefixtures("four_gpus")

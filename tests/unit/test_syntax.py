@@ -3,8 +3,6 @@
 CPython 3.11 fails with SystemError when two do it at once.
 """
 
-from __future__ import annotations
-
 import ast
 import threading
 from concurrent.futures import ThreadPoolExecutor

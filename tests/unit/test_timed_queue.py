@@ -1,7 +1,5 @@
 """Waiting for an item of a queue ends when its time is over, however busy the machine is."""
 
-from __future__ import annotations
-
 import os
 import queue
 import subprocess
@@ -32,7 +30,7 @@ def test_a_wait_ends_also_if_its_time_is_over_before_it_begins():
 
 def wait_often():
     for _ in range(3000):
-        items: queue.SimpleQueue[int] = queue.SimpleQueue()
+        items = queue.SimpleQueue()
         with pytest.raises(queue.Empty):
             get_within(items, 2e-6)
         items.put(1)

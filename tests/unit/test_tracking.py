@@ -1,7 +1,5 @@
 """The sums of a run go to whoever keeps runs, and a service that is away holds up no other."""
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.maintenance import read_state
@@ -15,17 +13,17 @@ T = 1_800_000_000.0
 class Run:
     """Keeps what it gets; as long as ``broken``, it raises."""
 
-    def __init__(self) -> None:
-        self.points: list[tuple[float, dict[str, float]]] = []
+    def __init__(self):
+        self.points = []
         self.broken = False
-        self.ends: list[str] = []
+        self.ends = []
 
-    def send(self, at: float, values: dict[str, float]) -> None:
+    def send(self, at, values):
         if self.broken:
             raise ConnectionError("no network")
         self.points.append((at, values))
 
-    def end(self, status: str) -> None:
+    def end(self, status):
         self.ends.append(status)
 
 
@@ -80,24 +78,3 @@ def test_the_status_is_that_of_the_run(tmp_path, now, ends, status):
             break
     assert run.ends == ([] if status == "RUNNING" else [status])
     assert tracked.is_over == (status != "RUNNING")
-
-
-def test_a_run_that_cannot_be_made_is_made_later(tmp_path, now):
-    attempts: list[float] = []
-    run = Run()
-
-    def maker(job):
-        attempts.append(job.started)
-        if len(attempts) == 1:
-            raise OSError("no route")
-        return run
-
-    tracked = Tracker(Place(str(tmp_path), tmp_path, [str(tmp_path)]), [maker])
-    assert tracked.work().startswith(f"{tmp_path} "), "no rank has begun"
-    assert not tracked.is_over
-    write_rank(tmp_path, 0, [start(T), minute(T, 0), done(T + 10)], chunks=1, finished=True)
-    assert tracked.work() == "OSError: no route"
-    assert not tracked.is_over
-    assert tracked.work() == "", "although nothing is new"
-    assert attempts == [T, T]
-    assert [at for at, _ in run.points] == [T + 10], "whenever it is read"

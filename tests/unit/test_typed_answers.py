@@ -1,10 +1,7 @@
 """Answers that are numbers, in the forms of all engines; a wrong one is never an array."""
 
-from __future__ import annotations
-
 import base64
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -101,7 +98,7 @@ def vectors(*values):
     return data(*({"index": at, "embedding": value} for at, value in enumerate(values)))
 
 
-WRONG: list[tuple[str, Any, int]] = [
+WRONG = [
     *(
         (name, answer, 1)
         for name in ("embed", "classify", "score")

@@ -1,12 +1,8 @@
 """Snapshots of a checkpoint, and the versions made of them below a URL."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -20,7 +16,6 @@ from datatrove_ckpt.mirror.manifests import (
     Versions,
     contains_version,
     decode_answers,
-    encode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.uploads import Uploads
@@ -54,25 +49,16 @@ def test_answers_are_numbered_upwards_also_after_the_last_ones_were_dropped(tmp_
     again.close()
 
 
-def test_answers_come_back_as_they_were():
-    rows = [request(ordinal, number) for ordinal in range(5) for number in range(4)]
-    ((data, ordinals),) = encode_answers(rows)
-    assert list(decode_answers(data)) == rows
-    assert ordinals == set(range(5))
-
-
 class Mirrored:
     """Uploads of an imagined checkpoint of one growing file and some answers."""
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder):
         self.versions = Versions(f"{folder}/00000")
         self.uploads = Uploads(self.versions)
         self.content = b""
-        self.rows: list[CachedRequest] = []
+        self.rows = []
 
-    def upload(
-        self, data: bytes, rows: list[CachedRequest], unfinished: set[int], nonce: str = "0" * 16
-    ) -> None:
+    def upload(self, data, rows, unfinished, nonce="0" * 16):
         """What ``RemoteMirror`` does."""
         self.content += data
         self.rows = [row for row in [*self.rows, *rows] if row.ordinal in unfinished]
@@ -89,13 +75,13 @@ class Mirrored:
         self.uploads.add_answers(snapshot)
         self.uploads.publish(finished=False)
 
-    def is_complete(self, version: Version) -> bool:
+    def is_complete(self, version):
         try:
             return all(map(self.versions.read_object, self.versions.read_manifest(version).parts()))
         except Damaged:
             return False
 
-    def newest(self) -> tuple[bytes, set[CachedRequest]]:
+    def newest(self):
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         content = b"".join(
             map(self.versions.read_object, manifest.files.get("chunk_00000.jsonl", []))
@@ -107,7 +93,7 @@ class Mirrored:
         }
         return content, rows
 
-    def parts(self) -> int:
+    def parts(self):
         manifest = self.versions.read_manifest(self.versions.all_versions()[-1])
         return sum(1 for _ in manifest.parts())
 
@@ -119,7 +105,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     monkeypatch.setattr("datatrove_ckpt.mirror.uploads._SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
-    unfinished: set[int] = set()
+    unfinished = set()
     for number in range(60):
         unfinished.add(number)
         if len(unfinished) > 4:
@@ -163,18 +149,6 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
     assert left == [(0, 0), (3, 3), (0, 6), (3, 9), (0, 12)]
 
 
-def test_an_object_is_read_from_its_copy_and_else_named(tmp_path):
-    versions = Versions(str(tmp_path / "00000"))
-    part = versions.put_object("0" * 16 + "-000000", b"content")
-    (tmp_path / "00000" / "objects" / part.name).unlink()
-    assert versions.read_object(part) == b"content"
-    (tmp_path / "00000" / "copies" / part.name).write_bytes(b"Content")
-    with pytest.raises(
-        Damaged, match=f"object {part.name} is missing or damaged, and so is its copy"
-    ):
-        versions.read_object(part)
-
-
 @pytest.mark.parametrize(
     ("earlier", "contained"),
     [
@@ -197,17 +171,17 @@ def test_an_owner_contains_the_versions_that_its_folder_holds(earlier, contained
 class Process(threading.Thread):
     """Mirrors a growing file three times, and pauses before each request until ``go`` is called."""
 
-    def __init__(self, nonce: str) -> None:
+    def __init__(self, nonce):
         super().__init__(daemon=True)
         self.mirrored = Mirrored("memory://mirror")
         self.nonce = nonce
-        self.error: BaseException | None = None
+        self.error = None
         self.ended = False
         self._may_go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.start()
         self._paused.acquire()
 
-    def run(self) -> None:
+    def run(self):
         try:
             for number in range(3):
                 # The other process may remove an object before it is copied. That is a warning;
@@ -221,11 +195,11 @@ class Process(threading.Thread):
         self.ended = True
         self._paused.release()
 
-    def before_request(self) -> None:
+    def before_request(self):
         self._paused.release()
         self._may_go.acquire()
 
-    def go(self, requests: int) -> int:
+    def go(self, requests):
         """Lets the process make ``requests`` requests, or all that are left.
 
         Returns how many it made.
@@ -237,7 +211,7 @@ class Process(threading.Thread):
             self._paused.acquire()
         return requests
 
-    def go_to_the_end(self) -> Iterator[None]:
+    def go_to_the_end(self):
         while self.go(1):
             yield
 

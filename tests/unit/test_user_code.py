@@ -2,13 +2,9 @@
 accepted.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
@@ -44,10 +40,10 @@ async def decorated(document, generate):
 
 
 class Callable_:
-    async def __call__(self, document: Document, generate: Any, **shared: Any) -> Any:
+    async def __call__(self, document, generate, **shared):
         return await ask(document, generate)
 
-    async def method(self, document: Document, generate: Any) -> Any:
+    async def method(self, document, generate):
         return await ask(document, generate)
 
 

@@ -2,8 +2,6 @@
 the run.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -252,7 +250,7 @@ def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_mach
         assert (place.what, place.is_copy) == ("memory://r/logs/checkpoints", True)
 
 
-def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs(tmp_path):
+def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs():
     mirror("memory://bucket/x/logs/checkpoints/00000")
     with open_place("memory://bucket/x/") as place:
         assert (place.what, place.given) == (

@@ -1,9 +1,6 @@
 """Our worker processes, with tasks that have nothing to do with documents."""
 
-from __future__ import annotations
-
 import asyncio
-import gc
 import os
 import select
 import signal
@@ -11,7 +8,6 @@ import sys
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import multiprocess
 import pytest
@@ -32,34 +28,13 @@ METHODS = [
 ]
 
 
-def nothing():
-    pass
+def in_a_worker(run, slot, tasks):
+    in_turn(partial(run, slot), tasks)
 
 
-def in_a_worker(run, close, slot, tasks):
-    try:
-        in_turn(partial(run, slot), tasks)
-    finally:
-        close()
-
-
-def group(
-    run,
-    count=2,
-    attempts=2,
-    close=nothing,
-    method="fork",
-):
-    return Workers(
-        multiprocess.get_context(method), count, partial(in_a_worker, run, close), NUMBERS, attempts
-    )
-
-
-def test_a_worker_tunes_the_collector_once_for_all_its_tasks():
-    with group(lambda slot, task: (gc.get_threshold()[0], gc.get_freeze_count()), 1) as workers:
-        thresholds, frozen = zip(*dict(workers.run(range(3))).values(), strict=True)
-    assert min(thresholds) > gc.get_threshold()[0]
-    assert 0 < min(frozen) <= max(frozen) < min(frozen) + 100  # what is freed is no longer counted
+def group(run, count=2, attempts=2, method="fork", **settings):
+    work = partial(in_a_worker, run)
+    return Workers(multiprocess.get_context(method), count, work, NUMBERS, attempts, **settings)
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -98,24 +73,6 @@ def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_c
     assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
-def test_a_task_whose_worker_dies_gets_another_and_then_is_given_up(tmp_path):
-    def run(slot, task):
-        with (tmp_path / str(task)).open("a") as file:
-            file.write("tried\n")
-        tried = len((tmp_path / str(task)).read_text().splitlines())
-        if task == 1 or (task == 2 and tried < 3):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if task == 3 and tried == 1:
-            os._exit(0)
-        return task
-
-    with group(run, attempts=3) as workers:
-        assert sorted(workers.run(range(5))) == [(0, 0), (2, 2), (3, 3), (4, 4)]
-    assert workers.lost == {1: "its worker process was ended by SIGKILL"}
-    tried = {task: len((tmp_path / str(task)).read_text().splitlines()) for task in range(5)}
-    assert tried == {0: 1, 1: 3, 2: 3, 3: 2, 4: 1}
-
-
 def several(work, count=1, attempts=2):
     """Workers that take several tasks before one is done."""
     return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
@@ -137,7 +94,6 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
             if 1 in mine:
                 os.kill(os.getpid(), signal.SIGKILL)
             (task,) = mine
-            assert task is not None
             tasks.done(task, os.getpid())
             mine = [tasks.next()]
 
@@ -187,35 +143,12 @@ async def takes_what_comes(folder, tasks):
         await asyncio.wait([waiting])
 
 
-def test_a_worker_with_tasks_leaves_one_for_each_that_has_none(tmp_path):
-    """The second worker starts only when the first one has taken all that it gets."""
-
-    def work(slot, tasks):
-        if slot:
-            until((tmp_path / "has all").exists)
-        mine = [tasks.next()]
-        if not slot:
-            mine += [tasks.next(), tasks.next()]
-            (tmp_path / "has all").touch()
-            until((tmp_path / "other").exists)
-        else:
-            (tmp_path / "other").touch()
-        for task in mine:
-            assert task is not None
-            tasks.done(task, slot)
-        assert tasks.next() is None
-
-    with several(work, 2) as workers:
-        assert dict(workers.run(range(4))) == {0: 0, 1: 0, 2: 0, 3: 1}
-
-
-def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(tmp_path):
+def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done():
     def work(slot, tasks):
         async def one():
             task = await tasks.wait_for_next()
             waiting = asyncio.create_task(tasks.wait_for_next())
             assert not (await asyncio.wait([waiting], timeout=0.2))[0]
-            assert task is not None
             tasks.done(task, "done")
             assert await waiting is None
 
@@ -242,7 +175,6 @@ def test_a_task_that_comes_after_the_signal_is_not_started_and_given_back(tmp_pa
 def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path):
     def work(slot, tasks):
         task = tasks.next()
-        assert task is not None
         (tmp_path / f"{slot} has a task").touch()
         until((tmp_path / "1 has a task").exists)
         if slot and not (tmp_path / "died").exists():
@@ -272,7 +204,7 @@ def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
 
 
 class Stubborn(Exception):
-    def __init__(self, first: str, second: str) -> None:  # so it cannot be unpickled
+    def __init__(self, first, second):  # so it cannot be unpickled
         super().__init__(first)
 
 
@@ -311,9 +243,9 @@ def test_the_first_error_is_raised_once_the_others_have_drained(tmp_path, error,
 class Exits:
     """A task that ends each process that loads it."""
 
-    def __call__(self, slot: int, task: int) -> None: ...
+    def __call__(self, slot, task): ...
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return sys.exit, (3,)
 
 
@@ -328,7 +260,7 @@ def wait_for_stop(folder):
     """A task like a rank: the first signal drains it, the second one ends it."""
 
     def run(slot, task):
-        came: list[int] = []
+        came = []
         previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
         (folder / f"started {task}").touch()
         while not came:
@@ -391,7 +323,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
     look again.
     """
     workers = group(wait_for_stop(tmp_path))
-    was_noticed: list[bool] = []
+    was_noticed = []
 
     def signal_this_thread():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -400,7 +332,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
             time.sleep(0.001)
         was_noticed.append(noticed)
         if not noticed:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     thread = in_thread(
         lambda: until_there(tmp_path / "started 0", tmp_path / "started 1"),
@@ -465,7 +397,7 @@ def test_a_signal_while_workers_are_started_leaves_none(method, moment, monkeypa
     assert multiprocess.active_children() == children
 
 
-def test_signals_that_this_process_ignores_stay_ignored(tmp_path):
+def test_signals_that_this_process_ignores_stay_ignored():
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for `command &` in a script
     try:
         with group(lambda slot, task: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) as workers:
@@ -476,9 +408,7 @@ def test_signals_that_this_process_ignores_stay_ignored(tmp_path):
         signal.signal(signal.SIGINT, previous)
 
 
-def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers(
-    tmp_path,
-):
+def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_default_handlers():
     def run(slot, task):
         if (fork := os.fork()) == 0:
             signal.raise_signal(signal.SIGTERM)
@@ -493,16 +423,6 @@ def test_workers_are_in_a_process_group_of_their_own_and_what_they_fork_has_defa
         (done,) = dict(workers.run([1])).values()
     assert done[0] != os.getpgid(0)
     assert done[1:] == (-signal.SIGTERM, set())
-
-
-def test_what_tasks_share_is_closed_before_a_worker_ends(tmp_path):
-    def close():
-        time.sleep(0.2)
-        (tmp_path / f"closed {os.getpid()}").touch()
-
-    with group(lambda slot, task: os.getpid(), close=close) as workers:
-        pids = set(dict(workers.run(range(4))).values())
-    assert {path.name for path in tmp_path.iterdir()} >= {f"closed {pid}" for pid in pids}
 
 
 @pytest.mark.slow
@@ -581,8 +501,7 @@ def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
     thread = in_thread(
         lambda: until_there(tmp_path / "started"), lambda: os.kill(os.getpid(), signal.SIGTERM)
     )
-    context, work = multiprocess.get_context("fork"), partial(in_a_worker, run, nothing)
-    with Workers(context, 1, work, NUMBERS, 2, stop_seconds=0.3) as workers:
+    with group(run, 1, stop_seconds=0.3) as workers:
         list(workers.run([0]))
     thread.join()
     assert workers.signal == signal.SIGTERM

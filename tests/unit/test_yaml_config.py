@@ -2,14 +2,10 @@
 understands.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -27,8 +23,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 JOB = job_yaml(
     "server_type: dummy, model_name_or_path: m", data="documents", output="out", rollout="chat"
 )
-
-Build = Callable[..., Any]
 
 
 @pytest.fixture
@@ -145,12 +139,6 @@ def test_the_short_name_of_the_executor_means_ours_and_the_long_one_datatroves(j
         type(job(("LocalPipelineExecutor", "datatrove.executor.LocalPipelineExecutor")))
         is DatatroveExecutor
     )
-
-
-def test_an_executor_may_depend_on_another_one(job):
-    first = "depends: {class_path: LocalPipelineExecutor, init_args: {pipeline: [], logging_dir: first}}"
-    executor = job(("logging_dir: logs", f"logging_dir: logs\n    {first}"))
-    assert type(executor.depends) is LocalPipelineExecutor
 
 
 def test_yaml_is_read_by_the_rules_of_yaml_1_2():

@@ -1,7 +1,5 @@
 """YAML that is written is read as what it was."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,7 +33,8 @@ class Ranks:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
-            self.group = dist.new_group(backend="gloo")
+            # While one rank fetches a step, the others wait.
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
     def gather(self, value: _T) -> list[_T]:
         if self.group is None:

@@ -501,7 +501,7 @@ def test_what_does_not_fit_is_named(documents, tmp_path):
         saved.restore_latest(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
     with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
         saved.save(30, model=lambda: None)
-    with pytest.raises(ConfigError, match="keep_last: must be an integer from 1 on"):
+    with pytest.raises(ConfigError, match="Last: must be an integer from 1 on"):
         checkpoints(tmp_path / "run", keep_last=0)
 
 
@@ -845,19 +845,10 @@ def test_an_unreachable_remote_is_no_damage(documents, tmp_path, monkeypatch):
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
-def test_auto_chooses_an_interval_from_the_pauses(documents, tmp_path):
-    saved, training = (
-        TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0),
-        Training(documents),
-    )
-    assert saved._interval() == 60.0
-    saved.save(1, **training.states)
-    saved.close()
-    saved._pause, saved._write_seconds = 2.0, 30.0
-    assert saved._interval() == pytest.approx(120.0, rel=0.03)  # sqrt(2 * 2 * 3600)
-    saved._write_seconds = 500.0
-    assert saved._interval() == 500.0
-    assert checkpoints(tmp_path / "run")._interval() is None
+def test_the_history_has_what_a_save_cost(documents, tmp_path):
+    training = Training(documents)
+    with checkpoints(tmp_path / "run") as saved:
+        saved.save(1, **training.states)
     record = json.loads(Path(tmp_path, "run/history.jsonl").read_text())
     assert (record["event"], record["step"]) == ("saved", 1)
     assert record["bytes"] > 1000

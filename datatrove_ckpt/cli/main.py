@@ -98,13 +98,23 @@ def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
 def _call(arguments: argparse.Namespace) -> int:
     try:
         with gc_paused():
-            module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
+            module = import_module(f"datatrove_ckpt.cli.{_module_of(arguments)}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:
         return fail(error, 1)
     return code
+
+
+def _module_of(arguments: argparse.Namespace) -> str:
+    from datatrove_ckpt.checkpoint.training_steps import is_training
+
+    place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
+    if arguments.name in _OF_TRAININGS and is_training(place):
+        return "training"
+    module: str = arguments.module
+    return module
 
 
 class _Parser(argparse.ArgumentParser):
@@ -219,6 +229,8 @@ _FULL = _flag("--full", "read all output and compare its content, too")
 # commands ----------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
+_OF_TRAININGS = ("status", "show", "verify", "doctor")
+"""Commands that also take the folder of a training's checkpoints."""
 
 
 def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:

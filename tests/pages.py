@@ -84,13 +84,13 @@ def commands() -> list[str]:
 
 
 def torch_examples() -> list[Block]:
-    """The training loop, and packing. They need torch, so tests in ``tests/real`` run them."""
+    """The training, and packing. They need torch, so tests in ``tests/real`` run them."""
     return [block for block in blocks("python") if "torchdata" in block.text]
 
 
 def torch_example() -> Block:
-    """The training loop, which ``tests/real/test_torch.py`` runs."""
-    (block,) = [block for block in torch_examples() if "def batches" in block.text]
+    """The training, which ``tests/real/test_torch.py`` runs."""
+    (block,) = [block for block in torch_examples() if "init_process_group" in block.text]
     return block
 
 

@@ -373,7 +373,7 @@ class TrainingCheckpoints:
             writer: called in each rank with a folder for what saves itself. It is not asynchronous.
             states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model;
                 dicts; or objects of which each rank has a part, as those of FSDP2
-                (``fully_shard``). Such parts are not written asynchronously.
+                (``fully_shard``).
 
         A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
@@ -420,26 +420,11 @@ class TrainingCheckpoints:
         gathered = self._ranks.gather(
             (own, own_shapes, self._not_plain({"loader": own[1]} | alike | together))
         )
-        for _, others, problem in gathered:
-            if problem:
-                raise ConfigError(
-                    f"save: {problem}: no restore would take it, as such a file may run any code. "
-                    "Save plain values and tensors, or set only_plain=False."
-                )
-            for key in others.keys() | own_shapes.keys():
-                if others.get(key) != own_shapes.get(key):
-                    raise ConfigError(
-                        f"save: {key} differs between the ranks. Give what belongs to one to a "
-                        "writer."
-                    )
+        _check_alike(own_shapes, gathered)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
-        for key, content in together.items():
-            folder = staging / "states" / key
-            if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
-                return
         contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
         contents |= {
             _RANDOM: [each[0] for each, _, _ in gathered],
@@ -447,23 +432,18 @@ class TrainingCheckpoints:
         }
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
-        self._hand_over(name, contents, numbers, began)
+        if not self._is_owner:
+            contents = {}
+        copies = [contents, together]
 
-    def _hand_over(
-        self, name: StepName, contents: Contents, metrics: dict[str, float], began: float
-    ) -> None:
-        if self._is_owner and self._asynchronous:
-            try:
-                contents = self._snapshot.take(contents)
-            except Exception as error:  # no room in memory
-                self._failed(name, error)
-                return
+        def copy() -> None:
+            copies[:] = self._snapshot.take(copies)
+
+        if self._asynchronous and not self._agree(copy, name):  # no room in memory
+            return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
-        if self._is_owner:
-            self._writing.start(self._write, name, contents, metrics, self._pause)
-        else:
-            self._not_saved = None
+        self._writing.start(self._write, name, *copies, numbers, self._pause)
 
     def _not_plain(self, contents: Contents) -> str:
         if not self._only_plain:
@@ -558,14 +538,26 @@ class TrainingCheckpoints:
                 self._steps.abandon(name)
             self._note("failed", name, error=str(error))
 
-    # the writing thread, of a folder's owner
+    # the writing thread
 
     def _write(
-        self, name: StepName, contents: Contents, metrics: dict[str, float], pause: float
+        self,
+        name: StepName,
+        contents: Contents,
+        parts: Contents,
+        metrics: dict[str, float],
+        pause: float,
     ) -> None:
         began = time.monotonic()
         try:
-            self._make_room(name, metrics)
+            with suppress(StorageFailed):  # the other ranks write, too
+                self._make_room(name, metrics)
+            for key, content in parts.items():
+                folder = self._steps.folder / f".saving-{name}" / "states" / key
+                save_parts(content, folder, self._ranks.writing)
+            if not self._is_owner:
+                self._not_saved = None
+                return
             manifest = self._steps.finish(name, contents, metrics)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
@@ -1030,6 +1022,21 @@ def _check_names(states: Iterable[str]) -> None:
                 f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
                 "no '.'."
             )
+
+
+def _check_alike(own_shapes: Mapping[str, str], gathered: Iterable[tuple[Any, Any, str]]) -> None:
+    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
+    for _, others, problem in gathered:
+        if problem:
+            raise ConfigError(
+                f"save: {problem}: no restore would take it, as such a file may run any code. "
+                "Save plain values and tensors, or set only_plain=False."
+            )
+        for key in others.keys() | own_shapes.keys():
+            if others.get(key) != own_shapes.get(key):
+                raise ConfigError(
+                    f"save: {key} differs between the ranks. Give what belongs to one to a writer."
+                )
 
 
 class _Task:

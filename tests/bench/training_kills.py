@@ -196,6 +196,7 @@ def start(way: str, documents: str, run: Path, steps: int) -> list[BaseProcess]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
+    os.environ.setdefault("PYTHONPATH", str(Path.cwd()))  # or the server of forks preloads nothing
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__spec__.name])
     run.mkdir(exist_ok=True)
@@ -267,12 +268,14 @@ def try_way(way: str, documents: str, folder: Path, options: argparse.Namespace)
     run = folder / f"{way}-stopped"
     kinds: Counter[str] = Counter()
     saved: list[int] = []
-    for number in range(options.stops // len(options.ways)):
+    stops = options.stops // len(options.ways)
+    for number in range(stops):
         before = len(losses_of(run, 0)[0])
         processes = start(way, documents, run, options.steps)
         if dice.random() < 0.7:  # once it makes steps; else during the start
-            until = time.monotonic() + 120.0
-            while len(losses_of(run, 0)[0]) <= before and time.monotonic() < until:
+            wanted = max(before, int(0.9 * options.steps * number / stops))
+            until = time.monotonic() + 300.0
+            while len(losses_of(run, 0)[0]) <= wanted and time.monotonic() < until:
                 time.sleep(0.02)
             time.sleep(dice.random() * 0.8)
         else:
@@ -296,9 +299,9 @@ def try_way(way: str, documents: str, folder: Path, options: argparse.Namespace)
             raise SystemExit(f"{way}: the states of rank {rank} differ")
     if (run / "metrics.csv").read_text() != (expected / "metrics.csv").read_text():
         raise SystemExit(f"{way}: metrics.csv differs")
-    stops = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    made = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     print(
-        f"{way}: {sum(kinds.values())} stops ({stops}); {options.steps} losses, states and "
+        f"{way}: {stops} stops ({made}); {options.steps} losses, states and "
         f"metrics.csv of {RANKS} ranks are equal; {again} steps were made again"
     )
 

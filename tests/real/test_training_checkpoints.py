@@ -1239,6 +1239,53 @@ def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size,
     assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
 
 
+def slow_fsdp_rank(rank, port, run):
+    """Changes the model while its parts are written, and leaves what a restore gives."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from datatrove_ckpt.torch import checkpoints as module
+
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    fully_shard(model)
+    goes_on = threading.Event()
+    usual = module.save_parts
+
+    def slow(*arguments):
+        assert goes_on.wait(60)
+        usual(*arguments)
+
+    module.save_parts = slow
+    with checkpoints(run, asynchronous=True) as saved:
+        saved.save(1, model=model)
+        with torch.no_grad():
+            model.weight.zero_()
+        goes_on.set()
+    with checkpoints(run) as saved:
+        saved.restore_latest(model=model)
+    torch.save(model.weight.full_tensor(), Path(run, f"weight-{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def test_a_training_goes_on_while_the_parts_of_a_step_are_written(tmp_path, ranks):
+    port = ranks._free_port()
+    each = [
+        ranks._context.Process(target=slow_fsdp_rank, args=(rank, port, str(tmp_path)))
+        for rank in range(2)
+    ]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        weight = torch.load(tmp_path / f"weight-{rank}.pt")
+        assert torch.equal(weight, torch.ones(4, 4))
+
+
 def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path, ranks):
     run = tmp_path / "run"
     expected = fsdp(ranks, 2, run, 4)

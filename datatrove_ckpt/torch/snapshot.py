@@ -23,20 +23,29 @@ class StateSnapshot:
     """
 
     def __init__(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-        self._stager = DefaultStager(options)
+        self._stager = _new_stager()
 
     def take(self, value: _T) -> _T:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
             return copy.deepcopy(value)  # the stager would copy what lies below
-        staged: _T = self._stager.stage(value)
+        staged: _T
+        try:
+            staged = self._stager.stage(value)
+        except AssertionError:  # a tensor has another size than its buffer
+            self._stager = _new_stager()
+            staged = self._stager.stage(value)
         return staged
+
+
+def _new_stager() -> DefaultStager:
+    on_gpu = torch.cuda.is_available()
+    options = StagingOptions(
+        use_pinned_memory=on_gpu,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=on_gpu,
+    )
+    return DefaultStager(options)
 
 
 def _is_view_or_sparse(value: object) -> bool:

@@ -112,7 +112,9 @@ def train(rank: int, port: int, way: str, documents: str, run: str, steps: int) 
         transform=tokens,
         even="drop",
     )
-    loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS)
+    loader = StatefulDataLoader(
+        dataset, batch_size=BATCH, num_workers=WORKERS, multiprocessing_context="fork"
+    )
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
     states |= {"scaler": scaler, "config": {"width": WIDTH}}
     with TrainingCheckpoints(run, save=EverySteps(5), keep=Last(2) | Best("loss")) as checkpoints:

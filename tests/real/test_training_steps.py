@@ -142,6 +142,18 @@ def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatc
     assert len(log) == 1
 
 
+def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
+    seen = {"ids": torch.arange(3), "mean": torch.tensor(1.0)}
+    with opened(tmp_path, asynchronous=True) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, seen=seen)
+            seen["ids"].resize_(3 + step).fill_(step)
+    found = {}
+    assert opened(tmp_path).restore(seen=found) == 3
+    assert found["ids"].tolist() == [2] * 5
+    assert found["mean"] == 1
+
+
 # the loss curve ----------------------------------------------------------------------------------
 
 

@@ -79,12 +79,11 @@ class TrainingHistory:
             self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
             if not self._is_owner():
                 return
-            waiting = self._waiting
-            self._waiting = []
-            lines = b"".join(orjson.dumps(each) + b"\n" for each in waiting)
+            lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
             files.disk.append(self._folder / HISTORY, lines)
-            for row in curve(waiting):
+            for row in curve(self._waiting):
                 self._log(*row)
+            self._waiting = []  # of a full disk, they come with the next event
             if event != "metrics" and self._rows:
                 self._write_curve()
 

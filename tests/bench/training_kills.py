@@ -86,6 +86,7 @@ def tokens(document: Any) -> torch.Tensor:
 
 def train(rank: int, port: int, way: str, documents: str, run: str, steps: int) -> None:
     os.setpgid(0, 0)  # a signal to the group is for the workers, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it
     logger.remove()
     torch.set_num_threads(1)
     where = f"tcp://127.0.0.1:{port}"

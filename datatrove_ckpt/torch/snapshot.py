@@ -8,7 +8,9 @@ import sys
 from typing import TypeVar
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+# Not DefaultStager, which in torch 2.11 can be used only once.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.torch.sharded import leaves
@@ -28,24 +30,20 @@ class StateSnapshot:
     def take(self, value: _T) -> _T:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
             return copy.deepcopy(value)  # the stager would copy what lies below
+        on_gpu = torch.cuda.is_initialized()
         staged: _T
         try:
-            staged = self._stager.stage(value)
+            staged = self._stager.stage(value, non_blocking=on_gpu)
         except AssertionError:  # a tensor has another size than its buffer
             self._stager = _new_stager()
-            staged = self._stager.stage(value)
+            staged = self._stager.stage(value, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
         return staged
 
 
-def _new_stager() -> DefaultStager:
-    on_gpu = torch.cuda.is_available()
-    options = StagingOptions(
-        use_pinned_memory=on_gpu,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=on_gpu,
-    )
-    return DefaultStager(options)
+def _new_stager() -> StateDictStager:
+    return StateDictStager(pin_memory=torch.cuda.is_available())
 
 
 def _is_view_or_sparse(value: object) -> bool:

@@ -63,17 +63,19 @@ def dcp_stager(folder: Path, device: str, in_process: bool = False) -> Iterator[
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     on_gpu = device != "cpu"
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=in_process,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
+    options = StagingOptions(
+        use_pinned_memory=on_gpu,
+        use_shared_memory=in_process,
+        use_async_staging=False,
+        use_non_blocking_copy=on_gpu,
     )
+    stager = DefaultStager(options)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
 
     def save(model: nn.Module, number: int) -> Callable[[], object]:
+        nonlocal stager
+        if number and torch.__version__ < "2.12":  # there, a stager stages once
+            stager = DefaultStager(options)
         response = dcp.async_save(
             model.state_dict(),
             checkpoint_id=str(folder / str(number)),

@@ -25,6 +25,7 @@ RUN_ELSEWHERE = {
     "datatrove-ckpt track runs/summaries --mlflow http://127.0.0.1:5000 --wandb my-team/rewriting": "tests/real/"
     "test_tracking.py, in folders",
     "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
+    "torchrun --nproc-per-node 2 train.py": "tests/real/test_torch.py",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",
     "python -m tests.people --seconds 600 --seed 0": "ten minutes; tests/integration/test_people.py runs its parts",
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
@@ -84,13 +85,13 @@ def commands() -> list[str]:
 
 
 def torch_examples() -> list[Block]:
-    """The training loop, and packing. They need torch, so tests in ``tests/real`` run them."""
+    """The training, and packing. They need torch, so tests in ``tests/real`` run them."""
     return [block for block in blocks("python") if "torchdata" in block.text]
 
 
 def torch_example() -> Block:
-    """The training loop, which ``tests/real/test_torch.py`` runs."""
-    (block,) = [block for block in torch_examples() if "def batches" in block.text]
+    """The training, which ``tests/real/test_torch.py`` runs."""
+    (block,) = [block for block in torch_examples() if "init_process_group" in block.text]
     return block
 
 

@@ -98,13 +98,23 @@ def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
 def _call(arguments: argparse.Namespace) -> int:
     try:
         with gc_paused():
-            module = import_module(f"datatrove_ckpt.cli.{arguments.module}")
+            module = import_module(f"datatrove_ckpt.cli.{_module_of(arguments)}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
         return fail(error, 2)
     except (CkptError, OSError) as error:
         return fail(error, 1)
     return code
+
+
+def _module_of(arguments: argparse.Namespace) -> str:
+    from datatrove_ckpt.checkpoint.training_steps import is_training
+
+    place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
+    if arguments.name in _OF_TRAININGS and is_training(place):
+        return "training"
+    module: str = arguments.module
+    return module
 
 
 class _Parser(argparse.ArgumentParser):
@@ -219,6 +229,8 @@ _FULL = _flag("--full", "read all output and compare its content, too")
 # commands ----------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
+_OF_TRAININGS = ("status", "show", "verify", "doctor")
+"""Commands that also take the folder of a training's checkpoints."""
 
 
 def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]], None]:
@@ -304,6 +316,9 @@ def doctor() -> None:
     examples:
       datatrove-ckpt doctor configs/quickstart.yaml
 
+    CONFIG may also be the folder of TrainingCheckpoints: is a step whole, is there room for the
+    next one?
+
     Run it where the job will run: on the same node, as the same user, in the same container. Each
     line is one check and what to do: warning (continue if this is what you want) or problem (the
     run would fail, or could lose work). Problems come last; --all prints the checks that are ok,
@@ -365,13 +380,16 @@ def status() -> None:
 
     (WHAT)
 
+    WHAT may also be the folder of TrainingCheckpoints: its steps, the loss curve, and the step that
+    a restore takes.
+
     It only reads; a run may be active meanwhile. The sums come first, then the ranks that need
     attention: damaged, failed, lost (killed, or its node is gone), silent, stuck, slow,
     interrupted. docs/status.md tells what each means.
 
     exit codes:
-      0  no rank is damaged
-      1  a rank is damaged
+      0  no rank is damaged; of a training: a step is whole
+      1  a rank is damaged; of a training: no step is whole
       2  WHAT is no checkpoint, or a mistake on the command line
     """
 
@@ -416,6 +434,8 @@ def show() -> None:
 
     (WHAT)
 
+    Of the folder of TrainingCheckpoints it prints a line for each step, with sizes and metrics.
+
     Documents come from the output files, in the order of the input; long texts are shortened in
     their middle, but for those of --id. Secrets and control characters are not printed. A run may
     be active meanwhile: a file appears when its chunk is finished.
@@ -450,6 +470,9 @@ def track() -> None:
 
     (WHAT)
 
+    WHAT may also be the folder of TrainingCheckpoints: its loss curve is sent by the step, until no
+    process saves there.
+
     Start it beside the run, once that has begun, on any machine that sees the folder or the mirror.
     It sends the sums of `status --json` each minute. Started again, it goes on in the same run
     there. Keys come from the environment.
@@ -469,6 +492,8 @@ def verify() -> None:
       datatrove-ckpt verify quickstart/checkpoints --full
 
     (WHAT)
+
+    Of the folder of TrainingCheckpoints it reads each file of each step.
 
     It only reads; a run may be active meanwhile. Each line names a file or a chunk, what is wrong
     with it, and what to do.

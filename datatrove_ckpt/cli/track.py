@@ -9,14 +9,23 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
+from datatrove_ckpt.checkpoint.training_steps import is_training
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials, redact
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.maintenance.read_state import wanted_files
-from datatrove_ckpt.maintenance.tracking import MlflowRun, TrackedJob, TrackedRun, Tracker, WandbRun
+from datatrove_ckpt.maintenance.tracking import (
+    MlflowRun,
+    TrackedJob,
+    TrackedRun,
+    Tracker,
+    TrainingTracker,
+    WandbRun,
+)
 
 _SENDING_SECONDS = 60.0  # between two sendings
 
@@ -38,21 +47,31 @@ def track(arguments: argparse.Namespace) -> int:
         services.append(partial(WandbRun, project=arguments.wandb))
     if not services:
         raise ConfigError("track: where to? Give --mlflow URI, --wandb PROJECT, or both.")
+    if is_training(arguments.what):
+        folder = Path(arguments.what)
+        _send(TrainingTracker(folder, services, arguments.name_of_run), str, lambda: None)
+        write_out("All is sent, and no training saves there.\n")
+        return 0
     with place_of(arguments, wanted_files) as place:
-        tracker = Tracker(place, services, arguments.name_of_run)
-        said = ""
-        while True:
-            problem = tracker.work()
-            if problem != said:
-                write_out(f"{place.said(redact(problem)) or 'up to date again'}\n")
-            said = problem
-            if tracker.is_over:
-                break
-            time.sleep(_SENDING_SECONDS)
-            with suppress(StorageFailed):  # a network that comes back
-                place.refresh()
+        _send(Tracker(place, services, arguments.name_of_run), place.said, place.refresh)
     write_out("All is sent, and no task is at work.\n")
     return 0
+
+
+def _send(
+    tracker: Tracker | TrainingTracker, shown: Callable[[str], str], refresh: Callable[[], object]
+) -> None:
+    said = ""
+    while True:
+        problem = tracker.work()
+        if problem != said:
+            write_out(f"{shown(redact(problem)) or 'up to date again'}\n")
+        said = problem
+        if tracker.is_over:
+            return
+        time.sleep(_SENDING_SECONDS)
+        with suppress(StorageFailed):  # a network that comes back
+            refresh()
 
 
 def _check_package(name: str) -> None:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import orjson
 import xxhash
 
+from datatrove_ckpt.checkpoint.training_history import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState, to_json
+from datatrove_ckpt.maintenance.training import TrainingState, read_training
 from datatrove_ckpt.maintenance.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
@@ -88,7 +92,9 @@ class TrackedJob:
 class TrackedRun(Protocol):
     """A job's run at a service. Each call may take long, or raise anything."""
 
-    def send(self, at: float, values: dict[str, float]) -> None: ...
+    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
+        """``step``: of a training; None: the values are sums of a job."""
+
     def end(self, status: str) -> None:
         """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
 
@@ -124,10 +130,11 @@ class MlflowRun:
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
-    def send(self, at: float, values: dict[str, float]) -> None:
+    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
         from mlflow.entities import Metric
 
-        step = max(0, int(at - self._started))  # a second of the job
+        if step is None:
+            step = max(0, int(at - self._started))  # a second of the job
         self._client.log_batch(
             self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
         )
@@ -163,7 +170,9 @@ class WandbRun:
         self._run.define_metric(_AT, hidden=True)
         self._run.define_metric("*", step_metric=_AT)
 
-    def send(self, at: float, values: dict[str, float]) -> None:
+    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
+        if step is not None:
+            values = values | {"step": step}
         self._run.log(values | {_AT: at})
 
     def end(self, status: str) -> None:
@@ -222,3 +231,53 @@ class Tracker:
                 problems.append(f"{type(error).__name__}: {error}")
         self.is_over = status != "RUNNING" and not problems
         return "; ".join(problems)
+
+
+@dataclass
+class TrainingTracker:
+    """Sends the loss curve of a training. A service gets each step once, and steps that are made
+    again after a rollback once more.
+
+    Attributes:
+        is_over: no process saves into the folder, at several looks, and all is sent.
+    """
+
+    folder: Path
+    services: Sequence[Callable[[TrackedJob], TrackedRun]]
+    name: str | None = None
+    is_over: bool = False
+    _idle_looks: int = 0
+    _sent: list[Row] = field(default_factory=list)
+    _runs: list[TrackedRun] = field(default_factory=list)
+
+    def work(self) -> str:
+        """Sends new steps. Returns why something could not be sent, or ""."""
+        try:
+            self._send(read_training(self.folder, full=False))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _send(self, state: TrainingState) -> None:
+        if not self._runs:
+            known = str(self.folder.absolute())
+            started = min((step.at for step in state.steps), default=time.time())
+            name = self.name or self.folder.absolute().name
+            job = TrackedJob(
+                xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}
+            )
+            self._runs = [service(job) for service in self.services]
+        for number, (step, metrics) in enumerate(state.curve):
+            if self._sent[number : number + 1] == [(step, metrics)]:
+                continue
+            numbers = {name: value for name, value in metrics.items() if value is not None}
+            for run in self._runs:
+                run.send(time.time(), numbers, step)
+            self._sent[number:] = [(step, metrics)]
+        self._idle_looks += 1
+        if state.writer:
+            self._idle_looks = 0
+        self.is_over = self._idle_looks >= _IDLE_LOOKS
+        if self.is_over:
+            for run in self._runs:
+                run.end("FINISHED")

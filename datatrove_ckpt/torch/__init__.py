@@ -16,11 +16,22 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
                     folders of saved steps; states of which each rank has a part; copies in memory;
                     how ranks agree
 
+``checkpoint/training_*.py``: what needs no torch: format of steps, policies, loss curve.
 ``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest works without torch.
 """
 
 from typing import TYPE_CHECKING
 
+from datatrove_ckpt.checkpoint.training_policies import (
+    Best,
+    Every,
+    EverySeconds,
+    EverySteps,
+    KeepPolicy,
+    Last,
+    Moment,
+    SavePolicy,
+)
 from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
 from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.mixing import Mix
@@ -30,10 +41,18 @@ if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
 
 __all__ = [
+    "Best",
+    "Every",
+    "EverySeconds",
+    "EverySteps",
+    "KeepPolicy",
+    "Last",
     "Mix",
+    "Moment",
     "Pack",
     "ReaderDataset",
     "Sample",
+    "SavePolicy",
     "TrainingCheckpoints",
     "merge",
     "restore",

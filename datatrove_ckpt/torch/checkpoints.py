@@ -42,7 +42,19 @@ import torch
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.interval import daly
+from datatrove_ckpt.checkpoint.training_history import TrainingHistory
+from datatrove_ckpt.checkpoint.training_policies import (
+    AnyOf,
+    Best,
+    KeepPolicy,
+    Last,
+    Metrics,
+    Moment,
+    SavePolicy,
+    keep_policy,
+    save_policy,
+)
+from datatrove_ckpt.checkpoint.training_steps import Manifest, StepName, blocks, size_of
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -60,6 +72,7 @@ from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,
     contents_of,
+    give,
     load_parts,
     not_plain,
     save_parts,
@@ -67,7 +80,7 @@ from datatrove_ckpt.torch.sharded import (
 )
 from datatrove_ckpt.torch.snapshot import StateSnapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
-from datatrove_ckpt.torch.steps import Contents, Manifest, StepName, Steps, blocks
+from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers, seed_workers
 
 if TYPE_CHECKING:
@@ -77,7 +90,8 @@ Writer = Callable[[Path], object]
 
 _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
-_FIRST_SECONDS = 60.0  # of "auto", before a save was timed
+_RETRY_SECONDS = 60.0  # after a save that failed
+_CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -93,18 +107,20 @@ class TrainingCheckpoints:
 
     Args:
         folder: where steps are saved: a disk of each node, or one that nodes share.
-        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which the newest
-            step of rank 0's folder is copied, as soon as the copy before has ended. Steps that a
-            folder lacks are restored from there.
-        every_steps: ``maybe_save`` saves at multiples of it.
-        every_seconds: ``maybe_save`` saves after so many seconds. "auto": the first time after a
-            minute, then Daly's interval, from the measured pause and ``mtbf_seconds``. None: "auto"
-            without ``every_steps``.
-        mtbf_seconds: mean time between failures of the whole job, for "auto".
-        keep_last: how many of the newest steps stay.
-        keep_best: how many stay of those with the lowest ``metrics[best]``.
-        keep_every: steps that are multiples of it stay, too.
-        best: name of the metric; "-accuracy": the highest.
+        remote: a URL (S3, a bucket of the Hugging Face hub, another folder) to which rank 0 copies
+            the newest step of its folder, as soon as the copy before has ended, and then what
+            ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
+        save: when ``maybe_save`` saves, such as ``EverySteps(500) | EverySeconds("auto")``. None:
+            the three arguments that follow are a short form.
+        every_steps: ``EverySteps``.
+        every_seconds: ``EverySeconds``; "auto" without ``every_steps``.
+        mtbf_seconds: of ``EverySeconds("auto")``.
+        keep: which steps stay, such as ``Last(3) | Best("loss") | Every(10_000)``. None: the four
+            arguments that follow are a short form.
+        keep_last: ``Last``; 3.
+        keep_best: the count of ``Best``; 1.
+        keep_every: ``Every``; none.
+        best: the metric of ``Best``; "loss".
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
@@ -122,40 +138,32 @@ class TrainingCheckpoints:
         folder: str | PathLike[str],
         remote: str | None = None,
         *,
+        save: SavePolicy | None = None,
         every_steps: int | None = None,
         every_seconds: float | Literal["auto"] | None = None,
-        mtbf_seconds: float = 6 * 3600.0,
-        keep_last: int = 3,
-        keep_best: int = 1,
+        mtbf_seconds: float | None = None,
+        keep: KeepPolicy | None = None,
+        keep_last: int | None = None,
+        keep_best: int | None = None,
         keep_every: int | None = None,
-        best: str = "loss",
+        best: str | None = None,
         asynchronous: bool = True,
         only_plain: bool = True,
     ) -> None:
-        for name, value, least in (
-            ("every_steps", every_steps, 1),
-            ("keep_last", keep_last, 1),
-            ("keep_best", keep_best, 0),
-            ("keep_every", keep_every, 1),
-        ):
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")
-        self._every_steps = every_steps
-        self._mtbf = mtbf_seconds
-        if every_seconds is None and every_steps is None:
-            every_seconds = "auto"
-        self._every_seconds = every_seconds
-        self._keep_last = keep_last
-        self._keep_best = keep_best
-        self._keep_every = keep_every
-        self._best = best.removeprefix("-")
-        self._sign = -1 if best.startswith("-") else 1
+        self._save_policy = save_policy(save, every_steps, every_seconds, mtbf_seconds)
+        self._keep = keep_policy(keep, keep_last, keep_best, keep_every, best)
+        parts = self._keep.parts
+        self._lasting = AnyOf(tuple(part for part in parts if not isinstance(part, Last)))
+        self._best = next((part for part in parts if isinstance(part, Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
+        self._history = TrainingHistory(
+            self._steps.folder, partial(getattr, self._steps, "is_locked")
+        )
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
@@ -166,6 +174,8 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
+        self._checking = _Task(asynchronous)
+        self._checked_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._manifests = dict[StepName, Manifest]()
         self._copied = StepName(-1, 0)
@@ -278,15 +288,16 @@ class TrainingCheckpoints:
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
-        due = self._every_steps is not None and step % self._every_steps == 0
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
         stops = 0.0
+        moment = Moment(step)
+        again = False
         self._look_after -= 1
         if self._look_after <= 0:
-            stops, is_time = self._look(now)
-            due = due or is_time
+            stops, again, moment = self._look(step, now)
+        due = again or self._save_policy.is_due(moment)
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -304,8 +315,10 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, now: float) -> tuple[float, bool]:
-        """Lets all ranks agree on why to stop (0: they go on), and whether to save."""
+    def _look(self, step: int, now: float) -> tuple[float, bool, Moment]:
+        """Lets all ranks agree on why to stop (0: they go on), whether a save that failed is tried
+        again, and on what decides about the next save.
+        """
         self._preemption.stop_before(
             self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
         )
@@ -315,21 +328,30 @@ class TrainingCheckpoints:
             stops = _SIGNAL
         elif cause:
             stops = _OTHER
-        interval = self._interval()
-        is_time = interval is not None and now - self._saved_at >= interval
-        own = [stops, is_time, self._writing.is_running, self._longest_step]
-        all_stop, all_save, busy, slowest = self._ranks.highest(own)
+        since = now - self._saved_at
+        again = self._not_saved is not None and since >= _RETRY_SECONDS
+        own = [stops, again, self._writing.is_running, self._longest_step]
+        own += [since, self._pause, self._write_seconds]
+        all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
         self._longest_step = 0.0
         if self._ranks.size > 1:
             self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
-        return all_stop, bool(all_save and not busy)
+        if busy:
+            return all_stop, False, Moment(step)
+        return all_stop, bool(all_again), Moment(step, *times)
 
-    def _interval(self) -> float | None:
-        if self._every_seconds != "auto":
-            return self._every_seconds
-        if not self._pause:
-            return _FIRST_SECONDS
-        return max(daly(self._pause, self._mtbf), self._write_seconds)
+    def log(self, step: int, **metrics: float) -> None:
+        """Adds metrics of a step to the loss curve, without a save. What other ranks log is
+        ignored.
+
+        The folder has them from its first save on: ``metrics.csv``, ``datatrove-ckpt status``.
+        """
+        self._log(step, {name: float(value) for name, value in metrics.items()})
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics and self._ranks.rank == 0:
+            with suppress(StorageFailed):  # the next save names the full disk
+                self._history.note("metrics", step, metrics=metrics)
 
     def save(
         self,
@@ -347,11 +369,11 @@ class TrainingCheckpoints:
             step: how many steps the training has made.
             loader: the rank's own; anything with ``state_dict``, as a StatefulDataLoader.
             epoch: the number of this epoch, if the loader reads no dataset of ours.
-            metrics: numbers to choose the best step by.
+            metrics: numbers to choose the best step by; also for the loss curve, as ``log``.
             writer: called in each rank with a folder for what saves itself. It is not asynchronous.
             states: objects whose ``state_dict`` is the same in all ranks, as that of DDP's model;
-                or of which each rank has a part, as those of FSDP2 (``fully_shard``). Such parts
-                are not written asynchronously.
+                dicts; or objects of which each rank has a part, as those of FSDP2
+                (``fully_shard``).
 
         A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
@@ -368,7 +390,7 @@ class TrainingCheckpoints:
             stateful["loader"] = loader
         _check_names(stateful)
         for key, state in stateful.items():
-            if not hasattr(state, "state_dict"):
+            if not isinstance(state, dict) and not hasattr(state, "state_dict"):
                 raise ConfigError(
                     f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
                     "writer."
@@ -381,6 +403,7 @@ class TrainingCheckpoints:
         self._writing.join()
         name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
+        self._log(step, numbers)
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
@@ -397,26 +420,11 @@ class TrainingCheckpoints:
         gathered = self._ranks.gather(
             (own, own_shapes, self._not_plain({"loader": own[1]} | alike | together))
         )
-        for _, others, problem in gathered:
-            if problem:
-                raise ConfigError(
-                    f"save: {problem}: no restore would take it, as such a file may run any code. "
-                    "Save plain values and tensors, or set only_plain=False."
-                )
-            for key in others.keys() | own_shapes.keys():
-                if others.get(key) != own_shapes.get(key):
-                    raise ConfigError(
-                        f"save: {key} differs between the ranks. Give what belongs to one to a "
-                        "writer."
-                    )
+        _check_alike(own_shapes, gathered)
         if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
-        for key, content in together.items():
-            folder = staging / "states" / key
-            if not self._agree(partial(save_parts, content, folder, self._ranks.group), name):
-                return
         contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
         contents |= {
             _RANDOM: [each[0] for each, _, _ in gathered],
@@ -424,23 +432,18 @@ class TrainingCheckpoints:
         }
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
-        self._hand_over(name, contents, numbers, began)
+        if not self._is_owner:
+            contents = {}
+        copies = [contents, together]
 
-    def _hand_over(
-        self, name: StepName, contents: Contents, metrics: dict[str, float], began: float
-    ) -> None:
-        if self._is_owner and self._asynchronous:
-            try:
-                contents = self._snapshot.take(contents)
-            except Exception as error:  # no room in memory
-                self._failed(name, error)
-                return
+        def copy() -> None:
+            copies[:] = self._snapshot.take(copies)
+
+        if self._asynchronous and not self._agree(copy, name):  # no room in memory
+            return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
-        if self._is_owner:
-            self._writing.start(self._write, name, contents, metrics, self._pause)
-        else:
-            self._not_saved = None
+        self._writing.start(self._write, name, *copies, numbers, self._pause)
 
     def _not_plain(self, contents: Contents) -> str:
         if not self._only_plain:
@@ -461,9 +464,10 @@ class TrainingCheckpoints:
         return step
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
-        if metrics and self._keep_best and self._best not in metrics:
+        best = self._best
+        if metrics and best is not None and best.count and best.name not in metrics:
             logger.warning(
-                f"metrics has no {self._best!r}: no best step is kept. Set best=, or keep_best=0."
+                f"metrics has no {best.name!r}: no best step is kept. Set best=, or keep_best=0."
             )
         if input_state is not None and input_state["epoch"] is None:
             logger.warning(
@@ -534,20 +538,35 @@ class TrainingCheckpoints:
                 self._steps.abandon(name)
             self._note("failed", name, error=str(error))
 
-    # the writing thread, of a folder's owner
+    # the writing thread
 
     def _write(
-        self, name: StepName, contents: Contents, metrics: dict[str, float], pause: float
+        self,
+        name: StepName,
+        contents: Contents,
+        parts: Contents,
+        metrics: dict[str, float],
+        pause: float,
     ) -> None:
         began = time.monotonic()
         try:
-            self._make_room(name, metrics)
+            with suppress(StorageFailed):  # the other ranks write, too
+                self._make_room(name, metrics)
+            for key, content in parts.items():
+                folder = self._steps.folder / f".saving-{name}" / "states" / key
+                save_parts(content, folder, self._ranks.writing)
+            if not self._is_owner:
+                self._not_saved = None
+                return
             manifest = self._steps.finish(name, contents, metrics)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
-            size = sum(size for size, _ in manifest["files"].values())
             self._note(
-                "saved", name, bytes=size, pause_seconds=pause, write_seconds=self._write_seconds
+                "saved",
+                name,
+                bytes=size_of(manifest),
+                pause_seconds=pause,
+                write_seconds=self._write_seconds,
             )
             self._not_saved = None
             self._remove_old(self._manifests)
@@ -556,49 +575,56 @@ class TrainingCheckpoints:
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
+        if time.monotonic() - self._checked_at > _CHECK_SECONDS and not self._checking.is_running:
+            self._checked_at = time.monotonic()
+            self._checking.start(self._check_kept)
+
+    def _check_kept(self) -> None:
+        """Finds steps whose files a disk has changed. A restore would take the one before, or that
+        of the remote.
+        """
+        for name in sorted(self._manifests):
+            try:
+                self._steps.check(name)
+            except Exception as error:
+                if name in self._manifests:  # it was not removed
+                    logger.error(f"{name} is damaged: {error}")
+                    self._note("damaged", name, error=str(error))
 
     def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
         if not self._manifests:
             return
         newest = max(self._manifests)
-        size = sum(size for size, _ in self._manifests[newest]["files"].values())
-        if shutil.disk_usage(self._steps.folder).free < size:
+        if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
             self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
 
     def _remove_old(
         self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
     ) -> None:
-        kept = self._kept(manifests) | {self._copied, newest}
+        kept = self._keep.kept(_metrics(manifests)) | {max(manifests), self._copied, newest}
         for name in [name for name in self._manifests if name not in kept]:
             self._steps.remove(name)
             del self._manifests[name]
-
-    def _kept(self, manifests: Mapping[StepName, Manifest]) -> set[StepName]:
-        names = sorted(manifests)
-        kept = {*names[-self._keep_last :], *self._by_metric(manifests)[: self._keep_best]}
-        return kept | {
-            name for name in names if self._keep_every and name.step % self._keep_every == 0
-        }
-
-    def _by_metric(self, manifests: Mapping[StepName, Manifest]) -> list[StepName]:
-        found = {name: manifest["metrics"].get(self._best) for name, manifest in manifests.items()}
-        known = [
-            name for name, value in found.items() if value is not None and math.isfinite(value)
-        ]
-        return sorted(known, key=lambda name: (self._sign * found[name], name))
 
     @property
     def _copies(self) -> bool:
         return self._ranks.rank == 0 and self._steps.store is not None
 
     def _upload(self) -> None:
+        """Copies the newest step, then older ones that stay for long."""
         assert self._steps.store is not None
-        while self._not_copied is not None or max(self._manifests) != self._copied:
+        while True:
             name = max(self._manifests)
             try:
-                self._copied = name
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
+                manifests = dict(self._manifests)
+                wanted = {*self._lasting.kept(_metrics(manifests)), max(manifests)}
+                missing = [each for each in wanted if there.get(each) != manifests[each]]
+                if not missing:
+                    self._not_copied = None
+                    return
+                name = self._copied = max(missing)
                 self._steps.own_remote()
                 self._steps.upload(name)
                 self._not_copied = None
@@ -608,47 +634,87 @@ class TrainingCheckpoints:
                 logger.error(f"{why}. The next save tries again.")
                 self._note("not copied", name, error=str(error))
                 return
-            there[name] = self._manifests[name]
+            there[name] = manifests[name]
+            kept = self._keep.kept(_metrics(there)) | {max(there)}
             try:
-                for one in (incomplete - {name}) | (there.keys() - self._kept(there)):
+                for one in (incomplete - {name}) | (there.keys() - kept):
                     self._steps.remove_remote(one)
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
 
     # restore -------------------------------------------------------------------------------------
 
+    def steps(self) -> list[int]:
+        """Returns the steps in the folder and in the remote, the oldest first.
+
+        Raises:
+            StorageFailed: the folder has none, and the remote cannot be listed.
+        """
+        return [name.step for name in self._listed()]
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step of ``steps``."""
+        return next(reversed(self.steps()), None)
+
     def restore_latest(
         self, *, loader: DataLoader | None = None, reader: Writer | None = None, **states: Any
     ) -> int | None:
-        """Restores the newest step that is whole. Logs which newer steps are not, and why.
+        """Calls ``restore("latest")``."""
+        return self.restore(loader=loader, reader=reader, **states)
+
+    def restore(
+        self,
+        step: int | Literal["latest", "best"] = "latest",
+        *,
+        loader: DataLoader | None = None,
+        reader: Writer | None = None,
+        weights_only: bool = False,
+        **states: Any,
+    ) -> int | None:
+        """Restores a step that is whole. Logs which newer steps are not, and why.
 
         Args:
+            step: its number; "latest": the newest one; "best": the best one by ``Best``. The saves
+                that follow an older step are newer than all steps.
             loader: has not begun yet. That of a ``ReaderDataset`` resumes with any number of ranks,
                 see ``restore``.
             reader: called in each rank with the folder that the ``writer`` had.
-            states: objects with ``load_state_dict``, by the names that ``save`` was given.
+            weights_only: restore the given states alone, and no random numbers: the training does
+                not go on from there.
+            states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
+                given; not all of them need be given.
 
         Returns:
-            The step; None if no step was saved, here or in the remote.
+            The step; None for "latest" if no step was saved, here or in the remote.
 
         Raises:
             CheckpointCorrupt: steps were saved, and none of them is whole.
             CheckpointMismatch: the loader's input is not that of the step, see ``restore``.
-            ConfigError: the step holds no such state, or the state does not fit its object.
+            ConfigError: there is no such step, the step holds no such state, or the state does not
+                fit its object.
         """
         began = time.monotonic()
         _check_names(states)
         try:
-            chosen = self._choose(list)
+            has_looked = self._has_looked
+            chosen = self._choose(partial(self._matching, step))
+            if weights_only:
+                self._has_looked = has_looked
+            if chosen is None and step != "latest":
+                raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
-            self._last = name
-            self._load(name, reader, states)
-            self._load_input(loader, name)
-            self._begin_counting()
-            self._note("restored", name, seconds=time.monotonic() - began, passed_over=passed)
+            self._load(name, reader, states, weights_only)
+            if not weights_only:
+                self._last = name
+                if step != "latest" and name != self._newest:
+                    self._last = StepName(self._newest.rollbacks + 1, name.step)
+                self._load_input(loader, name)
+                self._begin_counting()
+                seconds = time.monotonic() - began
+                self._note("restored", name, seconds=seconds, passed_over=passed)
         finally:
             if not self._has_claimed:
                 # Until the first save: a process that only reads keeps no training out.
@@ -658,6 +724,20 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
+    def _matching(self, step: int | str, names: Iterable[StepName]) -> list[StepName]:
+        """Returns the steps that may be meant; the wanted one last."""
+        if step == "best":
+            return self._ranks.together(self._best_last)[0]
+        return [name for name in names if step in ("latest", name.step)]
+
+    def _best_last(self) -> list[StepName]:
+        if self._best is None:
+            raise ConfigError('"best": keep= has no Best(...), which names the metric.')
+        manifests = dict(self._manifests)
+        if self._copies:
+            manifests = self._steps.remote_manifests()[0] | manifests
+        return self._best.ordered(_metrics(manifests))[::-1]
+
     def _begin_counting(self) -> None:
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
@@ -665,7 +745,7 @@ class TrainingCheckpoints:
     def _note(self, event: str, name: StepName, **others: object) -> None:
         if self._steps.is_locked:
             with suppress(Exception):
-                self._steps.note(event=event, step=name.step, rollbacks=name.rollbacks, **others)
+                self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
         self, choose: Callable[[Iterable[StepName]], list[StepName]]
@@ -680,7 +760,9 @@ class TrainingCheckpoints:
         # Of rank 0's folder.
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
         passed: list[str] = []
-        for name in reversed(choose(sorted(set().union(*found)))):
+        names = sorted(set().union(*found))
+        self._newest = next(reversed(names), self._last)
+        for name in reversed(choose(names)):
             damage = next(filter(None, self._ranks.together(partial(self._damage, name))), "")
             if not damage:
                 self._steps.training = self._steps.manifest(name)["training"]
@@ -700,11 +782,14 @@ class TrainingCheckpoints:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
             self._steps.lock()
-        names = self._steps.names()
-        for name in names:
+        for name in self._steps.names():
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)
                 self._steps.training = self._manifests[name]["training"]
+        return self._listed()
+
+    def _listed(self) -> list[StepName]:
+        names = self._steps.names()
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
@@ -747,7 +832,13 @@ class TrainingCheckpoints:
             raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
         return ""
 
-    def _load(self, name: StepName, reader: Writer | None, states: Mapping[str, Any]) -> None:
+    def _load(
+        self,
+        name: StepName,
+        reader: Writer | None,
+        states: Mapping[str, Any],
+        weights_only: bool = False,
+    ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
         for key, state in states.items():
             folder = f"states/{key}"
@@ -756,7 +847,7 @@ class TrainingCheckpoints:
                 found = self._steps.load(name, f"{folder}.pt", self._only_plain)
             try:
                 if is_whole:
-                    state.load_state_dict(found)
+                    give(state, found)
                 else:
                     load_parts(
                         key,
@@ -768,7 +859,7 @@ class TrainingCheckpoints:
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
         left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
-        if left and self._ranks.rank == 0:
+        if left and not weights_only and self._ranks.rank == 0:
             keys = ", ".join(sorted(left))
             logger.warning(
                 f"{name} also holds {keys}: not restored, as restore_latest and rollback were not "
@@ -777,6 +868,8 @@ class TrainingCheckpoints:
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
         self.metrics = self._steps.manifest(name)["metrics"]
+        if weights_only:
+            return
         generators = self._steps.load(name, _RANDOM, self._only_plain)
         if len(generators) == self._ranks.size:
             set_random_state(generators[self._ranks.rank])
@@ -857,14 +950,10 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        def choose(names: Iterable[StepName]) -> list[StepName]:
-            if to == "best":
-                return self._ranks.gather(self._by_metric(self._manifests)[::-1])[0]
-            if before is None:
-                return [name for name in names if name.step == to]
-            return [name for name in names if name.step < before]
+        def earlier(names: Iterable[StepName]) -> list[StepName]:
+            return [name for name in names if before is None or name.step < before]
 
-        chosen = self._choose(choose)
+        chosen = self._choose(earlier if to is None else partial(self._matching, to))
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -915,6 +1004,10 @@ class TrainingCheckpoints:
 _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 
+def _metrics(manifests: Mapping[StepName, Manifest]) -> Metrics:
+    return {name: manifest["metrics"] for name, manifest in manifests.items()}
+
+
 @atexit.register
 def _close_all() -> None:
     """Waits for the last saves, whose threads would end with the process."""
@@ -929,6 +1022,21 @@ def _check_names(states: Iterable[str]) -> None:
                 f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
                 "no '.'."
             )
+
+
+def _check_alike(own_shapes: Mapping[str, str], gathered: Iterable[tuple[Any, Any, str]]) -> None:
+    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
+    for _, others, problem in gathered:
+        if problem:
+            raise ConfigError(
+                f"save: {problem}: no restore would take it, as such a file may run any code. "
+                "Save plain values and tensors, or set only_plain=False."
+            )
+        for key in others.keys() | own_shapes.keys():
+            if others.get(key) != own_shapes.get(key):
+                raise ConfigError(
+                    f"save: {key} differs between the ranks. Give what belongs to one to a writer."
+                )
 
 
 class _Task:

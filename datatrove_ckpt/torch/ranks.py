@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,12 +28,15 @@ class Ranks:
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
         """None: there is one rank."""
+        self.writing = self.group
+        """Of the threads that write."""
         self.rank = 0
         self.size = 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
-            self.group = dist.new_group(backend="gloo")
+            self.group = _new_group()
+            self.writing = _new_group()
 
     def gather(self, value: _T) -> list[_T]:
         if self.group is None:
@@ -85,3 +89,8 @@ class Ranks:
         files.disk.put_new(own, shared)
         files.disk.remove(own)
         return self.gather(shared.read_bytes()).index(shared.read_bytes())
+
+
+def _new_group() -> dist.ProcessGroup:
+    # While one rank fetches or writes a step, the others wait.
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))

@@ -53,13 +53,28 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
         elif isinstance(state, Optimizer):
             found = [each for group in state.param_groups for each in group["params"]]
         else:
-            alike[key] = state.state_dict()
+            alike[key] = _content(state)
             found = [leaf for _, leaf in leaves(alike[key], "")]
         if any(map(_is_part, found)):
             parts[key] = alike.pop(key, None) or state_of(key, states)
         elif key not in alike:
-            alike[key] = state.state_dict()
+            alike[key] = _content(state)
     return alike, parts
+
+
+def _content(state: Any) -> object:
+    if isinstance(state, dict):
+        return state
+    return state.state_dict()
+
+
+def give(state: Any, content: Any) -> None:
+    """Restores a state whose content is known."""
+    if isinstance(state, dict):
+        state.clear()
+        state.update(content)
+    else:
+        state.load_state_dict(content)
 
 
 def _is_part(value: object) -> bool:
@@ -81,7 +96,7 @@ def state_of(key: str, states: States) -> object:
         return get_model_state_dict(state)
     if isinstance(state, Optimizer):
         return get_optimizer_state_dict(_model_of(key, states), state)
-    return state.state_dict()
+    return _content(state)
 
 
 def _model_of(key: str, states: States) -> nn.Module:
@@ -136,7 +151,7 @@ def load_parts(
     elif isinstance(state, Optimizer):
         set_optimizer_state_dict(_model_of(key, states), state, content)
     else:
-        state.load_state_dict(content)
+        give(state, content)
 
 
 class _Metadata(pickle.Unpickler):

@@ -5,70 +5,51 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+# Not DefaultStager, which in torch 2.11 can be used only once.
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.torch.sharded import leaves
 
 _T = TypeVar("_T")
 
 
 class StateSnapshot:
-    """Copies in the host's memory.
+    """Copies in the host's memory, by the stager of torch.distributed.checkpoint.
 
     A copy uses the buffers of the one before again, so only one is in use at a time.
     """
 
     def __init__(self) -> None:
-        self._old: dict[int, torch.Tensor] = {}  # by number, because states keep their order
-        self._new: dict[int, torch.Tensor] = {}
-        self._same: dict[object, torch.Tensor] = {}
-        self._devices: set[torch.device] = set()
+        self._stager = _new_stager()
 
     def take(self, value: _T) -> _T:
-        self._old = self._new
-        self._new = {}
-        self._same = {}
-        copied: _T = self._copy(value)
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        self._same.clear()
-        return copied
+        if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
+            return copy.deepcopy(value)  # the stager would copy what lies below
+        on_gpu = torch.cuda.is_initialized()
+        staged: _T
+        try:
+            staged = self._stager.stage(value, non_blocking=on_gpu)
+        except AssertionError:  # a tensor has another size than its buffer
+            self._stager = _new_stager()
+            staged = self._stager.stage(value, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return staged
 
-    def _copy(self, value: Any) -> Any:  # of the same type
-        if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value.detach())
-        if type(value) in (dict, OrderedDict):
-            items = type(value)((name, self._copy(each)) for name, each in value.items())
-            if hasattr(value, "_metadata"):  # of a module's state
-                items._metadata = copy.deepcopy(value._metadata)
-            return items
-        if type(value) in (list, tuple):
-            return type(value)(map(self._copy, value))
-        return copy.deepcopy(value)
 
-    def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.layout is not torch.strided
-            or tensor.is_quantized
-        ):
-            return copy.deepcopy(tensor).cpu()
-        view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        # Tied weights.
-        same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), view)
-        if tensor.numel() and same in self._same:
-            return self._same[same]
-        number = len(self._new)
-        buffer = self._old.pop(number, None)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        if tensor.is_cuda:
-            self._devices.add(tensor.device)
-        self._new[number] = self._same[same] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-        return buffer
+def _new_stager() -> StateDictStager:
+    return StateDictStager(pin_memory=torch.cuda.is_available())
+
+
+def _is_view_or_sparse(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and (
+        value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg()
+    )
 
 
 def random_state() -> JsonObject:

@@ -1,18 +1,6 @@
-"""The folders of ``TrainingCheckpoints``: a saved step is complete or absent.
+"""The saved steps of ``TrainingCheckpoints``: how they are written, and copied to the remote.
 
-    step-00000100      the newest is the one of the most rollbacks, then steps; after two:
-                       step-00000100.2
-      manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of
-                       itself
-      input.pt         states of all ranks' loaders; random.pt: of their random generators
-      states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
-                       part
-      writer/          what the caller's writer made
-    .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
-                       removes them
-    .lock              held by the process that writes
-    history.jsonl      what was saved, restored, rolled back
-
+``checkpoint/training_steps.py`` describes the folder.
 In the remote the manifest is written last, and removed first. Its ``owner`` names the process that
 copies there.
 """
@@ -21,64 +9,43 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-
-import orjson
-import torch
-import xxhash
+from typing import TYPE_CHECKING, Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.checkpoint.training_steps import (
+    FORMAT,
+    MANIFEST,
+    Entry,
+    Manifest,
+    StepName,
+    check_files,
+    opened,
+    read_manifest,
+    sealed,
+    size_and_hash,
+    step_names,
+)
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointLocked,
     ConfigError,
     Fenced,
-    VersionMismatch,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-Manifest = JsonObject
 Contents = dict[str, object]
 """By the file's name what ``torch.save`` takes, or blocks of bytes."""
 
-_Entry: TypeAlias = list[int | str]
-"""Size and xxh128 of a file."""
-
-_FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
-_MANIFEST = "manifest.json"
 _OWNER = "owner"
-_BLOCK = 8 << 20
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-
-
-class StepName(NamedTuple):
-    """Names are ordered by age."""
-
-    rollbacks: int
-    step: int
-
-    def __str__(self) -> str:
-        if self.rollbacks:
-            return f"step-{self.step:08}.{self.rollbacks}"
-        return f"step-{self.step:08}"
-
-    @classmethod
-    def parse(cls, name: str) -> StepName | None:
-        found = _NAME.fullmatch(name)
-        if found:
-            return cls(int(found[2] or 0), int(found[1]))
-        return None
 
 
 class Steps:
@@ -165,21 +132,21 @@ class Steps:
             of: the manifest of the step, if this is a copy.
         """
         staging = self.folder / f".saving-{name}"
-        entries = dict[str, _Entry]()
+        entries = dict[str, Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entries[str(path.relative_to(staging))] = _size_and_hash(path)
+            entries[str(path.relative_to(staging))] = size_and_hash(path)
             files.disk.sync(path)
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
         manifest = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "training": self.training,
             "step": name.step,
             "rollbacks": name.rollbacks,
         }
         manifest |= {"at": time.time(), "metrics": metrics, **(of or {}), "files": entries}
-        files.disk.write_new(staging / _MANIFEST, [_sealed(manifest)], files.PUBLIC_FILE)
+        files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
 
@@ -201,36 +168,18 @@ class Steps:
             files.disk.rename(self.folder / str(name), aside)
         return aside
 
-    def note(self, **record: object) -> None:
-        files.disk.append(
-            self.folder / "history.jsonl", orjson.dumps(record | {"at": time.time()}) + b"\n"
-        )
-
     # read ----------------------------------------------------------------------------------------
 
     def names(self) -> list[StepName]:
-        return _step_names(path.name for path in self.folder.iterdir())
+        return step_names(path.name for path in self.folder.iterdir())
 
     def manifest(self, name: StepName) -> Manifest:
-        """Raises CheckpointCorrupt if the manifest is missing or damaged, VersionMismatch for
-        another version.
-        """
-        path = self.folder / str(name) / _MANIFEST
-        if not path.is_file():
-            raise CheckpointCorrupt(f"{path} is missing.")
-        return _opened(path.read_bytes(), str(path), name)
+        """Raises what ``read_manifest`` raises."""
+        return read_manifest(self.folder, name)
 
     def check(self, name: StepName) -> None:
-        """Reads each file. Raises CheckpointCorrupt if one has changed."""
-        for file, entry in self.manifest(name)["files"].items():
-            path = self.folder / str(name) / file
-            if not path.is_file():
-                raise CheckpointCorrupt(f"{path} is missing.")
-            found = _size_and_hash(path)
-            if found[0] != entry[0]:
-                raise CheckpointCorrupt(f"{path} has {found[0]} bytes instead of {entry[0]}.")
-            if found != entry:
-                raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
+        """Raises what ``check_files`` raises."""
+        check_files(self.folder, name)
 
     def check_training(self, manifest: Manifest, where: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
@@ -239,6 +188,8 @@ class Steps:
 
     def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
         """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
+        import torch
+
         path = self.folder / str(name) / file
         if not path.is_file():
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
@@ -257,17 +208,17 @@ class Steps:
         try:
             if self.remote_manifest(name) == self.manifest(name):
                 return
-            self.store.remove(f"{name}/{_MANIFEST}")
+            self.store.remove(f"{name}/{MANIFEST}")
         except CheckpointCorrupt:
             pass
         for file in self.manifest(name)["files"]:
             self.store.put_file(f"{name}/{file}", self.folder / str(name) / file)
-        self.store.put(f"{name}/{_MANIFEST}", (self.folder / str(name) / _MANIFEST).read_bytes())
+        self.store.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
         if self.store is None:
             return []
-        return _step_names(self.store.names())
+        return step_names(self.store.names())
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
@@ -283,11 +234,11 @@ class Steps:
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         assert self.store is not None
-        data = self.store.read(f"{name}/{_MANIFEST}", 64 << 20)
-        where = f"{self.store.url}/{name}/{_MANIFEST}"
+        data = self.store.read(f"{name}/{MANIFEST}", 64 << 20)
+        where = f"{self.store.url}/{name}/{MANIFEST}"
         if data is None:
             raise CheckpointCorrupt(f"{where} is missing.")
-        return _opened(data, where, name)
+        return opened(data, where, name)
 
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
@@ -333,13 +284,8 @@ class Steps:
 
     def remove_remote(self, name: StepName) -> None:
         assert self.store is not None
-        self.store.remove(f"{name}/{_MANIFEST}")
+        self.store.remove(f"{name}/{MANIFEST}")
         self.store.remove_below(str(name))
-
-
-def _step_names(names: Iterable[str]) -> list[StepName]:
-    found = map(StepName.parse, names)
-    return sorted(name for name in found if name is not None)
 
 
 def _release(lock: files.Lock, pid: int) -> None:
@@ -347,13 +293,15 @@ def _release(lock: files.Lock, pid: int) -> None:
         lock.release(remove=True)
 
 
-def _write(path: Path, content: object) -> _Entry:
+def _write(path: Path, content: object) -> Entry:
     file = _File(path)
     try:
         if isinstance(content, Iterator):
             for block in content:
                 file.write(block)
         else:
+            import torch  # not to list steps
+
             torch.save(content, file)
     except RuntimeError as error:
         raise file.failed or error from error
@@ -374,42 +322,3 @@ class _File(files.HashedFile):
         except Exception as error:
             self.failed = error
             raise
-
-
-def blocks(path: Path) -> Iterator[bytes]:
-    with explained("read", path), path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield block
-
-
-def _size_and_hash(path: Path) -> _Entry:
-    digest = xxhash.xxh3_128()
-    size = 0
-    for block in blocks(path):
-        digest.update(block)
-        size += len(block)
-    return [size, digest.hexdigest()]
-
-
-def _sealed(manifest: Manifest) -> bytes:
-    return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
-
-
-def _opened(data: bytes, where: str, name: StepName) -> Manifest:
-    try:
-        manifest = orjson.loads(data)
-        checksum = manifest.pop("checksum")
-        is_whole = _sealed(manifest) == data and checksum
-        version = manifest["format"]
-        saved = StepName(manifest["rollbacks"], manifest["step"])
-    except (ValueError, TypeError, KeyError, AttributeError):
-        is_whole = False
-    if not is_whole:
-        raise CheckpointCorrupt(f"{where} is damaged.")
-    if version != _FORMAT:  # no older step may take its place
-        raise VersionMismatch(
-            f"{where} is of another version of this package ({version}, not {_FORMAT})."
-        )
-    if saved != name:
-        raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
-    return dict(manifest)

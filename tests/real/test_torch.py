@@ -6,9 +6,12 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 
 from __future__ import annotations
 
-import itertools
-from functools import partial
-from typing import Any
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +25,9 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch import ReaderDataset
-from tests.pages import torch_example
+from tests.pages import blocks, torch_example
+from tests.patience import until
+from tests.real.test_training_checkpoints import processes_below
 
 pytestmark = [
     # torchdata 0.11 calls what torch 2.13 calls deprecated.
@@ -104,32 +109,49 @@ def test_states_of_another_setting_are_refused(reader):
         ReaderDataset(reader, 2, 2)
 
 
-@pytest.mark.parametrize(("workers", "stops"), [(0, [7, 12, 49, 50]), (2, [9, 60])])
-def test_the_loop_in_the_docs_stops_and_resumes(tmp_path, workers, stops):
-    """49 batches each epoch; a state is saved after every second one."""
-    block = torch_example()
-    namespace: dict[str, Any] = {}
-    exec(compile(block.text, block.page, "exec"), namespace)
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    for number in range(3):
-        lines = [f'{{"text": "text {i}"}}\n' for i in range(number, DOCUMENTS, 3)]
-        (folder / f"{number}.jsonl").write_text("".join(lines))
-    batches = partial(namespace["batches"], folder.as_posix(), workers=workers)
-    whole = list(batches(run=(tmp_path / "whole").as_posix()))
-    assert len(whole) == 3 * 49
-    for epoch in range(3):
-        assert sorted(text for at, batch in whole if at == epoch for text in batch) == sorted(
-            f"text {i}" for i in range(DOCUMENTS)
-        )
-    run = (tmp_path / "stopped").as_posix()
-    done = 0
-    for stop in stops:
-        # The last one is not trained on.
-        taken = list(itertools.islice(batches(run=run), stop - done + 1))
-        assert taken[: stop - done] == whole[done:stop]
-        done = stop // 2 * 2
-    assert list(batches(run=run)) == whole[done:]
+@pytest.fixture
+def started(tmp_path):
+    """Starts the command of the docs in a folder that has the script and documents."""
+    (line,) = [line for block in blocks("bash", "docs/training.md") for line in block.lines]
+    assert line.startswith("torchrun ")
+    running = []
+
+    def start(name):
+        folder = tmp_path / name
+        folder.joinpath("documents").mkdir(parents=True, exist_ok=True)
+        folder.joinpath("train.py").write_text(torch_example().text)
+        lines = [json.dumps({"text": f"text {number}"}) + "\n" for number in range(DOCUMENTS)]
+        folder.joinpath("documents/0.jsonl").write_text("".join(lines))
+        command = [sys.executable, "-m", "torch.distributed.run", *line.split()[1:]]
+        variables = {**os.environ, "PET_STANDALONE": "1", "OMP_NUM_THREADS": "1"}
+        running.append(subprocess.Popen(command, cwd=folder, env=variables))
+        return running[-1]
+
+    yield start
+    for process in running:
+        kill_below(process.pid)
+
+
+def kill_below(pid):
+    for each in processes_below(pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
+    assert started("whole").wait(300) == 0
+    expected = tmp_path.joinpath("whole/run/metrics.csv").read_text()
+    assert len(expected.splitlines()) == 1 + 3 * (DOCUMENTS // 4)
+    for saved in ("step-00000010", "step-00000030"):
+        process = started("killed")
+        until(tmp_path.joinpath("killed/run", saved).exists)
+        kill_below(process.pid)
+        process.wait()
+        assert not tmp_path.joinpath("killed/run/step-00000072").exists()
+    assert started("killed").wait(300) == 0
+    assert tmp_path.joinpath("killed/run/metrics.csv").read_text() == expected
+    assert started("killed").wait(300) == 0  # there is nothing left to train
+    assert tmp_path.joinpath("killed/run/metrics.csv").read_text() == expected
 
 
 def test_a_tensor_of_a_document_counts_by_type_shape_and_content():

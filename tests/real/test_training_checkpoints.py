@@ -501,7 +501,7 @@ def test_what_does_not_fit_is_named(documents, tmp_path):
         saved.restore_latest(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
     with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
         saved.save(30, model=lambda: None)
-    with pytest.raises(ConfigError, match="keep_last: must be an integer from 1 on"):
+    with pytest.raises(ConfigError, match="Last: must be an integer from 1 on"):
         checkpoints(tmp_path / "run", keep_last=0)
 
 
@@ -845,19 +845,10 @@ def test_an_unreachable_remote_is_no_damage(documents, tmp_path, monkeypatch):
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
-def test_auto_chooses_an_interval_from_the_pauses(documents, tmp_path):
-    saved, training = (
-        TrainingCheckpoints(tmp_path / "run", mtbf_seconds=3600.0),
-        Training(documents),
-    )
-    assert saved._interval() == 60.0
-    saved.save(1, **training.states)
-    saved.close()
-    saved._pause, saved._write_seconds = 2.0, 30.0
-    assert saved._interval() == pytest.approx(120.0, rel=0.03)  # sqrt(2 * 2 * 3600)
-    saved._write_seconds = 500.0
-    assert saved._interval() == 500.0
-    assert checkpoints(tmp_path / "run")._interval() is None
+def test_the_history_has_what_a_save_cost(documents, tmp_path):
+    training = Training(documents)
+    with checkpoints(tmp_path / "run") as saved:
+        saved.save(1, **training.states)
     record = json.loads(Path(tmp_path, "run/history.jsonl").read_text())
     assert (record["event"], record["step"]) == ("saved", 1)
     assert record["bytes"] > 1000
@@ -1246,6 +1237,53 @@ def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size,
     fsdp(ranks, 2, run, 4)
     assert list(run.glob("step-00000004/states/model/*.distcp"))
     assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
+
+
+def slow_fsdp_rank(rank, port, run):
+    """Changes the model while its parts are written, and leaves what a restore gives."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from datatrove_ckpt.torch import checkpoints as module
+
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    fully_shard(model)
+    goes_on = threading.Event()
+    usual = module.save_parts
+
+    def slow(*arguments):
+        assert goes_on.wait(60)
+        usual(*arguments)
+
+    module.save_parts = slow
+    with checkpoints(run, asynchronous=True) as saved:
+        saved.save(1, model=model)
+        with torch.no_grad():
+            model.weight.zero_()
+        goes_on.set()
+    with checkpoints(run) as saved:
+        saved.restore_latest(model=model)
+    torch.save(model.weight.full_tensor(), Path(run, f"weight-{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def test_a_training_goes_on_while_the_parts_of_a_step_are_written(tmp_path, ranks):
+    port = ranks._free_port()
+    each = [
+        ranks._context.Process(target=slow_fsdp_rank, args=(rank, port, str(tmp_path)))
+        for rank in range(2)
+    ]
+    for process in each:
+        process.start()
+    for process in each:
+        process.join(120)
+        assert process.exitcode == 0
+    for rank in range(2):
+        weight = torch.load(tmp_path / f"weight-{rank}.pt")
+        assert torch.equal(weight, torch.ones(4, 4))
 
 
 def test_a_damaged_part_is_found_and_a_rollback_takes_all_parts(tmp_path, ranks):

@@ -1,0 +1,234 @@
+"""Policies of ``TrainingCheckpoints`` as values: when a training saves, and which steps stay.
+
+    TrainingCheckpoints(
+        folder,
+        save=EverySteps(500) | EverySeconds("auto"),
+        keep=Last(3) | Best("loss") | Every(10_000),
+    )
+
+A policy has one pure method, and all ranks decide alike: they give it the same values. A class of
+your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from datatrove_ckpt.checkpoint.interval import check_seconds, daly
+from datatrove_ckpt.checkpoint.training_steps import StepName
+from datatrove_ckpt.errors import ConfigError
+
+_FIRST_SECONDS = 60.0  # of "auto", before a save was timed
+
+Metrics = Mapping[StepName, Mapping[str, float | None]]
+"""The metrics of the steps."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The end of a step, at which a policy decides.
+
+    Attributes:
+        seconds: since the last save. Ranks agree on it a few times a second; between that, and
+            while a save is written, it is -inf.
+        pause_seconds: how long the last save stopped the training; 0: none was timed.
+        write_seconds: how long it was written.
+    """
+
+    step: int
+    seconds: float = -math.inf
+    pause_seconds: float = 0.0
+    write_seconds: float = 0.0
+
+
+class Policy:
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self,)
+
+
+class SavePolicy(Policy):
+    """Decides when to save. ``a | b`` saves when one of them does."""
+
+    def is_due(self, moment: Moment) -> bool:
+        raise NotImplementedError
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return AnyOf((*self.parts, *other.parts))
+
+
+class KeepPolicy(Policy):
+    """Chooses the steps that stay. ``a | b`` keeps the steps of both. The newest step always
+    stays.
+    """
+
+    def kept(self, metrics: Metrics) -> set[StepName]:
+        raise NotImplementedError
+
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+        return AnyOf((*self.parts, *other.parts))
+
+
+class AnyOf(SavePolicy, KeepPolicy):  # type: ignore[misc]
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self._parts = parts
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return self._parts
+
+    def is_due(self, moment: Moment) -> bool:
+        return any(part.is_due(moment) for part in self._parts)
+
+    def kept(self, metrics: Metrics) -> set[StepName]:
+        return set[StepName]().union(*(part.kept(metrics) for part in self._parts))
+
+
+@dataclass(frozen=True)
+class EverySteps(SavePolicy):
+    """Saves at multiples of ``steps``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_number("EverySteps", self.steps, 1)
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class EverySeconds(SavePolicy):
+    """Saves after so many seconds.
+
+    "auto": the first time after a minute, then Daly's interval, from the measured pause and
+    ``mtbf_seconds``, the mean time between failures of the whole job.
+    """
+
+    seconds: float | Literal["auto"] = "auto"
+    mtbf_seconds: float = 6 * 3600.0
+
+    def __post_init__(self) -> None:
+        check_seconds("EverySeconds", self.seconds)
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.seconds >= self.interval(moment)
+
+    def interval(self, moment: Moment) -> float:
+        if self.seconds != "auto":
+            return self.seconds
+        if not moment.pause_seconds:
+            return _FIRST_SECONDS
+        return max(daly(moment.pause_seconds, self.mtbf_seconds), moment.write_seconds)
+
+
+@dataclass(frozen=True)
+class Last(KeepPolicy):
+    """Keeps the newest steps."""
+
+    count: int = 3
+
+    def __post_init__(self) -> None:
+        _check_number("Last", self.count, 1)
+
+    def kept(self, metrics: Metrics) -> set[StepName]:
+        return set(sorted(metrics)[-self.count :])
+
+
+@dataclass(frozen=True)
+class Best(KeepPolicy):
+    """Keeps the steps with the lowest ``metric``; "-accuracy": with the highest accuracy."""
+
+    metric: str = "loss"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _check_number("Best", self.count, 0)
+
+    @property
+    def name(self) -> str:
+        return self.metric.removeprefix("-")
+
+    def kept(self, metrics: Metrics) -> set[StepName]:
+        return set(self.ordered(metrics)[: self.count])
+
+    def ordered(self, metrics: Metrics) -> list[StepName]:
+        """Returns the steps that have the metric, the best first."""
+        sign = -1 if self.metric.startswith("-") else 1
+        found: list[tuple[float, StepName]] = []
+        for name, values in metrics.items():
+            value = values.get(self.name)
+            if value is not None and math.isfinite(value):
+                found.append((sign * value, name))
+        return [name for _, name in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Every(KeepPolicy):
+    """Keeps the steps that are multiples of ``steps``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_number("Every", self.steps, 1)
+
+    def kept(self, metrics: Metrics) -> set[StepName]:
+        return {name for name in metrics if name.step % self.steps == 0}
+
+
+def save_policy(
+    save: SavePolicy | None,
+    every_steps: int | None,
+    every_seconds: float | Literal["auto"] | None,
+    mtbf_seconds: float | None,
+) -> SavePolicy:
+    """Returns ``save``, or the policy for which the other arguments are a short form."""
+    _check_alone("save", save, (every_steps, every_seconds, mtbf_seconds))
+    if save is not None:
+        return save
+    if mtbf_seconds is not None and every_seconds != "auto" and every_steps is not None:
+        raise ConfigError('mtbf_seconds: belongs to every_seconds="auto".')
+    steps = None
+    if every_steps is not None:
+        steps = EverySteps(every_steps)
+        if every_seconds is None:
+            return steps
+    if every_seconds is None:
+        every_seconds = "auto"
+    timed = EverySeconds(every_seconds, mtbf_seconds or EverySeconds.mtbf_seconds)
+    if steps is None:
+        return timed
+    return steps | timed
+
+
+def keep_policy(
+    keep: KeepPolicy | None,
+    last: int | None,
+    best_count: int | None,
+    every: int | None,
+    best: str | None,
+) -> KeepPolicy:
+    """Returns ``keep``, or the policy for which the other arguments are a short form."""
+    _check_alone("keep", keep, (last, best_count, every, best))
+    if keep is not None:
+        return keep
+    count = 1 if best_count is None else best_count
+    policy = Last(3 if last is None else last) | Best(best or "loss", count)
+    if every is not None:
+        policy |= Every(every)
+    return policy
+
+
+def _check_alone(name: str, policy: object, others: tuple[object, ...]) -> None:
+    if policy is not None and any(other is not None for other in others):
+        raise ConfigError(
+            f"{name}= says all: give no {name}_..., every_..., mtbf_seconds or best beside it."
+        )
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")

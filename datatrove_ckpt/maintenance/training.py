@@ -1,0 +1,163 @@
+"""Reads the folder of a training's checkpoints, also during the training."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.training_history import Row, curve, read_events
+from datatrove_ckpt.checkpoint.training_steps import (
+    Manifest,
+    StepName,
+    check_files,
+    read_manifest,
+    size_of,
+    step_names,
+)
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import byte_size
+from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
+
+_COPIES = 2  # a step is written before the oldest one is removed
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A step.
+
+    Attributes:
+        at: when it was saved, in Unix seconds.
+        damage: why no restore takes it; "": it is whole, as far as that was checked.
+    """
+
+    step: int
+    folder: str
+    bytes: int = 0
+    at: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    damage: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A folder.
+
+    Attributes:
+        steps: by age, the oldest first.
+        curve: the metrics of the steps.
+        saved: the newest save in the history: what it cost.
+        writer: the process that saves there now; "": there is none.
+    """
+
+    folder: str
+    steps: list[SavedStep]
+    curve: list[Row]
+    saved: JsonObject
+    writer: str
+    free_bytes: int
+
+    @property
+    def restored(self) -> SavedStep | None:
+        """Returns the step that a restore would take."""
+        return next((step for step in reversed(self.steps) if not step.damage), None)
+
+    @property
+    def damaged(self) -> list[SavedStep]:
+        return [step for step in self.steps if step.damage]
+
+    def to_json(self) -> JsonObject:
+        restored = self.restored
+        return asdict(self) | {"restored": restored.step if restored else None}
+
+
+def read_training(folder: Path, full: bool) -> TrainingState:
+    """Reads the folder. ``full``: reads each file of each step, too; else only its size."""
+    names = step_names(path.name for path in folder.iterdir())
+    manifests: dict[StepName, Manifest] = {}
+    damages: dict[StepName, str] = {}
+    for name in names:
+        try:
+            manifests[name] = read_manifest(folder, name)
+            _check(folder, name, manifests[name], full)
+        except (CheckpointCorrupt, VersionMismatch) as error:
+            damages[name] = str(error)
+    training = ""
+    if manifests:
+        training = manifests[max(manifests)]["training"]
+    steps = []
+    for name in names:
+        manifest = manifests.get(name)
+        damage = damages.get(name, "")
+        if manifest is None:
+            steps.append(SavedStep(name.step, str(name), damage=damage))
+            continue
+        if not damage and manifest["training"] != training:
+            damage = f"{folder / str(name)} is of another training."
+        size = size_of(manifest)
+        steps.append(
+            SavedStep(name.step, str(name), size, manifest["at"], manifest["metrics"], damage)
+        )
+    events = list(read_events(folder))
+    saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
+    holder = files.lock_holder(folder / ".lock")
+    writer = "" if holder is None else files.name_holder(holder)
+    free = shutil.disk_usage(folder).free
+    return TrainingState(str(folder), steps, curve(events), saved, writer, free)
+
+
+def _check(folder: Path, name: StepName, manifest: Manifest, full: bool) -> None:
+    if full:
+        check_files(folder, name)
+        return
+    for file, (size, _) in manifest["files"].items():
+        path = folder / str(name) / file
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
+
+
+@dataclass(frozen=True)
+class TrainingFinding:
+    """``state``: ok, warning or problem."""
+
+    state: str
+    what: str
+    message: str
+
+
+def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
+    """Checks whether a training may go on in the folder, and save there."""
+    for step in state.damaged:
+        yield TrainingFinding("warning", step.folder, step.damage)
+    restored = state.restored
+    if restored is None:
+        yield TrainingFinding("problem", "restore", "No step is whole, so a restore fails.")
+        return
+    yield TrainingFinding("ok", "restore", f"A restore takes step {restored.step}.")
+    needed = _COPIES * restored.bytes
+    free = byte_size(state.free_bytes)
+    if state.free_bytes < restored.bytes:
+        message = f"{free} are free, and a step needs {byte_size(restored.bytes)}. Make room."
+        yield TrainingFinding("problem", "disk", message)
+    elif state.free_bytes < needed:
+        message = f"{free} are free; {byte_size(needed)} would do for two more steps."
+        yield TrainingFinding("warning", "disk", message)
+    else:
+        yield TrainingFinding("ok", "disk", f"{free} are free.")
+    if state.writer:
+        message = f"{state.writer} saves there now: another training cannot."
+        yield TrainingFinding("warning", "lock", message)
+
+
+def plotted(values: Sequence[float], cells: int, bars: str) -> str:
+    """Draws a curve in one line: the mean of each cell, between the least and the greatest."""
+    count = min(cells, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    least = min(means)
+    span = (max(means) - least) or 1.0
+    return "".join(bars[int((mean - least) / span * (len(bars) - 1))] for mean in means)

@@ -1,0 +1,249 @@
+"""Steps of a training that one can list and load, the loss curve, and the commands that read both.
+
+Needs torch.
+"""
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from loguru import logger
+from torch import nn
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance.tracking import TrainingTracker
+from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
+from datatrove_ckpt.torch import checkpoints as module
+from tests.real.test_training_checkpoints import Full
+
+KEEP = Last(2) | Best("loss") | Every(30)
+LOSSES = {10: 5.0, 20: 1.0, 30: 4.0, 40: 3.0, 50: 2.0}
+
+
+@pytest.fixture
+def log():
+    lines = []
+    sink = logger.add(lines.append, level="WARNING", format="{message}")
+    yield lines
+    logger.remove(sink)
+
+
+def opened(folder, **settings):
+    return TrainingCheckpoints(folder, **{"keep": KEEP, "asynchronous": False} | settings)
+
+
+def model_of(step):
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, step)
+    return model
+
+
+def filled(folder, **settings):
+    """A training whose weights are the number of the step."""
+    config = {"lr": 0.1, "layers": [1, 2]}
+    with opened(folder, **settings) as saved:
+        for step, loss in LOSSES.items():
+            saved.save(step, model=model_of(step), config=config, metrics={"loss": loss})
+    return folder
+
+
+def weight(model):
+    return int(model.weight[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("step", "found"), [("latest", 50), ("best", 20), (30, 30)], ids=["latest", "best", "number"]
+)
+@pytest.mark.parametrize("is_gone", [False, True], ids=["folder", "remote"])
+def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
+    tmp_path, step, found, is_gone
+):
+    folder = filled(tmp_path / "run", remote=str(tmp_path / "remote"))
+    if is_gone:
+        folder = tmp_path / "new node"
+    model, config = model_of(0), {"old": True}
+    with opened(folder, remote=str(tmp_path / "remote")) as saved:
+        assert saved.steps() == [20, 30, 40, 50]
+        assert saved.latest_step() == 50
+        assert saved.restore(step, model=model, config=config) == found
+        assert saved.metrics == {"loss": LOSSES[found]}
+    assert weight(model) == found
+    assert config == {"lr": 0.1, "layers": [1, 2]}
+
+
+def test_what_follows_an_older_step_is_newer_than_all_steps(tmp_path):
+    filled(tmp_path)
+    with opened(tmp_path) as saved:
+        assert saved.restore(30, model=model_of(0)) == 30
+        saved.save(40, model=model_of(41))
+    model = model_of(0)
+    with opened(tmp_path) as saved:
+        assert saved.restore_latest(model=model) == 40
+        assert weight(model) == 41
+        saved.save(50, model=model_of(51), metrics={"loss": 9.0})
+        assert saved.steps()[-2:] == [40, 50]
+
+
+def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(tmp_path, log):
+    filled(tmp_path)
+    history = Path(tmp_path, "history.jsonl").read_text()
+    model = model_of(0)
+    torch.manual_seed(7)
+    expected = torch.get_rng_state()
+    saved = opened(tmp_path)
+    assert saved.restore("best", weights_only=True, model=model) == 20
+    assert weight(model) == 20
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert log == []
+    assert Path(tmp_path, "history.jsonl").read_text() == history
+    with pytest.raises(ConfigError, match="holds step-00000050 of an earlier training"):
+        saved.save(60, model=model)
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    filled(tmp_path)
+    with pytest.raises(ConfigError, match=r"no step 31; there are \[20, 30, 40, 50\]"):
+        opened(tmp_path).restore(31)
+    with pytest.raises(ConfigError, match="keep= has no Best"):
+        opened(tmp_path, keep=Last(2)).restore("best")
+    assert opened(tmp_path / "empty").restore() is None
+
+
+def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, log):
+    disk = Full(0)
+    model = nn.Linear(100, 100)
+    with opened(tmp_path, save=EverySteps(100)) as saved:
+        monkeypatch.setattr(files, "disk", disk)
+        assert saved.maybe_save(100, model=model)
+        assert "No space left" in str(saved.failure)
+        disk.is_full = False
+        assert not saved.maybe_save(101, model=model)
+        monkeypatch.setattr(module, "_RETRY_SECONDS", 0.0)
+        assert saved.maybe_save(102, model=model)
+        assert saved.failure is None
+        assert not saved.maybe_save(103, model=model)
+    assert saved.steps() == [102]
+
+
+def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatch, log):
+    with opened(tmp_path) as saved:
+        saved.save(10, model=model_of(1))
+        file = Path(tmp_path, "step-00000010/states/model.pt")
+        file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+        assert log == []
+        monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
+        saved.save(20, model=model_of(1))
+    assert "step-00000010 is damaged: " in log[0]
+    assert "has not the bytes it was saved with" in log[0]
+    assert len(log) == 1
+
+
+def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
+    seen = {"ids": torch.arange(3), "mean": torch.tensor(1.0)}
+    with opened(tmp_path, asynchronous=True) as saved:
+        for step in (1, 2, 3):
+            saved.save(step, seen=seen)
+            seen["ids"].resize_(3 + step).fill_(step)
+    found = {}
+    assert opened(tmp_path).restore(seen=found) == 3
+    assert found["ids"].tolist() == [2] * 5
+    assert found["mean"] == 1
+
+
+# the loss curve ----------------------------------------------------------------------------------
+
+
+def curve_of(folder):
+    with Path(folder, "metrics.csv").open() as file:
+        return list(csv.reader(file))
+
+
+def train(folder, until, stop):
+    """Logs each step, saves each tenth; ends at ``stop`` as a kill would."""
+    model = nn.Linear(2, 2)
+    saved = opened(folder)
+    step = saved.restore_latest(model=model) or 0
+    while step < until:
+        step += 1
+        saved.log(step, loss=100.0 / step)
+        if step % 10 == 0:
+            saved.save(step, model=model, metrics={"accuracy": float(step)})
+        if step == stop:
+            saved._steps.unlock()
+            return
+    saved.close()
+
+
+def test_the_curve_of_a_training_that_was_killed_is_that_of_the_whole_one(tmp_path):
+    train(tmp_path / "whole", 50, None)
+    for stop in (3, 15, 17, 20, 31, 44):
+        train(tmp_path / "killed", 50, stop)
+    train(tmp_path / "killed", 50, None)
+    found = curve_of(tmp_path / "killed")
+    assert found == curve_of(tmp_path / "whole")
+    assert found[0] == ["step", "loss", "accuracy"]
+    assert [row[0] for row in found[1:]] == [str(step) for step in range(1, 51)]
+    assert found[20] == ["20", "5.0", "20.0"]
+
+
+def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(tmp_path):
+    sent = []
+    ends = []
+    run = SimpleNamespace(
+        send=lambda at, values, step: sent.append((step, values)), end=ends.append
+    )
+    tracker = TrainingTracker(filled(tmp_path), [lambda job: run])
+    expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
+    assert tracker.work() == ""
+    assert tracker.work() == ""
+    assert sent == expected
+    assert not tracker.is_over
+    with opened(tmp_path) as saved:
+        saved.rollback(to=30, model=model_of(0))
+        saved.save(40, model=model_of(0), metrics={"loss": 0.5})
+        tracker.work()  # while it saves
+    assert sent == [*expected, (40, {"loss": 0.5})]
+    for _ in range(3):
+        assert ends == []
+        tracker.work()
+    assert ends == ["FINISHED"]
+    assert tracker.is_over
+
+
+# commands ----------------------------------------------------------------------------------------
+
+
+def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
+    folder = str(filled(tmp_path / "run"))
+    shown = command("status", folder).out
+    assert "a training, 4 steps" in shown
+    assert "A restore takes step 50" in shown
+    assert "loss       " in shown
+    assert "5 at 10, 2 at 50; least 1" in shown
+    assert json.loads(command("status", folder, "--json").out)["restored"] == 50
+    rows = command("show", folder).out.splitlines()
+    assert [row.split()[0] for row in rows[1:]] == ["20", "30", "40", "50"]
+    assert "loss=1" in rows[1]
+    assert "<- a restore takes it" in rows[-1]
+    assert "no problem: 4 steps" in command("verify", folder).out
+    assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
+
+
+def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_path, command):
+    folder = filled(tmp_path / "run")
+    file = folder / "step-00000050/states/model.pt"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"PK", b"KP"))
+    assert "A restore takes step 50" in command("status", str(folder)).out  # sizes alone
+    checked = command("verify", str(folder), code=1).out
+    assert "step-00000050: " in checked
+    assert "has not the bytes it was saved with" in checked
+    assert "A restore takes step 40" in checked
+    file.write_bytes(content[:-1])
+    assert "A restore takes step 40" in command("status", str(folder)).out
+    with opened(folder) as saved:
+        assert saved.restore_latest() == 40

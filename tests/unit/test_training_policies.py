@@ -1,0 +1,97 @@
+"""Policies of a training: what each decides, alone and together, and that none overrides another."""
+
+import math
+
+import pytest
+
+from datatrove_ckpt.checkpoint.training_policies import (
+    Best,
+    Every,
+    EverySeconds,
+    EverySteps,
+    Last,
+    Moment,
+    keep_policy,
+    save_policy,
+)
+from datatrove_ckpt.checkpoint.training_steps import StepName
+from datatrove_ckpt.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("policy", "moment", "due"),
+    [
+        (EverySteps(500), Moment(1000), True),
+        (EverySteps(500), Moment(1001), False),
+        (EverySeconds(60), Moment(1, seconds=60.0), True),
+        (EverySeconds(60), Moment(1, seconds=59.9), False),
+        (EverySeconds(0), Moment(1), False),  # between two looks of the ranks
+        (EverySeconds("auto"), Moment(1, seconds=60.0), True),  # before a save was timed
+        (EverySeconds("auto", 3600.0), Moment(1, 119.0, 2.0, 30.0), True),  # sqrt(2 * 2 * 3600) - 2
+        (EverySeconds("auto", 3600.0), Moment(1, 118.0, 2.0, 30.0), False),
+        (EverySeconds("auto", 3600.0), Moment(1, 400.0, 2.0, 500.0), False),  # it is still written
+        (EverySteps(500) | EverySeconds(60), Moment(500, seconds=1.0), True),
+        (EverySteps(500) | EverySeconds(60), Moment(501, seconds=61.0), True),
+        (EverySteps(500) | EverySeconds(60), Moment(501, seconds=1.0), False),
+    ],
+)
+def test_a_save_is_due(policy, moment, due):
+    assert policy.is_due(moment) is due
+
+
+LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (Last(2), {500, 600}),
+        (Last(9), {*LOSSES}),
+        (Best("loss"), {200}),  # the older one of two
+        (Best("loss", 2), {200, 600}),
+        (Best("-loss"), {100}),
+        (Best("loss", 0), set()),
+        (Best("accuracy"), set()),
+        (Every(300), {300, 600}),
+        (Last(1) | Best("loss") | Every(400), {200, 400, 600}),
+    ],
+)
+def test_steps_are_kept(policy, kept):
+    metrics = {StepName(0, step): {"loss": loss} for step, loss in LOSSES.items()}
+    assert {name.step for name in policy.kept(metrics)} == kept
+
+
+def test_steps_after_a_rollback_are_newer():
+    names = [StepName(0, 300), StepName(1, 100), StepName(1, 200)]
+    assert Last(2).kept({name: {} for name in names}) == set(names[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "moment"),
+    [
+        ((None, 500, None, None), Moment(500)),
+        ((None, None, None, None), Moment(501, seconds=60.0)),
+        ((None, 500, 30.0, None), Moment(501, seconds=30.0)),
+        ((EverySteps(500), None, None, None), Moment(500)),
+    ],
+)
+def test_the_short_forms_are_policies(given, moment):
+    policy = save_policy(*given)
+    assert policy.is_due(moment)
+    assert not policy.is_due(Moment(499, seconds=1.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: save_policy(EverySteps(5), 500, None, None), "save= says all"),
+        (lambda: save_policy(None, 500, None, 60.0), "mtbf_seconds"),
+        (lambda: keep_policy(Last(3), None, None, None, "accuracy"), "keep= says all"),
+        (lambda: keep_policy(None, 0, None, None, None), "Last: must be an integer from 1 on"),
+        (lambda: EverySteps(0), "EverySteps: must be an integer from 1 on"),
+        (lambda: EverySeconds(-1), "EverySeconds: must be"),
+    ],
+)
+def test_no_argument_overrides_another_and_mistakes_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

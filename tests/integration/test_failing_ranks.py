@@ -2,8 +2,6 @@
 stops it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter
@@ -96,18 +94,6 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(t
         assert sum(line.count(b"\n") for line in outputs(tmp_path / "output").values()) == 30
 
 
-def test_a_second_error_is_ignored_beside_the_first(tmp_path):
-    async def all_fail(document, generate):
-        await generate(payload(document.text))
-        raise NameError(f"in {document.id}")
-
-    with FakeServer(delay=others_wait) as server:
-        with pytest.raises(DocumentFailed, match="in id 4"):
-            step_of(tmp_path, server, all_fail).run(documents(DOCUMENTS))
-        step_of(tmp_path, server, twice).run(documents(DOCUMENTS))
-        assert server.asked == undisturbed(tmp_path / "undisturbed")[0]
-
-
 @pytest.mark.parametrize("second_model", ["judge refuses", "judge is away"])
 def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
     async def judged(document, generate):
@@ -131,7 +117,7 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
             checkpoints_local_dir=str(tmp_path / "checkpoints"),
             output_writer=writer(tmp_path),
         )
-        with pytest.raises(ServerUnavailable if away else ServerRefused):
+        with pytest.raises(ServerUnavailable if away else ServerRefused, match=r"^judge: "):
             step.run(documents(20))
         judges._status = lambda payload, times: None
         models["judge"] = config(judges)
@@ -140,7 +126,7 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
 
 
 def test_a_server_that_is_away_is_not_waited_for(tmp_path):
-    answered: list[str] = []
+    answered = []
 
     def status(payload, times):
         answered.append(payload["messages"][-1]["content"])
@@ -159,7 +145,7 @@ def test_a_server_that_is_away_is_not_waited_for(tmp_path):
 
 @pytest.fixture
 def handled():
-    got: list[int] = []
+    got = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     yield got
     signal.signal(signal.SIGTERM, before)
@@ -175,14 +161,6 @@ def test_a_signal_ends_the_drain(tmp_path, handled, monkeypatch):
         ):
             step.run(documents(DOCUMENTS))
         assert handled == [signal.SIGTERM]
-
-
-def test_after_drain_seconds_the_rank_ends(tmp_path, log):
-    with FakeServer(hold_after=5) as server, pytest.raises(DocumentFailed, match="fisrt"):
-        step_of(tmp_path, server, with_a_typo, drain_seconds=0.2).run(documents(DOCUMENTS))
-    (line,) = [line for line in log if DRAINS in line]
-    assert "The rank has failed (DocumentFailed): " in line
-    assert "have 0.2 s to be answered; a signal ends the wait at once." in line
 
 
 def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path, monkeypatch):

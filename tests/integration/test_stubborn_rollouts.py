@@ -3,8 +3,6 @@
 Real processes and signals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys
@@ -75,7 +73,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(tmp_path, server, 
     assert process.left == []
     (tmp_path / "good").touch()
     asked = dict(server.asked)
-    again = Process(process.popen.args, tmp_path)  # type: ignore[arg-type]
+    again = Process(process.popen.args, tmp_path)
     assert again.end() == 0, again.log
     assert ids(tmp_path) == all_of(4)
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
@@ -90,7 +88,7 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path, server, log
                 await asyncio.sleep(3600)
         return await ask(document, generate)
 
-    good: list[bool] = []
+    good = []
     with pytest.raises(DocumentFailed, match="it fails"):
         runner(tmp_path, server, rollout).run(documents(4))
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]

@@ -2,8 +2,6 @@
 chunk are ours.
 """
 
-from __future__ import annotations
-
 import orjson
 import pytest
 from datatrove.data import Document

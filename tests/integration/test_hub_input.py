@@ -2,27 +2,22 @@
 commit.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from huggingface_hub import HfFileSystem
 
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers import (
     HuggingFaceDatasetReader,
     JsonlReader,
     ParquetReader,
-    Reading,
     position_state,
 )
-from datatrove_ckpt.readers.revisions import Revisions
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -53,7 +48,7 @@ def ranges(monkeypatch):
     """
     from huggingface_hub.hf_file_system import HfFileSystemFile
 
-    found: list[tuple[str, int, int]] = []
+    found = []
     fetch = HfFileSystemFile._fetch_range
 
     def noted(file, start, end):
@@ -83,19 +78,6 @@ def resumed(given, document, rank=0, tasks=1):
     return reader.run(None, rank, tasks)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("streaming", [True, False])
-def test_documents_are_those_of_datatrove(hub, streaming):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    given = options(streaming)
-    for tasks in (1, 2):
-        for rank in range(tasks):
-            documents = read(HuggingFaceDatasetReader, given, rank, tasks)
-            assert documents == read(Original, given, rank, tasks)
-            if documents:
-                assert list(resumed(given, documents[3], rank, tasks)) == documents[4:]
-
-
 def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
@@ -112,36 +94,6 @@ def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     assert min(first for name, first, _ in ranges if name == "data/train-1.parquet") >= start
     kinds = [request.kind for request in hub.requests[asked:]]
     assert len([kind for kind in kinds if kind != "resolve"]) <= 15
-
-
-def test_a_run_continues_on_the_commit_that_it_began_with(hub):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    documents = read(HuggingFaceDatasetReader, options())
-    hub.put(
-        REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)}
-    )
-    assert list(resumed(options(), documents[12])) == documents[13:]
-    assert read(HuggingFaceDatasetReader, options()) != documents
-
-
-def test_all_ranks_of_a_job_read_the_same_commit(hub, tmp_path):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    expected = [read(HuggingFaceDatasetReader, options(), rank, 2) for rank in range(2)]
-    for rank in range(2):
-        with Reading(revisions=Revisions(tmp_path / "checkpoints")):
-            assert read(HuggingFaceDatasetReader, options(), rank, 2) == expected[rank]
-        hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
-
-
-def test_another_revision_is_refused(hub):
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    documents = read(HuggingFaceDatasetReader, options())
-    commit = hub.commits(REPOSITORY)[-1]
-    assert position_state(documents[0])["commit"] == commit.oid  # type: ignore[index]
-    other = options(dataset_options={"split": "train", "revision": commit.oid})
-    with pytest.raises(CheckpointMismatch, match="dataset_options"):
-        list(resumed(other, documents[3]))
-    assert read(HuggingFaceDatasetReader, other) == documents
 
 
 @pytest.mark.matrix
@@ -199,39 +151,6 @@ def test_parquet_reader_lists_without_a_request_per_file(hub):
     assert sum(inputs.size(index) for index in range(20)) > 0
     assert len(hub.requests) - asked <= 4
     assert list(reader.run()) == expected
-
-
-def test_parquet_reader_seeks_by_ranges(hub, ranges):
-    contents = {f"data/{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(2)}
-    hub.put(REPOSITORY, contents)
-    folder = f"hf://datasets/{REPOSITORY}/data"
-    documents = list(ParquetReader(folder, batch_size=4).run())
-    ranges.clear()
-    reader = ParquetReader(folder, batch_size=4)
-    reader.load_state_dict(position_state(documents[40 + 29]))
-    assert list(reader.run()) == documents[40 + 30 :]
-    group = pq.read_metadata(io.BytesIO(contents["data/1.parquet"])).row_group(7)
-    start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
-    assert {name for name, *_ in ranges} == {"data/1.parquet"}
-    assert min(first for _, first, _ in ranges) >= start
-
-
-def test_parquet_reader_waits_for_an_outage(hub, monkeypatch, policy):
-    waits: list[float] = []
-    policy("READING", sleep=waits.append)
-    monkeypatch.setattr("huggingface_hub.hf_file_system.http_backoff", _without_backoff)
-    hub.put(REPOSITORY, {"data/0.parquet": parquet(0, 9)})
-    expected = list(ParquetReader(f"hf://datasets/{REPOSITORY}/data").run())
-    hub.fail("resolve", 503, times=2)
-    hub.fail("resolve", 429, headers={"Retry-After": "900"})
-    assert list(ParquetReader(f"hf://datasets/{REPOSITORY}/data").run()) == expected
-    assert 900 <= max(waits) <= 990
-
-
-def _without_backoff(*arguments, **more):
-    from huggingface_hub.utils import http_backoff
-
-    return http_backoff(*arguments, **more, max_retries=0)
 
 
 # what cannot be read: one line each, with what to do ---------------------------------------------

@@ -2,16 +2,12 @@
 run.
 """
 
-from __future__ import annotations
-
-import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
@@ -57,28 +53,6 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     assert set(server.asked) == {f"text {n}{end}" for n in (3, 4, 5) for end in ("", " again")}
     assert outputs(mirrored.folder / "output") == expected
     command("verify", mirrored.remote, "--full")
-
-
-@pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(tmp_path, command, server):
-    job, asked = Job(tmp_path), itertools.count(1)
-
-    def until_committed():
-        """The first chunk, before the answer at which the rank stops: the tenth."""
-        while next(asked) >= 10 and not read_commits(job.rank / "commits.jsonl"):
-            time.sleep(0.001)
-
-    job.run_until("text 4 again", until_committed)
-    job.lose_the_node()
-    (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
-    command("repair", job.remote)
-    job.run(server)
-    assert set(server.asked) == {
-        *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
-        "text 4 again",
-        "text 5",
-        "text 5 again",
-    }
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 that is not first.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path
@@ -178,12 +176,6 @@ def test_the_numbers_of_a_run_whose_models_were_renamed(here, a, b, command):
     assert state["totals"]["work"]["requests"] == 3
     for words in (["status"], ["verify"], ["report", "--output", "page.html"]):
         command(words[0], "checkpoints", *words[1:])
-
-
-def test_a_page_names_all_models(here, a, b, command):
-    runner_of_both(here, a, b, judge={"model_name_or_path": "other"}).run(documents(1))
-    command("report", "checkpoints", "--output", "page.html")
-    assert "<title>fake, other: finished" in Path("page.html").read_text()
 
 
 # answers_from ------------------------------------------------------------------------------------

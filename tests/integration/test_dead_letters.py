@@ -2,25 +2,16 @@
 needs.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import signal
-from typing import Any
-
 import pytest
-from datatrove.executor import LocalPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError, WorkerDied
-from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import ENDPOINT, job_yaml, write_input, write_job
 
 BAD = {"id 1", "id 4"}
 
@@ -52,28 +43,22 @@ def test_a_dead_letter_holds_cause_and_document_as_it_was_read(tmp_path, server)
 
 
 def test_a_dead_letter_says_where_its_document_stands_in_the_input(tmp_path, server):
-    (tmp_path / "input").mkdir()
-    lines = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(6)]
-    (tmp_path / "input" / "a.jsonl").write_text("".join(lines[:3]))
-    (tmp_path / "input" / "b.jsonl").write_text("".join(lines[3:]))
+    """A position is a reader's state right after the document."""
+    write_input(tmp_path, [f"text {n}" for n in range(6)])
     step = runner(tmp_path, server, fails_on_bad, on_document_error="dead_letter")
-    LocalPipelineExecutor(
-        [JsonlReader(str(tmp_path / "input")), step], logging_dir=str(tmp_path / "logs")
-    ).run()
-    for letter, file, following in zip(
-        letters(tmp_path), ("a.jsonl", "b.jsonl"), (2, 5), strict=True
-    ):
-        assert file in json.dumps(letter["position"])
-        # A position is a reader's state right after the document.
+    step.run(JsonlReader(str(tmp_path / "input")).run())
+    following = []
+    for letter in letters(tmp_path):
         reader = JsonlReader(str(tmp_path / "input"))
         reader.load_state_dict(letter["position"])
-        assert next(iter(reader.run())).id == f"id {following}"
+        following.append(next(iter(reader.run())).id)
+    assert following == ["id 2", "id 5"]
 
 
 def test_retrying_processes_just_the_dead_letters_into_files_of_their_own(
     tmp_path, server, monkeypatch
 ):
-    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    settings = {"on_document_error": "dead_letter"}
     runner(tmp_path, server, fails_on_bad, **settings).run(documents(6))
     before = ids(tmp_path)
     server.asked.clear()
@@ -170,65 +155,6 @@ def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command
     assert ". 0 of 3 documents are in 0 files in " in line
 
 
-@pytest.mark.slow
-def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
-    """Its ranks have markers, those of the run before."""
-
-    async def rollout(document, generate):
-        if (tmp_path / "kill").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise ValueError("bad")
-
-    def execute(retry, **settings):
-        step = runner(
-            tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
-        )
-        places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
-        OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
-
-    execute(retry=False)
-    (tmp_path / "kill").touch()
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        execute(retry=True, max_rank_attempts=1)
-    (tmp_path / "kill").unlink()
-    execute(retry=True)
-
-
-def test_the_closing_line_counts_what_was_sent_and_says_what_comes_next(tmp_path, log):
-    """A rejected request was sent, too.
-
-    Each retry sends it again, so the same command has something to do.
-    """
-    bad = {"text 1"}
-    with FakeServer(status=rejects(bad)) as server:
-
-        def closing(retry, number=4):
-            log.clear()
-            server.asked.clear()
-            step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-            step.run(documents(number))
-            return next(
-                line
-                for line in log
-                if "documents written to" in line or "document written to" in line
-            )
-
-        line = closing(retry=False)
-        assert "3 of 4 documents written to" in line
-        assert "(0 dropped, 1 dead letter); 4 requests, 4 sent in this run" in line
-        assert "If you run the same command again, it has nothing to do." in line
-        for _ in range(2):
-            line = closing(retry=True)
-            assert "0 of 1 document written to" in line
-            assert (
-                "(0 dropped, 1 dead letter); 1 request, 1 sent in this run, 0 prompt tokens" in line
-            )
-            assert "If you run the same command again, it tries 1 dead letter once more." in line
-            assert server.asked.total() == 1
-        bad.clear()
-        assert "If you run the same command again, it has nothing to do." in closing(retry=True)
-
-
 def test_dead_letters_need_a_checkpoint(tmp_path, server):
     with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
         type(runner(tmp_path, server))(ask, runner(tmp_path, server).config, runner(tmp_path, server).output_writer,
@@ -241,7 +167,7 @@ def test_dead_letters_need_a_checkpoint(tmp_path, server):
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(ram, server, retrying):
     folder = ram / "job"
     folder.mkdir()
-    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    settings = {"on_document_error": "dead_letter"}
     if retrying:
         runner(folder, server, fails_on_bad, **settings).run(documents(3))
 

@@ -2,8 +2,6 @@
 anything.
 """
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys

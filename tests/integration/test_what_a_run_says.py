@@ -2,9 +2,6 @@
 what was checked.
 """
 
-from __future__ import annotations
-
-import asyncio
 import gc
 import json
 import os
@@ -13,16 +10,10 @@ import sys
 
 import pytest
 
-from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import endpoints
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner
+from tests.jobs import ask, documents, runner
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -50,7 +41,7 @@ def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path, server, log
 
 
 def test_before_its_first_document_a_rank_reads_the_input_and_waits_for_no_server(tmp_path, server):
-    states: list[str] = []
+    states = []
 
     def slow():
         until(lambda: states)
@@ -197,31 +188,8 @@ def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here, command
         assert first.wait() == 0
 
 
-def test_an_endpoint_that_is_down_is_said_while_we_wait(
-    server,
-    log,
-    monkeypatch,
-    policy,
-):
-    causes = iter(["no connection", None])
-
-    async def get(*_):
-        if cause := next(causes):
-            raise ExchangeFailed(cause)
-        return Response(200, HiddenBytes(b"{}"))
-
-    monkeypatch.setattr(endpoints, "_get", get)
-    policy("ENDPOINT", first=0.0)
-    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
-    monkeypatch.setattr(endpoints, "ready_window", lambda config: 3600.0)
-    asyncio.run(ExternalServers(config(server)).start())
-    assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
-    assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]
-    assert "The server answers, after " in log[1]
-
-
 def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
-    down: list[bool] = [True]
+    down = [True]
 
     def status(payload, times):
         if "text 1" in payload["messages"][-1]["content"] and down:

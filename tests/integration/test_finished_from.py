@@ -2,8 +2,6 @@
 rows are the same.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -170,16 +168,6 @@ def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed
         while not (done := finished(here / "output", here / "checkpoints")):
             killer.run(datatrove, here, number)
     take_over(here, command, number, done)
-
-
-def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(here, command, datatrove):
-    write_input(here, 200)
-    killer = Killer(3)
-    with killer.server:
-        killer.run(datatrove, here, 150, template="${rank}.jsonl", checkpoints=False)
-    done = finished(here / "output")
-    assert 20 < len(done) < 150
-    take_over(here, command, 200, done, "output")
 
 
 def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(

@@ -2,8 +2,6 @@
 changed but the import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ still there.
 tests/data/queued has the files: see tests/make_queued.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a run needs and lacks is named by one line, with its setting, before any task starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -166,7 +164,7 @@ def test_generation_parameters_that_work_are_accepted():
     }
     InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
     endpoint = {"server_type": "endpoint", "endpoint_url": "http://e", "model_name_or_path": "m"}
-    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})  # type: ignore[arg-type]
+    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})
 
 
 @pytest.mark.parametrize(

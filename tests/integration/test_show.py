@@ -2,28 +2,21 @@
 every kind.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Printed
 from tests.jobs import documents, fails_at, rejects, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 _NAME = "${rank}_chunk_${chunk_index}"
-Show = Callable[..., Printed]
 
 
 def nested(self, document):
@@ -31,7 +24,7 @@ def nested(self, document):
     return {"id": document.id, "reply": document.metadata["rollout_results"][0].text}
 
 
-WRITERS: dict[str, Callable[[str], DiskWriter]] = {
+WRITERS = {
     "plain": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl", compression=None),
     "gzip": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.gz"),
     "zstd": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.zst", compression="zstd"),
@@ -112,7 +105,7 @@ def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(tmp_path, ser
 
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
-    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    settings = {"on_document_error": "dead_letter"}
     runner(tmp_path, server, fails_at(["id 1", "id 3"]), **settings).run(documents(4))
     assert ids(show()) == ["id 0", "id 2"]
     said = show("--dead")

@@ -5,8 +5,6 @@ An editable install, which all other tests use, finds every file of the checkout
 not.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 import pytest
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.generation.scheduler import most_documents
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
@@ -178,6 +178,21 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
     assert alone
 
 
+def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
+    shared._status = lambda payload, times: 401
+
+    async def ask(document, generate):
+        try:
+            return await generate.embed(document.text)
+        except InferenceError:
+            return None
+
+    with pytest.raises(CkptError, match="HTTP 401"):
+        runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(4))
+    assert sizes(shared) == [4]
+    assert not rows(tmp_path)
+
+
 def test_a_document_that_is_cancelled_takes_its_text_along(shared, tmp_path):
     """Two rollouts: one raises while the other's text waits."""
 
@@ -304,3 +319,8 @@ def test_enough_documents_are_in_work_to_fill_requests(settings, documents_in_wo
     assert config.max_concurrent_documents == documents_in_work
     if "max_concurrent_documents" not in settings:
         assert most_documents(config) <= documents_in_work  # the limit of open files counts, too
+
+
+def test_less_than_one_text_is_refused():
+    with pytest.raises(ConfigError, match="texts_per_request must be >= 1"):
+        InferenceConfig("dummy", "m", texts_per_request=0)

@@ -2,10 +2,14 @@
 needs.
 """
 
+import os
+import signal
+
 import pytest
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, WorkerDied
+from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash.test_every_effect import OF_FILES
@@ -143,7 +147,32 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
         "Rank 1: there are no dead letters to retry"
         in (here / "logs" / "logs" / "task_00001.log").read_text()
     )
+    assert "once more." in (here / "logs" / "logs" / "task_00000.log").read_text()
     assert ids(here, "*_retry1_*") == ["id 4"]
+
+
+@pytest.mark.slow
+def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
+    """Its ranks have markers, those of the run before."""
+
+    async def rollout(document, generate):
+        if (tmp_path / "kill").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("bad")
+
+    def execute(retry, **settings):
+        step = runner(
+            tmp_path, server, rollout, on_document_error="dead_letter", retry_dead_letters=retry
+        )
+        places = {"logging_dir": str(tmp_path / "logs"), "start_method": "fork"}
+        OurExecutor([documents(1), step], tasks=1, workers=2, **places, **settings).run()
+
+    execute(retry=False)
+    (tmp_path / "kill").touch()
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        execute(retry=True, max_rank_attempts=1)
+    (tmp_path / "kill").unlink()
+    execute(retry=True)
 
 
 def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):

@@ -94,6 +94,18 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(t
         assert sum(line.count(b"\n") for line in outputs(tmp_path / "output").values()) == 30
 
 
+def test_a_second_error_is_ignored_beside_the_first(tmp_path):
+    async def all_fail(document, generate):
+        await generate(payload(document.text))
+        raise NameError(f"in {document.id}")
+
+    with FakeServer(delay=others_wait) as server:
+        with pytest.raises(DocumentFailed, match="in id 4"):
+            step_of(tmp_path, server, all_fail).run(documents(DOCUMENTS))
+        step_of(tmp_path, server, twice).run(documents(DOCUMENTS))
+        assert server.asked == undisturbed(tmp_path / "undisturbed")[0]
+
+
 @pytest.mark.parametrize("second_model", ["judge refuses", "judge is away"])
 def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
     async def judged(document, generate):

@@ -83,6 +83,7 @@ def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     hub.put(REPOSITORY, contents)
     documents = read(HuggingFaceDatasetReader, options())
     position = documents[40 + 29]
+    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})  # read is the commit before
     ranges.clear()
     asked = len(hub.requests)
     assert list(resumed(options(), position)) == documents[40 + 30 :]

@@ -280,7 +280,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         assert watch.all_answered.wait(400)
         time.sleep(after_the_last_answer)
         life.kill()  # it may have ended a moment before
-        if ended_early := job.finish(process) != 0:
+        if job.finish(process) != 0:
             assert job.finish(watch.begin().start(job.start)) == 0, job.log
 
     assert outputs(job.folder / "output") == expected
@@ -308,11 +308,6 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     of_each = [DOCUMENTS, QUESTIONS, QUESTIONS, DOCUMENTS * (3 + 4)]
     assert totals == [tasks * number for number in of_each]
     again = [watch.asked_again(rank) for rank in range(tasks)]
-    print(
-        f"{kind} {number.name} {tasks} tasks, seed {seed}: {len(plan) + ended_early} kills; asked again, for each rank "
-        f"and kill (of these, answered before; oldest answer of these, from the kill): "
-        + "; ".join(" ".join(f"{n} ({m}; {oldest})" for n, m, oldest in lives) for lives in again)
-    )
     # What is asked to stop waits for its answers.
     most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0
     for asked, _, oldest in itertools.chain(*again):

@@ -32,7 +32,7 @@ import datatrove_ckpt.rollouts.media
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, media_part
+from datatrove_ckpt.rollouts import InvalidMedia, JudgeRollout, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import DRAINS, signal_once, when_logged
@@ -169,6 +169,14 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
         "image_url": {"url": "https://example.com/a.png"},
     }
     assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
+
+
+def test_a_judge_sees_the_picture_too(server, tmp_path):
+    rollout = JudgeRollout(
+        "{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]"
+    )
+    runner(tmp_path, server, rollout).run(pages(1))
+    assert [sent(server, number) for number in range(2)] == [[picture()]] * 2
 
 
 def test_media_join_the_last_user_message_of_a_conversation(server, tmp_path):

@@ -22,7 +22,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
 )
 from datatrove_ckpt.generation import progress
-from datatrove_ckpt.generation.generate import Requests
+from datatrove_ckpt.generation.generate import Drain, Requests
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.inference.client.transport import ExchangeFailed
@@ -321,6 +321,24 @@ def test_several_models_on_several_nodes_are_refused(here, writes, judges, monke
 
 
 # settings ----------------------------------------------------------------------------------------
+
+
+async def test_a_drain_is_not_over_while_one_model_has_requests():
+    clients = [SimpleNamespace(sender=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
+    models = [
+        SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False)
+        for c in clients
+    ]
+    models[2].is_dead = True
+    drain = Drain([1])
+    drain.request_started()
+    over = asyncio.ensure_future(drain.until_over(models))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not over.done()
+    clients[1].sender.in_flight = 0
+    clients[1].sender.on_release()
+    await over
 
 
 @pytest.mark.parametrize(

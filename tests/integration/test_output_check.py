@@ -24,7 +24,6 @@ from datatrove_ckpt.output.folders import (
     refuse_own_output,
     stands_elsewhere,
 )
-from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
@@ -132,25 +131,6 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
             [Document("a", "0", metadata={"lang": "fr"})]
         )
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
-def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path, server):
-    others = [
-        "README.md",
-        ".metadata",
-        "00000.jsonl",
-        "00001_chunk_00000.jsonl",
-        "00000_chunk_00000.jsonl.bak",
-        "00000_other_00000.jsonl",
-        f"{STAGING}/00000-x/00000_chunk_00000.jsonl",
-        "sub/00000_chunk_00000.jsonl",
-    ]
-    for name in others:
-        (tmp_path / "output" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "output" / name).write_text("mine")
-    for _ in range(2):
-        runner(tmp_path, server).run(documents(3), 0, 2)
-    assert set(others) < set(outputs(tmp_path / "output"))
 
 
 # folders that must differ ------------------------------------------------------------------------

@@ -108,16 +108,6 @@ async def plain(document, generate):
     return (await ask(document, generate)).text
 
 
-async def twice(document, generate):
-    first = await plain(document, generate)
-    return [
-        first,
-        (
-            await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
-        ).text,
-    ]
-
-
 def expected(tmp_path, rollout, number):
     """The output of a run that nothing interrupted."""
     with FakeServer() as server:

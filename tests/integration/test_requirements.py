@@ -65,7 +65,6 @@ def refused(here, monkeypatch, command):
     ("replacements", "says"),
     [
         ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader: {S3}"),
-        ([(": logs", ": s3://bucket/logs")], f"executor LocalPipelineExecutor: {S3}"),
         ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer: {S3}"),
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],

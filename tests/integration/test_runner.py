@@ -475,3 +475,17 @@ def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, ser
     with pytest.raises(CheckpointMismatch, match="input"):
         step.run(changed)
     assert not list((tmp_path / "output").glob("*.jsonl"))
+
+
+def test_an_accepted_change_is_recorded(tmp_path, server):
+    runner(tmp_path, server).run(documents(2))
+    runner(tmp_path, server, config={"model_name_or_path": "other"}, accept_changes=True).run(
+        documents(3)
+    )
+    runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
+    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())[
+        "accepted_changes"
+    ]
+    assert [(change["field"], change["old"], change["new"]) for change in record] == [
+        ("model", "fake", "other")
+    ]

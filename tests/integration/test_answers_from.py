@@ -15,11 +15,11 @@ from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import documents, writer
+from tests.jobs import chat, documents, writer
 from tests.make_release import run
 from tests.patience import until_async
 from tests.rank_folders import place_at
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 from .test_releases import VERSIONS, kept, restored
 
@@ -39,13 +39,11 @@ class TwoSteps:
         self._commits = str(commits)
 
     async def __call__(self, document, generate):
-        first = await generate({"messages": [{"role": "user", "content": f"Say {document.text}"}]})
+        first = await generate(chat(f"Say {document.text}"))
         if document.id == self.stop_at:
             await until_async(lambda: number_of_commits(self._commits) >= 2)
             raise RuntimeError("stopped between two requests, with two chunks committed")
-        second = await generate(
-            {"messages": [{"role": "user", "content": f"{self.style}: {first.text}"}]}
-        )
+        second = await generate(chat(f"{self.style}: {first.text}"))
         return second.text
 
 
@@ -86,7 +84,7 @@ def old(tmp_path, server):
         start(
             folder,
             server,
-            TwoSteps("Shorter", "id 5", folder / "checkpoints" / "00000" / "commits.jsonl"),
+            TwoSteps("Shorter", "id 5", folder / "checkpoints/00000/commits.jsonl"),
         )
     server.asked.clear()
     return folder
@@ -128,7 +126,7 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     finished, tmp_path, server
 ):
     old, new = tmp_path / "old", tmp_path / "new"
-    commits = old / "checkpoints" / "00000" / "commits.jsonl"
+    commits = old / "checkpoints/00000/commits.jsonl"
     if finished:
         start(old, server, TwoSteps("Shorter"), keep_answers=True)
         assert is_finished(commits.parent)
@@ -144,7 +142,7 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     start(new, server, TwoSteps("Longer"), answers_from=checkpoints(old))
     assert first_requests(server) == (set() if finished else {"6"})
     assert sum(server.asked.values()) == DOCUMENTS + (not finished)
-    assert not (new / "checkpoints" / "00000" / "answers.jsonl").exists()
+    assert not (new / "checkpoints/00000/answers.jsonl").exists()
     assert is_finished(commits.parent) == finished
 
 
@@ -164,7 +162,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
         start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
 
     def all_are_there(folder):
-        rank = folder / "checkpoints" / "00000"
+        rank = folder / "checkpoints/00000"
         found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
         if (rank / "replay.sqlite3").exists():
             copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
@@ -207,7 +205,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_p
     gone.
     """
     new = tmp_path / "new"
-    stopping = TwoSteps("Longer", "id 5", new / "checkpoints" / "00000" / "commits.jsonl")
+    stopping = TwoSteps("Longer", "id 5", new / "checkpoints/00000/commits.jsonl")
     with pytest.raises(DocumentFailed):
         start(new, server, stopping, answers_from=checkpoints(old))
     if is_gone:
@@ -236,7 +234,7 @@ def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
         tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)
     )
     assert first_requests(server) == {str(one) for one in range(number)} - {"4", "5"}
-    assert verify(place_at(tmp_path / "new" / "checkpoints"), full=True).problems == []
+    assert verify(place_at(tmp_path / "new/checkpoints"), full=True).problems == []
 
 
 @pytest.mark.matrix
@@ -266,13 +264,13 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert line in str(refused.value)
     assert "leave answers_from out" in str(refused.value)
     assert not server.asked
-    assert not (new / "checkpoints" / "00000").exists()
+    assert not (new / "checkpoints/00000").exists()
     start(new, server, TwoSteps("Longer"))
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
 def test_a_run_that_was_dealt_out_anew_is_refused(old, tmp_path, server):
-    (old / "checkpoints" / "shares.json").touch()
+    (old / "checkpoints/shares.json").touch()
     with pytest.raises(CheckpointMismatch, match="Finish it with commit d3ddc9c6"):
         start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
 
@@ -290,17 +288,17 @@ def test_a_folder_without_old_answers_is_refused(place, said, tmp_path, server):
 
 
 def test_a_rank_that_runs_is_refused(old, tmp_path, server):
-    lock = files.Lock(old / "checkpoints" / "00000" / LOCK)
+    lock = files.Lock(old / "checkpoints/00000" / LOCK)
     try:
         with pytest.raises(CheckpointLocked):
             start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
     finally:
         lock.release()
-    assert not (tmp_path / "new" / "checkpoints" / "00000").exists()
+    assert not (tmp_path / "new/checkpoints/00000").exists()
 
 
 def test_damaged_answers_are_asked_again(old, tmp_path, server):
-    for path in (old / "checkpoints" / "00000").glob("replay.sqlite3*"):
+    for path in (old / "checkpoints/00000").glob("replay.sqlite3*"):
         path.write_bytes(b"damaged" * 1000)
     before = kept(old)
     start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
@@ -337,6 +335,6 @@ def test_canned_answers_are_not_taken_for_answers_of_a_model(here, server, comma
     )
     write_job(here, canned, ["a"])
     command("run", "job.yaml")
-    (here / "job.yaml").write_text(job_yaml(ENDPOINT.replace("URL", server.url)))
+    (here / "job.yaml").write_text(job_yaml(endpoint(server)))
     assert "canned_answers" in command("run", "job.yaml", *NEW, code=1).err
     assert not server.asked

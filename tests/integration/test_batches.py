@@ -72,7 +72,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path):
 
 
 def commits(folder):
-    lines = (folder / "checkpoints" / "00000" / "commits.jsonl").read_bytes().splitlines()
+    lines = (folder / "checkpoints/00000/commits.jsonl").read_bytes().splitlines()
     return [orjson.loads(line) for line in lines]
 
 

@@ -28,7 +28,7 @@ from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 BUCKET = "hf://buckets/org/job"
 
@@ -60,9 +60,7 @@ def put_input(hub, tasks, documents):
 
 
 def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=2):
-    text = job_yaml(
-        ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output"
-    )
+    text = job_yaml(endpoint(server), tasks, f"{BUCKET}/input", f"{BUCKET}/output")
     text = text.replace("logging_dir: logs", f"logging_dir: {BUCKET}/logs")
     text += f"          records_per_chunk: 2\n          checkpoints_remote_dir: {mirror}\n          mirror_seconds: 0\n"
     Path("job.yaml").write_text(text)
@@ -229,7 +227,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     job.tokens["hf_FreshTokenOfTheTests"] = Access()
     monkeypatch.setenv("HF_TOKEN", "")
     (tmp_path / "huggingface").mkdir(exist_ok=True)
-    (tmp_path / "huggingface" / "token").write_text("hf_FreshTokenOfTheTests")
+    (tmp_path / "huggingface/token").write_text("hf_FreshTokenOfTheTests")
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     said = command("run", "job.yaml")

@@ -20,7 +20,7 @@ from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config.inference_config import Launch, ServerType
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, chat, config, documents, runner, writer
 from tests.pages import ROOT, pages, table_rows
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
@@ -59,7 +59,7 @@ def test_a_request_is_the_one_that_datatrove_sends_in_the_same_order(tmp_path, s
             return {"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}
 
     async def rollout(document, generate):
-        return await generate({"messages": [{"role": "user", "content": "x"}], **written})
+        return await generate(chat("x", **written))
 
     async def by_datatrove(payload):
         theirs_config = theirs.InferenceConfig("dummy", "fake", default_generation_params=defaults)
@@ -168,7 +168,7 @@ def test_each_status_of_a_rejection_skips(tmp_path, status):
 
 
 def test_payload_and_config_stay_as_they_are(tmp_path, server):
-    payload = {"messages": [{"role": "user", "content": "x"}]}
+    payload = chat("x")
     before = json.dumps(payload)
 
     async def rollout(document, generate):

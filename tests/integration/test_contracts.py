@@ -39,10 +39,10 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 DATA = Path(__file__).parents[1] / "data"
-REFUSALS, NAMES = DATA / "contracts" / "refusals.txt", DATA / "contracts" / "names.json"
+REFUSALS, NAMES = DATA / "contracts/refusals.txt", DATA / "contracts/names.json"
 IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
@@ -100,7 +100,7 @@ def locked(job):
 
 
 def datatroves(job):
-    shutil.copytree(DATA / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
+    shutil.copytree(DATA / "datatrove_0_9_0/checkpoints", job / "checkpoints")
 
 
 def copied_over(job):
@@ -192,9 +192,7 @@ def jobs():
     top, refusal = Path(tempfile.mkdtemp(prefix="refusals-", dir="/tmp")), Refusal()
     job = top / "job"
     with FakeServer(status=refusal) as server:
-        text = job_yaml(
-            ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS
-        )
+        text = job_yaml(endpoint(server) + ", max_concurrent_generations: 1", TASKS)
         for state in (NEW, DONE, STOPPED):
             shutil.rmtree(job, ignore_errors=True)
             job.mkdir()
@@ -356,7 +354,7 @@ def keys(content, path=""):
 
 # secrets in run.json -----------------------------------------------------------------------------
 
-RUN = DATA / "contracts" / "run.json"
+RUN = DATA / "contracts/run.json"
 HIDDEN = {
     "api_key": "abcd1234",
     "hf_token": "hf_abcdefghij0123456789",

@@ -12,7 +12,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt import InferenceError, InferenceRunner, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, config, documents, ids, rejects, runner, writer
+from tests.jobs import STOPS_SOON, ask, chat, config, documents, ids, rejects, runner, writer
 
 BAD = "BadRequestError"
 
@@ -123,7 +123,7 @@ async def sends_text(document, generate):
 
 
 async def streams(document, generate):
-    one = generate({"messages": [{"role": "user", "content": document.text}], "stream": True})
+    one = generate(chat(document.text, stream=True))
     return await asyncio.gather(one, return_exceptions=True)
 
 

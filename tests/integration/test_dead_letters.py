@@ -15,7 +15,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_input, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 BAD = {"id 1", "id 4"}
 
@@ -124,7 +124,7 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here, command):
     job, refused = "job.yaml", ["Say a", "Say e"]
     with FakeServer(status=rejects(refused)) as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        text = job_yaml(endpoint(server), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
         assert (
             "2 of 2 ranks are not finished"
@@ -145,9 +145,9 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
         assert "Retried" not in command("run", job), "what earlier commands retried"
     assert (
         "Rank 1: there are no dead letters to retry"
-        in (here / "logs" / "logs" / "task_00001.log").read_text()
+        in (here / "logs/logs/task_00001.log").read_text()
     )
-    assert "once more." in (here / "logs" / "logs" / "task_00000.log").read_text()
+    assert "once more." in (here / "logs/logs/task_00000.log").read_text()
     assert ids(here, "*_retry1_*") == ["id 4"]
 
 
@@ -177,7 +177,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
 
 def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):
     with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        text = job_yaml(endpoint(server), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
         line = command("run", "job.yaml").out
     assert line.startswith("No document was answered: RequestRejected: BadRequestError: HTTP 400: ")

@@ -35,7 +35,7 @@ from tests.pages import (
     torch_examples,
 )
 from tests.words import write_tokenizer
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 
 def write_documents(folder):
@@ -169,7 +169,7 @@ def test_the_rollouts_of_the_docs_run(folder, command, block):
     Path("input/0.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with FakeServer(answer) as server:
         server.paths = PATHS
-        whole = yaml.safe_load(job_yaml(ENDPOINT.replace("URL", server.url)))
+        whole = yaml.safe_load(job_yaml(endpoint(server)))
         _merge(whole["executor"]["init_args"]["pipeline"][-1]["init_args"], content)
         Path("job.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
         command("run", "job.yaml")

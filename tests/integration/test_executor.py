@@ -64,7 +64,7 @@ def attempts(folder):
 
 
 def completed(folder):
-    return {int(path.name) for path in (folder / "logs" / "completions").glob("*")}
+    return {int(path.name) for path in (folder / "logs/completions").glob("*")}
 
 
 @pytest.mark.matrix
@@ -81,7 +81,7 @@ def test_each_rank_runs_once_with_a_copy_of_the_pipeline_of_its_own(tmp_path, wo
     assert (pids == {os.getpid()}) if workers == 1 else (os.getpid() not in pids and len(pids) <= 2)
     assert completed(tmp_path) == set(range(5))
     assert stats is not None
-    saved = json.loads((tmp_path / "logs" / "stats.json").read_text())
+    saved = json.loads((tmp_path / "logs/stats.json").read_text())
     assert saved[0]["stats"]["ranks"] == 5
     assert executor.run() is None
     assert attempts(tmp_path) == tried
@@ -107,8 +107,8 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
         LocalPipelineExecutor(
             [Step(tmp_path)], 3, 1, str(tmp_path / "logs"), local_tasks=1, local_rank_offset=rank
         ).run()
-        assert (tmp_path / "logs" / "stats.json").exists() == (rank == 1)
-    assert json.loads((tmp_path / "logs" / "stats.json").read_text())[0]["stats"]["ranks"] == 3
+        assert (tmp_path / "logs/stats.json").exists() == (rank == 1)
+    assert json.loads((tmp_path / "logs/stats.json").read_text())[0]["stats"]["ranks"] == 3
 
 
 @pytest.mark.matrix
@@ -159,7 +159,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, arguments, said):
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path, first):
     (tmp_path / "first").mkdir()
-    before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first" / "logs"))
+    before = first([Step(tmp_path / "first")], 2, 1, str(tmp_path / "first/logs"))
     LocalPipelineExecutor(
         [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=before
     ).run()
@@ -227,7 +227,7 @@ def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path, monkeypatch):
 def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
     (tmp_path / "first").mkdir()
     first = LocalPipelineExecutor(
-        [Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first" / "logs")
+        [Step(tmp_path / "first", "error")], 2, 1, str(tmp_path / "first/logs")
     )
     with pytest.raises(ValueError, match="no such row"):
         first.run()

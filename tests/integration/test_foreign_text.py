@@ -11,10 +11,10 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
-from tests.jobs import documents, writer
+from tests.jobs import chat, documents, writer
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
-PAYLOAD = {"messages": [{"role": "user", "content": "x"}], "extra_headers": {"Authorization": SENT}}
+PAYLOAD = chat("x", extra_headers={"Authorization": SENT})
 FORGED = "\n2026-11-22 12:00:00.000 | SUCCESS | all is well\x1b]0;title\x07\x1b[2J\u202e\u2028"
 
 

@@ -209,7 +209,7 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
 def test_sqlite_names_another_cause(tmp_path):
     with (
         pytest.raises(StorageFailed, match="It was removed"),
-        explained("write to", tmp_path / "gone" / "database"),
+        explained("write to", tmp_path / "gone/database"),
     ):
         raise sqlite3.OperationalError("attempt to write a readonly database")
     with (

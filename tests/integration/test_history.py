@@ -12,13 +12,13 @@ from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress as rank_progress
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import read_history
-from tests.jobs import ask, documents, fails_at, runner
+from tests.jobs import ask, chat, documents, fails_at, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
 def history_of(folder):
-    return read_history(folder / "checkpoints" / "00000" / "history.jsonl")
+    return read_history(folder / "checkpoints/00000/history.jsonl")
 
 
 def numbers(progress):
@@ -61,7 +61,7 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert stopped.progress[0].documents == failed.last.documents, (
         "an attempt starts where the one before ended"
     )
-    commits = read_commits(tmp_path / "checkpoints" / "00000" / "commits.jsonl").values()
+    commits = read_commits(tmp_path / "checkpoints/00000/commits.jsonl").values()
     assert numbers(done.last) == (
         10,
         10,
@@ -111,9 +111,7 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path, policy)
 
     async def twice(document, generate):
         await ask(document, generate)
-        result = await generate(
-            {"messages": [{"role": "user", "content": f"{document.text} again"}]}
-        )
+        result = await generate(chat(f"{document.text} again"))
         if fail:
             raise ValueError
         return result

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.jobs import rows
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -30,7 +30,7 @@ def job(hub, here, monkeypatch, command, server):
         options="streaming: true, dataset_options: {split: train}",
         code=0,
     ):
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+        text = job_yaml(endpoint(server), tasks=2)
         text = text.replace("class_path: JsonlReader", "class_path: HuggingFaceDatasetReader")
         Path("job.yaml").write_text(
             text.replace("{data_folder: input}", f"{{dataset: org/data, {options}}}")

@@ -68,7 +68,7 @@ def names(number):
 
 
 def committed(folder):
-    return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+    return sorted(read_commits(folder / "checkpoints/00000/commits.jsonl"))
 
 
 def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):

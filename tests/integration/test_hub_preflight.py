@@ -15,7 +15,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from tests.jobs import documents, runner
-from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
+from tests.yaml_jobs import doctor_lines, endpoint, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
@@ -149,9 +149,7 @@ def run_rank(folder, server, rank=0, number=4, **changes):
 def job(here, hub, server, monkeypatch, command):
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    text = job_yaml(
-        ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part"
-    )
+    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
     write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 

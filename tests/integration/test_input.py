@@ -25,7 +25,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, rows, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
 
@@ -64,7 +64,7 @@ def job(here, command, server):
         **options,
     ):
         data = json.dumps({"data_folder": f"{here}/documents", **options})
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
+        text = job_yaml(endpoint(server), tasks).replace("JsonlReader", reader)
         text = text.replace(
             "{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)])
         )

@@ -299,9 +299,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         )
     # Of each rank: datatrove's executor writes no stats.json if a kill came between the last rank's
     # end and its own.
-    ranks = [
-        json.loads(path.read_text()) for path in sorted((job.folder / "logs" / "stats").iterdir())
-    ]
+    ranks = [json.loads(path.read_text()) for path in sorted((job.folder / "logs/stats").iterdir())]
     names = ("documents_processed", "requests", "successful_requests", "prompt_tokens")
     totals = [sum(total(rank[1]["stats"][name]) for rank in ranks) for name in names]
     # Tokens: words of the questions.

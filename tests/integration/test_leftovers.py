@@ -141,6 +141,14 @@ def test_a_record_from_another_host_is_left_alone(run, monkeypatch):
     assert records() == [path]
 
 
+@pytest.mark.slow
+def test_a_server_whose_runner_is_alive_is_not_touched(run, log):
+    lease()
+    assert run.alive() == {*OURS, "stranger", "guardian"}
+    assert len(records()) == 1
+    assert not log
+
+
 def test_numbers_that_were_reused_hit_nobody(tmp_path):
     """As if other processes had taken the numbers of runner, guardian and session."""
     with (tmp_path / "log").open("wb") as output:

@@ -36,7 +36,7 @@ from datatrove_ckpt.rollouts import InvalidMedia, JudgeRollout, PromptRollout, m
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import DRAINS, signal_once, when_logged
-from tests.jobs import Budget, letters, rows, runner
+from tests.jobs import Budget, chat, letters, rows, runner
 from tests.pages import ROOT
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -195,7 +195,7 @@ def test_a_function_of_the_users_sends_a_part(server, tmp_path):
             {"type": "text", "text": document.text},
             media_part(document.media[0].media_bytes),
         ]
-        return await generate({"messages": [{"role": "user", "content": content}]})
+        return await generate(chat(content))
 
     runner(tmp_path, server, rollout).run(pages(1))
     assert sent(server) == [picture()]
@@ -525,7 +525,7 @@ def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server, tmp_path)
 
     async def rollout(document, generate):
         part = {"type": "image_url", "image_url": {"url": url_of(b"\x89PNG...")}}
-        result = await generate({"messages": [{"role": "user", "content": [part]}]})
+        result = await generate(chat([part]))
         hashes.append(generate.last_hash)
         return result
 

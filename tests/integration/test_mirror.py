@@ -71,7 +71,7 @@ def expected():
 
 
 def manifests(job):
-    return sorted((job.folder / "remote" / "00000").glob("generation-*"))
+    return sorted((job.folder / "remote/00000").glob("generation-*"))
 
 
 def three_versions(job, monkeypatch):
@@ -261,9 +261,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(job, log, monkeyp
     newest = manifests(job)[-1]
     needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
     assert len(needed) >= 3  # commits, a journal, answers
-    objects = [
-        path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed
-    ]
+    objects = [path for path in (job.folder / "remote/00000").rglob("*-*") if path.name in needed]
     assert len(objects) == 2 * len(needed)
     for path in (*objects, newest):
         content = path.read_bytes()
@@ -292,7 +290,7 @@ def spoil(job, manifest, older):
     assert needed - shared
     for name in needed - shared:
         for folder in ("objects", "copies"):
-            path = job.folder / "remote" / "00000" / folder / name
+            path = job.folder / "remote/00000" / folder / name
             path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
@@ -340,7 +338,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
         CheckpointCorrupt, match="There is no version at all, but there are objects"
     ):
         job.run(server)
-    shutil.rmtree(job.folder / "remote" / "00000")
+    shutil.rmtree(job.folder / "remote/00000")
     with pytest.raises(OutputMismatch, match=r"knows none of them.*delete these files"):
         job.run(server)
     shutil.rmtree(job.folder / "output")
@@ -467,7 +465,7 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
         with FakeServer() as server:
             job.run(server, mirror_seconds=0.01)
     assert any("ConnectionError: 503" in line for line in log)
-    assert list((job.folder / "remote" / "00000" / "objects").iterdir())
+    assert list((job.folder / "remote/00000/objects").iterdir())
     job.lose_the_node()
     shutil.rmtree(job.folder / "output")
     with FakeServer() as server:
@@ -490,7 +488,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         until(
             lambda: (
                 server.asked.total() == 8
-                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+                and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
@@ -530,7 +528,7 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(job, expected, monkeyp
         until(
             lambda: (
                 server.asked.total() == 8
-                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+                and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
         monkeypatch.setattr(object_store, "effects", Missing())
@@ -747,7 +745,7 @@ def test_an_object_is_read_no_further_than_its_manifest_says(job):
     store = Versions(f"{job.remote}/00000")
     part = store.put_object("0" * 16 + "-000000", b"123")
     for folder in ("objects", "copies"):
-        (job.folder / "remote" / "00000" / folder / part.name).write_bytes(b"1234" * 1000)
+        (job.folder / "remote/00000" / folder / part.name).write_bytes(b"1234" * 1000)
     with pytest.raises(Damaged, match="is missing or damaged, and so is its copy"):
         store.read_object(part)
 
@@ -800,7 +798,7 @@ def test_a_seal_holds_for_one_content_one_version_and_one_rank(job, key):
         restored_folder(job)
     renamed.rename(newest)
 
-    shutil.copytree(job.folder / "remote" / "00000", job.folder / "remote" / "00001")
+    shutil.copytree(job.folder / "remote/00000", job.folder / "remote/00001")
     with pytest.raises(CheckpointCorrupt, match=f"00001/{newest.name} {wrong}"):
         restore(f"{job.remote}/00001", job.checkpoints / "00001")
 

@@ -23,9 +23,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import config, documents, letters, rows, writer
+from tests.jobs import chat, config, documents, letters, rows, writer
 
-from .test_models import generate_and_judge, payload, says
+from .test_models import generate_and_judge, says
 from .test_models import runner as runner_of_both
 
 
@@ -44,7 +44,7 @@ def b():
 async def first_then_second(document, generate):
     """All models get the same payload, the one that was first in the first attempt at first."""
     order = Path("order").read_text().split()  # noqa: ASYNC240
-    return {name: (await getattr(generate, name)(payload(document.text))).text for name in order}
+    return {name: (await getattr(generate, name)(chat(document.text))).text for name in order}
 
 
 def attempt(folder, models, seed=None, **changes):
@@ -86,7 +86,7 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
     a._status = lambda payload, times: 403 if "second" in str(payload) else None
 
     async def two(document, generate):
-        return [(await generate(payload(text))).text for text in (document.text, "second")]
+        return [(await generate(chat(text))).text for text in (document.text, "second")]
 
     place = {"checkpoints_local_dir": str(here / "checkpoints")}
     with pytest.raises(ServerRefused):

@@ -32,18 +32,14 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
-from tests.jobs import ask, config, documents, letters, rows, writer
+from tests.jobs import ask, chat, config, documents, letters, rows, writer
 from tests.patience import until_async
 from tests.yaml_jobs import job_yaml, write_job
 
 
-def payload(text):
-    return {"messages": [{"role": "user", "content": text}]}
-
-
 async def generate_and_judge(document, generate):
-    written = await generate(payload(f"Write {document.text}"))
-    judged = await generate.judge(payload(f"Judge {written.text}"))
+    written = await generate(chat(f"Write {document.text}"))
+    judged = await generate.judge(chat(f"Judge {written.text}"))
     return {"text": written.text, "score": judged.text}
 
 
@@ -270,8 +266,8 @@ def of_scripts(folder, **judge):
     """The writer's server answers, and the judge's is an engine that does what a prompt says."""
 
     async def rollout(document, generate):
-        await generate(payload(document.text))
-        return (await generate.judge(payload(document.text))).text.partition(" says ")[2]
+        await generate(chat(document.text))
+        return (await generate.judge(chat(document.text))).text.partition(" says ")[2]
 
     (folder / "engine.py").write_text(ENGINE)
     engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **judge)
@@ -416,7 +412,7 @@ def test_what_cannot_work_is_refused(here, models, said):
 
 def test_a_model_that_is_not_there_is_named(here, writes, judges):
     async def rollout(document, generate):
-        return await generate.jugde(payload(document.text))
+        return await generate.jugde(chat(document.text))
 
     with pytest.raises(
         DocumentFailed,

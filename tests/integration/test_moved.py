@@ -22,7 +22,7 @@ from tests.crash_points import CopyingDisk
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run
 from tests.rank_folders import place_at
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 from .test_releases import NAMES, NEWEST, kept, restored
 
@@ -39,7 +39,7 @@ def copied(folder, name=NEWEST):
 
 def recorded(folder):
     """The output folder that the whole job has."""
-    return str(json.loads((folder / "checkpoints" / "job.json").read_bytes())["output_folder"])
+    return str(json.loads((folder / "checkpoints/job.json").read_bytes())["output_folder"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,7 +86,7 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
             refused.value
         )
     assert kept(new) == before
-    (tmp_path / "old" / "output").rename(tmp_path / "old" / "gone")
+    (tmp_path / "old/output").rename(tmp_path / "old/gone")
     with pytest.raises(
         OutputMismatch,
         match=f"differ from what was committed .*{lost.name} is missing.*Put them back",
@@ -101,7 +101,7 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
 def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, server):
     new = copied(tmp_path)
     here = {"host": socket.gethostname(), "pid": os.getpid()}
-    path = new / "checkpoints" / "00001" / RUN
+    path = new / "checkpoints/00001" / RUN
     owner = content_of(path)["owner"]
     edit(path, owner={**owner, **here}, output_folder=f"{tmp_path}/old/output")
     lock = files.Lock(path.with_name(LOCK))
@@ -185,7 +185,7 @@ def job(tmp_path, server, monkeypatch):
     """A job of two tasks, in its folder."""
     folder = tmp_path / "a"
     folder.mkdir()
-    text = job_yaml(ENDPOINT.replace("URL", server.url), tasks=2)
+    text = job_yaml(endpoint(server), tasks=2)
     write_job(folder, text, ["one", "two"], ["three", "four"])
     monkeypatch.chdir(folder)
     return folder

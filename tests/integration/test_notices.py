@@ -250,7 +250,7 @@ def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, module, workers
         process = start(command, cwd=tmp_path)
         until(lambda: len(server.payloads) >= 6 * workers)
         told.touch()
-        logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(workers)]
+        logs = [tmp_path / "logs/logs" / f"task_{rank:05d}.log" for rank in range(workers)]
         until(lambda: all("requests in flight have" in log.read_text() for log in logs))
         server.release()
         output = process.communicate(timeout=300)[0]

@@ -122,7 +122,7 @@ def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_server
         TooManyOpenFiles, match=r"No connection to http://127.0.0.1:\d+/v1/.*\(ulimit -n\)"
     ):
         step.run(documents(1))
-    assert not (tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl").exists()
+    assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
     runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
 
 

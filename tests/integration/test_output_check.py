@@ -58,7 +58,7 @@ def follow_advice(message, command):
 
 
 def cut(job):
-    path = job / "output" / "00000_00001.jsonl"
+    path = job / "output/00000_00001.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -273,7 +273,7 @@ def test_an_input_without_documents_is_said(job, command):
         path.write_text("")
     said = command("run", "job.yaml")
     assert said.startswith("There are no documents in the input, so there is no output in ")
-    log = (job / "logs" / "logs" / "task_00000.log").read_text()
+    log = (job / "logs/logs/task_00000.log").read_text()
     assert "Rank 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
@@ -281,13 +281,13 @@ def test_an_input_without_documents_is_said(job, command):
 @pytest.mark.slow
 def test_a_closing_line_whose_counts_contradict_is_an_error(job, command):
     command("run", "job.yaml")
-    retry = job / "checkpoints" / "retry-00001"
-    shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
+    retry = job / "checkpoints/retry-00001"
+    shutil.copytree(job / "checkpoints/00000", retry / "00000")
     commits = [
         orjson.loads(line.body) | {"files": []}
-        for line in read_lines(retry / "00000" / "commits.jsonl")
+        for line in read_lines(retry / "00000/commits.jsonl")
     ]
-    (retry / "00000" / "commits.jsonl").write_bytes(
+    (retry / "00000/commits.jsonl").write_bytes(
         b"".join(seal(orjson.dumps(commit)) for commit in commits)
     )
     said = command("run", "job.yaml", code=1).error
@@ -300,7 +300,7 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     tmp_path, server
 ):
     (tmp_path / "input").mkdir()
-    (tmp_path / "input" / "0.jsonl").write_text('{"id": "0", "text": "a"}\n')
+    (tmp_path / "input/0.jsonl").write_text('{"id": "0", "text": "a"}\n')
     step = runner(tmp_path, server, output_writer=writer(tmp_path / "input"))
     reader = JsonlReader(str(tmp_path / "input"))
     with pytest.raises(
@@ -329,17 +329,17 @@ def test_the_main_branch_of_a_repository_has_several_names(branch, other):
 
 
 def cut_log(job, lines):
-    log = job / "checkpoints" / "00000" / "commits.jsonl"
+    log = job / "checkpoints/00000/commits.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
 
 
 def forget_last_chunk(job):
-    shutil.rmtree(job / "checkpoints" / "last_chunk")
+    shutil.rmtree(job / "checkpoints/last_chunk")
 
 
 def forget_documents(job):
     """As an earlier release left it."""
-    path = job / "checkpoints" / "00000" / "shard.json"
+    path = job / "checkpoints/00000/shard.json"
     shard = content_of(path) | {"version": 1}
     del shard["documents"]
     path.write_text(json.dumps(shard))

@@ -222,12 +222,12 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
 
     job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))
     assert (
-        "belongs to another run, with checkpoints in " + str(tmp_path / "a" / "checkpoints")
+        "belongs to another run, with checkpoints in " + str(tmp_path / "a/checkpoints")
         in refused[0]
     )
     assert not other.asked
     written = place.files()
-    assert not (tmp_path / "b" / "checkpoints" / "00000").exists()
+    assert not (tmp_path / "b/checkpoints/00000").exists()
     with pytest.raises(OutputMismatch, match="belongs to another run"):
         job(tmp_path, "b", other, place).run(documents(5))
     job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))  # never refuses itself
@@ -256,12 +256,12 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
         job(tmp_path, "a", one, place).run(documents(5))
     assert one.asked.total() == asked
     for words in ("verify", "repair"):
-        said = command(words, tmp_path / "a" / "checkpoints", code=None)
+        said = command(words, tmp_path / "a/checkpoints", code=None)
         assert said.code in (1, 2)
         assert "belongs to another run" in said
     assert place.files() == written
     job(tmp_path, "b", other, place).run(documents(5))
-    command("verify", tmp_path / "b" / "checkpoints", "--full")
+    command("verify", tmp_path / "b/checkpoints", "--full")
     place.forget_owner()  # and even so
     with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|has other content"):
         job(tmp_path, "a", one, place).run(documents(5))
@@ -269,7 +269,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     place.bring_back()
     place.forget_owner()
     job(tmp_path, "a", one, place).run(documents(5))
-    command("verify", tmp_path / "a" / "checkpoints", "--full")
+    command("verify", tmp_path / "a/checkpoints", "--full")
 
 
 @UNOWNED
@@ -302,7 +302,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     thread = threading.Thread(target=first)
     thread.start()
     has_begun.wait(60)
-    log = tmp_path / "a" / "checkpoints" / "00000" / "commits.jsonl"
+    log = tmp_path / "a/checkpoints/00000/commits.jsonl"
     is_later = isinstance(place, HubPlace) and place.kind == "dataset"  # its commit waits
     while not is_later and not (log.exists() and log.read_bytes()):
         threading.Event().wait(0.01)
@@ -339,11 +339,11 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
     with pytest.raises(OutputMismatch, match=r"is altered"):
         job(tmp_path, "a", one, place).run(documents(4))
     assert one.asked.total() == asked
-    assert "is altered" in command("verify", tmp_path / "a" / "checkpoints", code=1)
-    command("repair", tmp_path / "a" / "checkpoints", code=None)
+    assert "is altered" in command("verify", tmp_path / "a/checkpoints", code=1)
+    command("repair", tmp_path / "a/checkpoints", code=None)
     job(tmp_path, "a", one, place).run(documents(4))
     assert place.files().keys() == right.keys()
-    command("verify", tmp_path / "a" / "checkpoints", "--full")
+    command("verify", tmp_path / "a/checkpoints", "--full")
 
 
 def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
@@ -363,7 +363,7 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
     again.accept_changes = True
     again.run(documents(5))
     assert {name for name in before if place.files()[name] != before[name]} == before.keys()
-    command("verify", tmp_path / "a" / "checkpoints", "--full")
+    command("verify", tmp_path / "a/checkpoints", "--full")
 
 
 # on a disk ---------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
 def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, servers):
     one, _ = servers
     place = ManyFiles(tmp_path)
-    stranger = place.folder / "fr" / "00000_00000.jsonl"
+    stranger = place.folder / "fr/00000_00000.jsonl"
 
     async def rollout(document, generate):
         stranger.parent.mkdir(parents=True, exist_ok=True)
@@ -442,15 +442,15 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     place = Place(tmp_path)
     step = job(tmp_path, "a", one, place)
     killed_before_its_commit(step, monkeypatch)
-    folder = tmp_path / "a" / "checkpoints" / "00000"
+    folder = tmp_path / "a/checkpoints/00000"
     Intents(folder).path.unlink()
     place.forget_owner()
-    (tmp_path / "a" / "checkpoints" / HOME).unlink()
+    (tmp_path / "a/checkpoints" / HOME).unlink()
     (next(place.folder.iterdir())).write_text("half of what another version would have written")
     asked = one.asked.total()
     job(tmp_path, "a", one, place).run(documents(5))
     assert one.asked.total() == 5 >= asked
-    command("verify", tmp_path / "a" / "checkpoints", "--full")
+    command("verify", tmp_path / "a/checkpoints", "--full")
 
 
 def test_an_untouched_file_is_not_read_again(tmp_path, servers, monkeypatch):
@@ -460,7 +460,7 @@ def test_an_untouched_file_is_not_read_again(tmp_path, servers, monkeypatch):
     read = Mock(side_effect=AssertionError)
     monkeypatch.setattr("datatrove_ckpt.output.committed.content_hash", read)
     job(tmp_path, "a", one, place).run(documents(5))
-    line = (tmp_path / "a" / "checkpoints" / "00000" / "commits.jsonl").read_text().splitlines()[0]
+    line = (tmp_path / "a/checkpoints/00000/commits.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["files"][0]["stamp"] > 0
 
 
@@ -503,9 +503,7 @@ def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, server
     job(tmp_path, "run", other, place).run(documents(3))
     written = place.files()
     for words in ("verify", "repair"):
-        assert "belongs to another run" in command(
-            words, tmp_path / "old" / "checkpoints", code=None
-        )
+        assert "belongs to another run" in command(words, tmp_path / "old/checkpoints", code=None)
     with pytest.raises(OutputMismatch, match="belongs to another run"):
         job(tmp_path, "old", one, place).run(documents(3))
     assert place.files() == written

@@ -112,7 +112,7 @@ def expected(tmp_path, rollout, number):
     """The output of a run that nothing interrupted."""
     with FakeServer() as server:
         runner(tmp_path / "undisturbed", server, rollout).run(documents(number))
-    return outputs(tmp_path / "undisturbed" / "output")
+    return outputs(tmp_path / "undisturbed/output")
 
 
 # --------------------------------------------------------------------------- what still finishes
@@ -253,7 +253,7 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
         preempted(step, 6, server, 4, both_end)
         ending.clear()
         step.run(documents(6))
-    letters = tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl"
+    letters = tmp_path / "checkpoints/00000/dead_letters.jsonl"
     assert not letters.exists()
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
 

@@ -23,7 +23,7 @@ def checkpoints(tmp_path):
 
 def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
-    page = tmp_path / "out" / "report.html"
+    page = tmp_path / "out/report.html"
     page.write_text("old")
     before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
     assert main(["report", str(checkpoints), "-o", str(page)]) == 0

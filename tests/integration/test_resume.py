@@ -29,9 +29,9 @@ NUMBER = 20
 def folder(ram):
     """Three files of documents, below an empty job."""
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(NUMBER)]
-    (ram / "job" / "input").mkdir(parents=True)
+    (ram / "job/input").mkdir(parents=True)
     for index, part in enumerate((rows[:9], rows[9:10], rows[10:])):
-        (ram / "job" / "input" / f"{index}.jsonl").write_text("\n".join(part) + "\n")
+        (ram / "job/input" / f"{index}.jsonl").write_text("\n".join(part) + "\n")
     return ram / "job"
 
 
@@ -78,7 +78,7 @@ def interrupted(folder, server, data, bad="id 15"):
 
 def committed(folder):
     """How many documents lie in the unbroken run of commits; everything beyond is read again."""
-    commits = read_commits(folder / "checkpoints" / "00000" / "commits.jsonl")
+    commits = read_commits(folder / "checkpoints/00000/commits.jsonl")
     return max((commit.next_ordinal for commit in commits.values()), default=0)
 
 
@@ -257,7 +257,7 @@ _STEPS = {
 @pytest.mark.parametrize("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, server, log, case):
     (folder / "none").mkdir()
-    (folder / "none" / "empty.jsonl").touch()
+    (folder / "none/empty.jsonl").touch()
     data, count, name = _STEPS[case]
     rollout = StopsAt("id 12", folder)
     again = runner(
@@ -296,7 +296,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
         yield kept[0]
 
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]
-    (folder / "input" / "3.jsonl").write_text("\n".join(rows))
+    (folder / "input/3.jsonl").write_text("\n".join(rows))
     # Each takes two of the 1,024 files that a user may usually open.
     few = {"max_concurrent_generations": 50}
     with pytest.raises(ConfigError, match="a position that was saved is wrong"):

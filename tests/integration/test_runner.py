@@ -28,7 +28,7 @@ from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.output import documents as encoding
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, config, documents, ids, make_server, rejects, rows, runner
+from tests.jobs import ask, chat, config, documents, ids, make_server, rejects, rows, runner
 from tests.patience import until_async
 
 
@@ -39,7 +39,7 @@ def commits(folder, rank=0):
 
 async def until_journaled(folder, number):
     """Until that many documents of chunk 0 are finished."""
-    journal = folder / "checkpoints" / "00000" / "chunk_00000.jsonl"
+    journal = folder / "checkpoints/00000/chunk_00000.jsonl"
     await until_async(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= number)
 
 
@@ -123,7 +123,7 @@ def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path, server)
         "job.json",
         "last_chunk/00000.txt",
     ]
-    assert (tmp_path / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "2\n"
+    assert (tmp_path / "checkpoints/last_chunk/00000.txt").read_text() == "2\n"
     assert not [path for path in (tmp_path / "output").iterdir() if path.name.startswith(".")]
 
 
@@ -190,7 +190,7 @@ def test_two_documents_with_one_id_are_two_documents(tmp_path):
         step = runner(tmp_path, server, rollout, records_per_chunk=10)
         with pytest.raises(DocumentFailed, match="not yet"):
             step.run(copy.deepcopy(twins))
-        assert not (tmp_path / "checkpoints" / "00000" / "chunk_00000.jsonl").exists()
+        assert not (tmp_path / "checkpoints/00000/chunk_00000.jsonl").exists()
         fail[0] = False
         step.run(twins)
     assert server.asked == {"same": 3}
@@ -210,7 +210,7 @@ def test_equal_sampling_calls_differ_and_stay_as_they_were_after_a_resume(tmp_pa
     fail = [True]
 
     async def rollout(document, generate):
-        payload = {"messages": [{"role": "user", "content": document.text}], "temperature": 1.0}
+        payload = chat(document.text, temperature=1.0)
         texts = [(await generate(payload)).text for _ in range(3)]
         if fail[0]:
             raise RuntimeError("not yet")
@@ -266,7 +266,7 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 
     async def rollout(document, generate):
         turn = next(turns)
-        result = await generate({"messages": [{"role": "user", "content": f"rollout {turn % 2}"}]})
+        result = await generate(chat(f"rollout {turn % 2}"))
         if fail[0] and turn % 2:
             raise RuntimeError("the second rollout fails")
         return result
@@ -368,7 +368,7 @@ PROMPT = "say {}"
 
 
 async def ask_with_prompt(document, generate):
-    return await generate({"messages": [{"role": "user", "content": PROMPT.format(document.text)}]})
+    return await generate(chat(PROMPT.format(document.text)))
 
 
 @pytest.mark.matrix
@@ -483,9 +483,7 @@ def test_an_accepted_change_is_recorded(tmp_path, server):
         documents(3)
     )
     runner(tmp_path, server, config={"model_name_or_path": "other"}).run(documents(4))
-    record = json.loads((tmp_path / "checkpoints" / "00000" / "run.json").read_text())[
-        "accepted_changes"
-    ]
+    record = json.loads((tmp_path / "checkpoints/00000/run.json").read_text())["accepted_changes"]
     assert [(change["field"], change["old"], change["new"]) for change in record] == [
         ("model", "fake", "other")
     ]

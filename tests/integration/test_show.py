@@ -13,7 +13,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, fails_at, rejects, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 _NAME = "${rank}_chunk_${chunk_index}"
@@ -174,7 +174,7 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
     for name in ("TMPDIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c", "d"])
+    write_job(here, job_yaml(endpoint(server), tasks=2), ["a", "b"], ["c", "d"])
     before = outputs(here)
     said = command("run", "job.yaml", "--sample", 3)
     assert [payload["messages"][-1]["content"] for payload in server.payloads] == [
@@ -195,7 +195,7 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
 
 
 def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    write_job(here, job_yaml(endpoint(server)), ["a", "b"])
     command("run", "job.yaml")
     before = outputs(here)
     said = command("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=Sing {text}", "--sample", 1)
@@ -206,7 +206,7 @@ def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
 @pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
 def test_a_sample_says_why_documents_fail(here, command, bad, code):
     with FakeServer(status=rejects(bad)) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b", "c"])
+        write_job(here, job_yaml(endpoint(server)), ["a", "b", "c"])
         said = command("run", "job.yaml", "--sample", 2, code=code).out
     assert said.count("\n  failed: ") == len(bad)
     assert "1. id 0\n  question: Say a\n  failed: " in said
@@ -218,7 +218,7 @@ def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_questio
     with FakeServer(
         lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])
     ) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [])
+        write_job(here, job_yaml(endpoint(server)), [])
         Path("input/0.jsonl").write_text(
             "".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc")
         )
@@ -236,7 +236,7 @@ def test_a_sample_of_dropped_documents_and_of_none(here, server, command):
         "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"
         "    await generate({'messages': document.metadata['m']})\n"
     )
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="mine.drop"), ["a"])
+    write_job(here, job_yaml(endpoint(server), rollout="mine.drop"), ["a"])
     parts = [
         {"type": "text", "text": "what"},
         {"type": "image_url", "image_url": {"url": "data:"}},

@@ -129,7 +129,7 @@ class Job:
     def until_drains(self, *tasks):
         """Until these ranks say so, or all of them."""
         logs = [
-            self.folder / "logs" / "logs" / f"task_{task:05d}.log"
+            self.folder / "logs/logs" / f"task_{task:05d}.log"
             for task in tasks or range(self.tasks)
         ]
         until(lambda: all(DRAINS in log.read_text() for log in logs))
@@ -197,7 +197,7 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         assert again.end() == 0, again.log
         assert job.completed == tasks
         assert set(server.asked.values()) == {1}
-    assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
+    assert outputs(tmp_path / "job/output") == undisturbed(tasks)
 
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path):

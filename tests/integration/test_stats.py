@@ -21,7 +21,7 @@ from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, chat, documents, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -120,8 +120,8 @@ def crashed_in_the_middle(folder):
 
 async def two_questions(document, generate):
     """The second one is rejected for some documents."""
-    first = await generate({"messages": [{"role": "user", "content": document.text}]})
-    await generate({"messages": [{"role": "user", "content": f"again: {document.text}"}]})
+    first = await generate(chat(document.text))
+    await generate(chat(f"again: {document.text}"))
     return first
 
 
@@ -178,7 +178,7 @@ def test_an_old_checkpoint_gives_totals(tmp_path, server, log):
     with crashed_in_the_middle(tmp_path):
         # Chunks are complete in their order.
         run(pipeline(tmp_path, server, config={"max_concurrent_generations": 1}))
-    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    commits = tmp_path / "checkpoints/00000/commits.jsonl"
     lines = [
         json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)
     ]
@@ -209,7 +209,7 @@ def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
     monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
 
     def last():
-        log = CommitLog(tmp_path / "checkpoints" / "00000" / "commits.jsonl")
+        log = CommitLog(tmp_path / "checkpoints/00000/commits.jsonl")
         return max(commit.seconds for commit in log.commits.values())
 
     with crashed_in_the_middle(tmp_path):
@@ -226,12 +226,12 @@ def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
 @pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
 def test_a_finished_rank_that_starts_again_has_the_same_stats(tmp_path, server, kind):
     write_input(tmp_path, files=2)
-    stats, saved = tmp_path / "logs" / "stats.json", []
+    stats, saved = tmp_path / "logs/stats.json", []
     for _ in range(2):
         steps = pipeline(tmp_path, server)
         kind(steps, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
         saved.append(json.loads(stats.read_text()))
-        for marker in (tmp_path / "logs" / "completions").iterdir():
+        for marker in (tmp_path / "logs/completions").iterdir():
             marker.unlink()
     assert saved[0][2] == saved[1][2]
     assert saved[0][0]["stats"] == saved[1][0]["stats"]
@@ -297,7 +297,7 @@ def test_readers_that_count_need_nothing_added(tmp_path, server):
 def test_an_input_that_grew_after_its_end_was_committed(tmp_path, server):
     write_input(tmp_path, files=1)
     run(pipeline(tmp_path, server))
-    with (tmp_path / "input" / "0.jsonl").open("a") as file:
+    with (tmp_path / "input/0.jsonl").open("a") as file:
         file.writelines(
             json.dumps({"id": f"new {row}", "text": f"new row {row}"}) + "\n" for row in range(4)
         )

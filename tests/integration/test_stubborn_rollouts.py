@@ -18,7 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of
 from tests.jobs import ask, documents, ids, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 pytestmark = pytest.mark.slow
 STUBBORN = {
@@ -51,7 +51,7 @@ async def ask(document, generate):
 
 def job(folder, server, rollouts, drain):
     (folder / "my_rollouts.py").write_text(rollouts)
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
+    text = job_yaml(endpoint(server), rollout="my_rollouts.ask")
     text = text.replace("workers: 1", "workers: 1\n    start_method: fork")
     text += f"          records_per_chunk: 10\n          drain_seconds: {drain}\n"
     write_job(folder, text, [f"text {number}" for number in range(4)])

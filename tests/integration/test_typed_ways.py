@@ -202,7 +202,7 @@ def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
 
     place = writer(tmp_path, adapter=adapter) if adapted else writer(tmp_path)
     runner(tmp_path, numbers, ask, output_writer=place).run(documents(1))
-    line = (tmp_path / "output" / "00000_chunk_00000.jsonl").read_bytes()
+    line = (tmp_path / "output/00000_chunk_00000.jsonl").read_bytes()
     assert (
         b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e+38]]},"rollout_results":[[[1,2],[3,4]]]}'
         in line

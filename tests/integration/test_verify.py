@@ -71,7 +71,7 @@ def job(kept, server):
 
 @pytest.fixture
 def undamaged(kept):
-    return outputs(kept / "undamaged" / "output")
+    return outputs(kept / "undamaged/output")
 
 
 def chunk_file(folder, chunk, rank=0):
@@ -185,8 +185,8 @@ def share_a_file(job):
 
 def lose_a_commit(job):
     """So that nothing else names it."""
-    (job / "checkpoints" / "last_chunk" / "00000.txt").unlink()
-    (job / "checkpoints" / "00000" / "shard.json").unlink()
+    (job / "checkpoints/last_chunk/00000.txt").unlink()
+    (job / "checkpoints/00000/shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 
@@ -197,13 +197,13 @@ def shift(job, by):
 
 
 def lose_a_dead_letter(job):
-    path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
+    path = job / "checkpoints/00000/dead_letters.jsonl"
     path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
 
 
 OTHER_DAMAGE = {
     "foreign": (
-        lambda job: (job / "output" / "notes.txt").write_text("mine"),
+        lambda job: (job / "output/notes.txt").write_text("mine"),
         ["notes.txt is named by no commit."],
     ),
     "duplicate": (
@@ -232,7 +232,7 @@ OTHER_DAMAGE = {
         ["line 1: the line is whole, but no commit of this version of the program"],
     ),
     "corrupt settings": (
-        lambda job: (job / "checkpoints" / "00001" / "run.json").write_text("{"),
+        lambda job: (job / "checkpoints/00001/run.json").write_text("{"),
         ["rank 1: ", "run.json does not hold a run"],
     ),
     "identity": (
@@ -256,7 +256,7 @@ OTHER_DAMAGE = {
         ],
     ),
     "more dead letters": (
-        lambda job: (job / "checkpoints" / "00000" / "dead_letters.jsonl").open("a").write("{}\n"),
+        lambda job: (job / "checkpoints/00000/dead_letters.jsonl").open("a").write("{}\n"),
         ["rank 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
     ),
 }
@@ -339,7 +339,7 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, s
     said("verify", tmp_path, "--full")
     for rank in range(2):
         edit_settings(tmp_path, rank, accepted_changes=[])
-    (tmp_path / "checkpoints" / "job.json").unlink()
+    (tmp_path / "checkpoints/job.json").unlink()
     assert "was run with settings that differ from rank 0" in said("verify", tmp_path, code=1)
 
 
@@ -391,14 +391,14 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
         "Done. Now remove LOGGING_DIR/completions/00000"
     )
     assert not chunk_file(job, 1).exists()
-    assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "0\n"
+    assert (job / "checkpoints/last_chunk/00000.txt").read_text() == "0\n"
     text = said("verify", job, "--full", code=3)
     assert text.splitlines()[0] == "rank 0, chunk 1: is not started, although later chunks are."
     run(job, server)
     assert set(server.asked) == {"text 2", "text 3"}
     assert outputs(job / "output") == undamaged
     said("verify", job, "--full")
-    assert (job / "checkpoints" / "last_chunk" / "00000.txt").read_text() == "3\n"
+    assert (job / "checkpoints/last_chunk/00000.txt").read_text() == "3\n"
 
 
 @pytest.mark.matrix
@@ -429,8 +429,8 @@ def damaged(ram, server, said, request):
     """A job of one rank, marked complete, with truncated chunks that have dead letters."""
     folder = ram / "job"
     runner(folder, server, skip_bad_requests=True).run(documents(7))
-    (folder / "logs" / "completions").mkdir(parents=True)
-    (folder / "logs" / "completions" / "00000").touch()
+    (folder / "logs/completions").mkdir(parents=True)
+    (folder / "logs/completions/00000").touch()
     shutil.copytree(folder / "output", ram / "undamaged")
     for chunk in request.param:
         path = chunk_file(folder, chunk)
@@ -470,7 +470,7 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     damaged, server, said, disk_type, run_first
 ):
     undamaged = outputs(damaged.with_name("undamaged"))
-    marker = damaged / "logs" / "completions" / "00000"
+    marker = damaged / "logs/completions/00000"
     options = ("--logging-dir", str(damaged / "logs"))
 
     def life():
@@ -567,13 +567,13 @@ def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(
 
 
 def move_letters(job):
-    path = job / "checkpoints" / "00000" / "dead_letters.jsonl"
+    path = job / "checkpoints/00000/dead_letters.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
     chunk_file(job, 0).unlink()
 
 
 def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job, tmp_path, said):
-    markers = [tmp_path / "logs" / "completions" / f"{rank:05d}" for rank in range(2)]
+    markers = [tmp_path / "logs/completions" / f"{rank:05d}" for rank in range(2)]
     markers[0].parent.mkdir(parents=True)
     for marker in markers:
         marker.touch()
@@ -623,7 +623,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, 
         totals = json.loads(said("verify", job, "--json").out)["totals"]
         assert (totals["written"], totals["dead"]) == (14, 0)
         made = outputs(job / "output")
-        retried = job / "output" / "00001_chunk_retry1_00000.jsonl"
+        retried = job / "output/00001_chunk_retry1_00000.jsonl"
         retried.unlink()
         text = said("verify", job, code=1)
         assert text.startswith(
@@ -637,7 +637,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, 
         retry(job, mended)
     assert outputs(job / "output") == made
     said("verify", job, "--full")
-    (job / "checkpoints" / "00000" / "commits.jsonl").write_bytes(b"x\n" * 2)
+    (job / "checkpoints/00000/commits.jsonl").write_bytes(b"x\n" * 2)
     known = "9 documents (9 written, 0 dropped, 0 dead"  # what rank 1 and the retries have
     assert known in said("verify", job, code=1)
     assert "  documents  9 done: 9 written in 6 chunks, 0 dropped, 0 dead\n" in said(

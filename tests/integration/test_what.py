@@ -13,7 +13,7 @@ from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.testing import outputs
 from tests.mirrors import Job
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
 
 
 def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    write_job(here, job_yaml(endpoint(server)), ["a", "b"])
     command("run", "job.yaml")
     expected = outputs(here / "output")
     command("verify", "job.yaml")

@@ -15,7 +15,7 @@ from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.patience import until
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 
@@ -93,14 +93,14 @@ def test_a_script_shows_our_error_first_and_then_little_more(tmp_path, server, k
     assert place in "".join(lines[:first])
     assert len(lines[first:]) < 40
     assert "scheduler.py" not in ended.stderr
-    logs = [path.read_text() for path in (tmp_path / "logs" / "logs").iterdir()]
+    logs = [path.read_text() for path in (tmp_path / "logs/logs").iterdir()]
     assert f'job.py", line {LINE}, in rollout' in "".join(logs)
 
 
 def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     here, server, command, monkeypatch
 ):
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
+    text = job_yaml(endpoint(server), rollout="raises_in_line_3.ask")
     write_job(here, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
     (here / "raises_in_line_3.py").write_text(code)
@@ -108,7 +108,7 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     said = command("run", "job.yaml", code=1).err
     error = said[said.rindex("error: ") :].splitlines()
     assert "no attribute 'strip', in raises_in_line_3.py, line 3 (ask). " in error[0]
-    log = here / "logs" / "logs" / "task_00000.log"
+    log = here / "logs/logs/task_00000.log"
     assert error[1:] == [
         f"The traceback is in the log of task 0: {log}",
         "The whole command: datatrove-ckpt run job.yaml --pipeline.1.accept_changes=true",
@@ -148,9 +148,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     code,
     said,
 ):
-    write_job(
-        here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"]
-    )
+    write_job(here, job_yaml(endpoint(server), rollout="forgets.ask"), ["a", "b", "c"])
     ask = (
         "    answer = await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
     )
@@ -165,7 +163,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
 
 
 def test_tasks_without_documents_are_counted_once(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3), ["a"])
+    write_job(here, job_yaml(endpoint(server), tasks=3), ["a"])
     said = command("run", "job.yaml")
     assert " 2 of 3 tasks had no documents. " in said.out.splitlines()[-1]
     assert "No files found" not in said
@@ -173,7 +171,7 @@ def test_tasks_without_documents_are_counted_once(here, server, command):
 
 def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here, command):
     with FakeServer(hold_after=1) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")
+        write_job(here, job_yaml(endpoint(server), tasks=2), "abc", "def")
         words = ["run", "job.yaml", "--executor.workers=2"]
         script = (
             "import sys; from datatrove_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -197,10 +195,8 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
         return None
 
     with FakeServer(status=status) as server:
-        write_job(
-            here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)]
-        )
-        with (here / "input" / "0.jsonl").open("a") as file:
+        write_job(here, job_yaml(endpoint(server)), [f"text {n}" for n in range(4)])
+        with (here / "input/0.jsonl").open("a") as file:
             file.write("\nno JSON\n")
         command("run", "job.yaml", code=1)
         down.clear()
@@ -212,5 +208,5 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
         "file by size" in said
     )
     assert "none is gone or changed. To check the files: " in said
-    stats = json.loads((here / "logs" / "stats.json").read_text())[1]["stats"]
+    stats = json.loads((here / "logs/stats.json").read_text())[1]["stats"]
     assert stats["skipped_damaged_lines"]["total"] == 1

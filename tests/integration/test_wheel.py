@@ -27,7 +27,7 @@ def pip(tmp_path_factory):
         return [sys.executable, "-m", "pip"]
     folder = tmp_path_factory.mktemp("pip")
     run([sys.executable, "-m", "venv", str(folder)], folder)
-    return [str(folder / "bin" / "python"), "-m", "pip"]
+    return [str(folder / "bin/python"), "-m", "pip"]
 
 
 @pytest.fixture(scope="module")

@@ -38,9 +38,14 @@ def documents(number: int) -> list[Document]:
     return [Document(text=f"text {index}", id=f"id {index}") for index in range(number)]
 
 
+def chat(content: object, **more: object) -> dict[str, object]:
+    """The payload of one message of a user."""
+    return {"messages": [{"role": "user", "content": content}], **more}
+
+
 async def ask(document: Document, generate: Any) -> Any:
     """One request: the document's text."""
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate(chat(document.text))
 
 
 def fails_at(bad: Collection[str]) -> Callable[[Document, Any], Awaitable[Any]]:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from datatrove_ckpt.testing import FakeServer
+
 _YAML = """\
 executor:
   class_path: LocalPipelineExecutor
@@ -30,6 +32,11 @@ executor:
 PROMPT = '{class_path: PromptRollout, init_args: {prompt: "Say {text}"}}'
 ENDPOINT = 'server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake'
 """Settings of ``config`` for a server whose address takes the place of URL."""
+
+
+def endpoint(server: FakeServer) -> str:
+    """Settings of ``config`` for the server."""
+    return ENDPOINT.replace("URL", server.url)
 
 
 def job_yaml(

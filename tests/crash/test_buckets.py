@@ -2,8 +2,6 @@
 same bytes there.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 import tempfile

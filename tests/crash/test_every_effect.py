@@ -2,14 +2,11 @@
 bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import functools
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -167,7 +164,7 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older):
 
 def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder):
     with FakeServer(delay=slow_start) as server:
-        kept: Counter[str] = Counter()
+        kept = Counter()
 
         def attempt(folder):
             server.asked.clear()
@@ -242,7 +239,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
     folder, code, number
 ):
     with FakeServer(delay=slow_start) as server:
-        kept: Counter[str] = Counter()
+        kept = Counter()
         most = 0
 
         def attempt(folder):
@@ -328,7 +325,7 @@ def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
 
 @pytest.mark.slow
 def test_committing_before_publishing_is_noticed(folder, monkeypatch):
-    links: list[tuple[Path, Path]] = []
+    links = []
     link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
 
     def later(self, source, target):

@@ -100,8 +100,8 @@ def wait_for_requests_in_flight():
     ("seconds", "lag"), [(300.0, 0), (0.0, 0), (300.0, 1)], ids=["one commit", "several", "lag"]
 )
 def test_killed_at_every_request(hub, server, client, ram, seconds, lag):
-    expected: dict[str, bytes] | None = None
-    points: list[str] = []
+    expected = None
+    points = []
     for number in range(200):
         hub.create_repo("org/data")
         hub.lag_commits = lag

@@ -2,13 +2,10 @@
 the same bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil
 from collections import Counter
-from typing import Any
 
 import pytest
 import xxhash
@@ -54,7 +51,7 @@ def _every_write_alone(monkeypatch):
 @pytest.fixture(autouse=True)
 def warnings():
     """A mirror that fails only warns. Here that would make the test prove nothing."""
-    warnings: list[str] = []
+    warnings = []
     logger.remove()  # hundreds of runs
     logger.add(warnings.append, level="WARNING", format="{message}")
     yield warnings
@@ -98,7 +95,7 @@ def keep_the_node(folder):
 
 def prove(folder, after_crash, torn, number):
     with FakeServer() as server:
-        known: Counter[str] = Counter()
+        known = Counter()
 
         def run(folder):
             server.asked.clear()
@@ -216,7 +213,7 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 
 @pytest.mark.slow
 def test_writing_the_manifest_before_its_objects_is_noticed(folder, monkeypatch, warnings):
-    waiting: list[tuple[Any, ...]] = []
+    waiting = []
     put, write = Versions.put_object, Versions.write_manifest
 
     def put_later(self, name, data):
@@ -237,7 +234,7 @@ def test_writing_the_manifest_before_its_objects_is_noticed(folder, monkeypatch,
 
 @pytest.mark.slow
 def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
-    waiting: list[tuple[Any, ...]] = []
+    waiting = []
     write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
 
     def collect_first(self, *args):

@@ -122,7 +122,7 @@ def outcome(text, attempt):
 
 def line(text, attempt):
     """Returns the line that the output must hold for a document, computed without the package."""
-    answers: list[str] = []
+    answers = []
     for answer in ("nothing", "the first"):
         asked = question(PROMPT, text, attempt, answers[0] if answer == "the first" else answer)
         payload = {
@@ -225,13 +225,13 @@ class JobMachine(RuleBasedStateMachine):
         self.job.mkdir(parents=True)
         self.input = self.folder / "input"
         self.input.mkdir()
-        self.texts: list[str] = []
-        self.ends: set[int] = set()  # where the input ended at each run
+        self.texts = []
+        self.ends = set()  # where the input ended at each run
         self.last_completed = self.lost_power = False
         self.ever_completed = False
-        self.power: Powered | None = None
+        self.power = None
         # Threads race, so hypothesis may be unable to repeat a run to show it.
-        self.history: list[str] = []
+        self.history = []
 
     @initialize(
         kinds=st.lists(DOCUMENTS, min_size=1, max_size=3),
@@ -344,7 +344,7 @@ class JobMachine(RuleBasedStateMachine):
     def _to_the_very_end(self) -> None:
         way = Way(False, True, 50, 2000, 1.0, False)
         assert self._run_once(way, self._disk()) is None
-        before: dict[str, bytes] = {}
+        before = {}
         while before != (before := outputs(self.job / "checkpoints")):
             assert self._run_once(Way(True, True, 50, 2000, 1.0, False), self._disk()) is None
         self._check_verify(all_is_done=True)
@@ -369,7 +369,7 @@ class JobMachine(RuleBasedStateMachine):
         After a simulated crash it returns None, as after a success.
         """
         crashed = None
-        error: CkptError | None = None
+        error = None
         returned = False
         done = self._finished_on_disk()
         self.server.asked.clear()
@@ -402,7 +402,7 @@ class JobMachine(RuleBasedStateMachine):
         return error
 
     def _before(self, way: Way) -> None:
-        self.retryable: bool | None = None
+        self.retryable = None
         if not way.retry:
             self.ends.add(len(self.texts))
         elif self.last_completed:
@@ -425,7 +425,7 @@ class JobMachine(RuleBasedStateMachine):
 
     def _step(self, way: Way, **changes: Any) -> InferenceRunner:
         config = {"max_concurrent_generations": way.concurrency, **changes.pop("config", {})}
-        arguments: dict[str, Any] = {
+        arguments = {
             "records_per_chunk": self.records,
             "shared_context": {"prompt": PROMPT},
             "skip_bad_requests": True,
@@ -477,7 +477,7 @@ class JobMachine(RuleBasedStateMachine):
 
     def _finished_on_disk(self) -> set[Attempt]:
         """By commits and journals."""
-        found: set[Attempt] = set()
+        found = set()
         inputs = [(self._rank, [(number, 1) for number in range(len(self.texts))])]
         inputs += [(folder, taken) for _, folder, taken in self._passes()]
         for folder, attempts in inputs:
@@ -505,7 +505,7 @@ class JobMachine(RuleBasedStateMachine):
             assert covered == len(self.texts), (
                 f"{covered} of {len(self.texts)} documents are committed"
             )
-        taken: Counter[Attempt] = Counter()
+        taken = Counter()
         begun = (self.job / "checkpoints").glob("retry-*/00000")
         at_work = any(not (folder / "run.json").exists() for folder in begun)
         for number, folder, attempts in self._passes():
@@ -529,9 +529,9 @@ class JobMachine(RuleBasedStateMachine):
         self, prefix: str, folder: Path, attempts: list[Attempt], ends: set[int]
     ) -> set[str]:
         """Every commit against the disk; returns the names of the files that they cover."""
-        expected: set[str] = set()
-        letters: Counter[Attempt] = Counter()
-        covered: list[int] = []
+        expected = set()
+        letters = Counter()
+        covered = []
         for commit in self._commits(folder):
             partial = commit.counts.read < self.records
             assert not partial or commit.next_ordinal in ends, (
@@ -567,7 +567,7 @@ class JobMachine(RuleBasedStateMachine):
         end = max((commit.dead_letters_size for commit in self._commits(folder)), default=0)
         path = folder / "dead_letters.jsonl"
         kept = path.read_bytes()[:end] if path.exists() else b""
-        found: Counter[Attempt] = Counter()
+        found = Counter()
         for row in kept.splitlines():
             letter = json.loads(row)
             number, attempt = letter["ordinal"], letter["attempts"]
@@ -593,7 +593,7 @@ class JobMachine(RuleBasedStateMachine):
         """Every document is in exactly one place: an output file, dropped, or a letter that nobody
         retried.
         """
-        found: Counter[str] = Counter()
+        found = Counter()
         for content in outputs(self.job / "output").values():
             found.update(json.loads(row)["id"] for row in content.splitlines())
         taken = {attempt for _, _, attempts in self._passes() for attempt in attempts}

@@ -2,8 +2,6 @@
 run.
 """
 
-from __future__ import annotations
-
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter

@@ -1,7 +1,5 @@
 """The fake hub answers the real client."""
 
-from __future__ import annotations
-
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError

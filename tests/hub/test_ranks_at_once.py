@@ -1,7 +1,5 @@
 """Ranks that commit to one repository at the same time, on a hub that fails now and then."""
 
-from __future__ import annotations
-
 import io
 from concurrent.futures import ThreadPoolExecutor
 

@@ -2,10 +2,6 @@
 ``finished_from`` of the old one.
 """
 
-from __future__ import annotations
-
-import json
-
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
@@ -14,13 +10,7 @@ from tests.datatrove_job import write_input
 from tests.jobs import documents, runner
 from tests.kept import edit
 
-from .test_finished_from import rows_of, write_yaml
-
-
-def rows(here, folder):
-    """The rows of the output, without where they are in the input of this machine."""
-    found = [row for path in (here / folder / "output").iterdir() for row in rows_of(path)]
-    return sorted(json.dumps(row, sort_keys=True) for row in found)
+from .test_finished_from import write_yaml
 
 
 @pytest.mark.parametrize("left", ["shares.json", "reshard/plan.json"])
@@ -87,16 +77,3 @@ def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path, server):
     with pytest.raises(CheckpointMismatch, match=r"reshards: 1 -> \(not set\)"):
         runner(tmp_path, server, accept_changes=True).run(documents(4))
     assert not server.asked
-
-
-def test_a_start_with_another_number_of_tasks_on_the_same_folders_names_the_way(here, command):
-    write_input(here, 2, 2)
-    with FakeServer() as server:
-        write_yaml(here, server.url, "null", TASKS="2")
-        command("run", "job.yaml")
-        said = command("run", "job.yaml", "--executor.tasks=3", code=None).err
-    assert "tasks: 2 -> 3" in said
-    assert (
-        "set finished_from to the old output_folder and checkpoints_local_dir: finished documents keep"
-        in said
-    )

@@ -2,8 +2,6 @@
 in order, whatever the server says to it and however often the run is killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

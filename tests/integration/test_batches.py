@@ -2,12 +2,9 @@
 all the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from itertools import count
-from typing import Any
 
 import numpy as np
 import orjson
@@ -21,8 +18,6 @@ from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
 from tests.jobs import Budget, documents, letters, rows, runner, writer
-
-Payload = dict[str, Any]
 
 
 def texts_of(payload):
@@ -77,7 +72,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path):
 
 
 def commits(folder):
-    lines = (folder / "checkpoints" / "00000" / "commits.jsonl").read_bytes().splitlines()
+    lines = (folder / "checkpoints/00000/commits.jsonl").read_bytes().splitlines()
     return [orjson.loads(line) for line in lines]
 
 
@@ -115,7 +110,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     runner(tmp_path / "other", shared, embed, config=config).run(documents(6))
     shared.payloads.clear()
     budget = Budget()
-    answered: Counter[str] = Counter()
+    answered = Counter()
 
     def status(payload, times):
         refused = budget(payload, times)
@@ -204,7 +199,7 @@ def test_a_document_that_is_cancelled_takes_its_text_along(shared, tmp_path):
     async def ask(document, generate):
         if document.id != "id 1":
             return await generate.embed(document.text)
-        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)  # type: ignore[union-attr]
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
         return await generate.embed("never sent")
 
     config = {"texts_per_request": 8, "max_concurrent_documents": 3}
@@ -216,18 +211,14 @@ def test_a_document_that_is_cancelled_takes_its_text_along(shared, tmp_path):
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
 
 
-@pytest.mark.parametrize("texts", [1, 4])
-def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path, texts):
+def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path):
     async def ask(document, generate):
         await generate.embed([document.text, "b"], user=document.id)
         return "done"
 
-    runner(tmp_path, shared, ask, config={"texts_per_request": texts}).run(documents(2))
+    runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(2))
     found = sorted((payload["user"], *texts_of(payload)) for payload in shared.payloads)
-    if texts == 1:
-        assert found == [("id 0", "b"), ("id 0", "text 0"), ("id 1", "b"), ("id 1", "text 1")]
-    else:
-        assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
+    assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
 
 
 # a stop, and servers that die --------------------------------------------------------------------
@@ -307,13 +298,11 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text
 @pytest.mark.parametrize(
     ("settings", "documents_in_work"),
     [
-        ({"max_concurrent_generations": 10}, 10),
         ({"max_concurrent_generations": 10, "texts_per_request": 64}, 640),
         (
             {"max_concurrent_generations": 10, "texts_per_request": 64, "rollouts_per_document": 4},
             160,
         ),
-        ({"max_concurrent_generations": 500, "texts_per_request": 64}, 10_000),
         ({"max_concurrent_generations": 20_000, "texts_per_request": 64}, 20_000),
         (
             {
@@ -332,7 +321,6 @@ def test_enough_documents_are_in_work_to_fill_requests(settings, documents_in_wo
         assert most_documents(config) <= documents_in_work  # the limit of open files counts, too
 
 
-@pytest.mark.parametrize("wrong", [0, -1])
-def test_less_than_one_text_is_refused(wrong):
+def test_less_than_one_text_is_refused():
     with pytest.raises(ConfigError, match="texts_per_request must be >= 1"):
-        InferenceConfig("dummy", "m", texts_per_request=wrong)
+        InferenceConfig("dummy", "m", texts_per_request=0)

@@ -1,17 +1,11 @@
 """What is asked before a run, on real folders: is all fit for it (doctor)."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
 import os
-import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,11 +15,10 @@ from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.preflight import checks, doctor
-from datatrove_ckpt.preflight.checks import PROBE, FilesystemTraits, check_remote
+from datatrove_ckpt.preflight.checks import FilesystemTraits, check_remote
 from datatrove_ckpt.preflight.input_checks import Sample
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import runner
 from tests.yaml_jobs import doctor_lines, job_yaml
 
 JOB = job_yaml(
@@ -34,8 +27,6 @@ JOB = job_yaml(
     data="documents",
     output="out",
 )
-
-Doctor = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
@@ -98,10 +89,6 @@ def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job, command)
 @pytest.mark.parametrize(
     ("override", "check", "says"),
     [
-        ("--pipeline.0.data_folder=nowhere", "input, readable", "problem: {}/nowhere: "),
-        ("--pipeline.0.text_key=content", "input, readable", "problem: This task's input holds no document"),
-        ("--pipeline.1.checkpoints_local_dir=job.yaml/x", "checkpoints, writable",
-         "problem: {}/job.yaml/x: {}/job.yaml is a file where a folder is needed."),
         ("--pipeline.1.output_writer.output_folder=job.yaml", "output, writable", "problem: {}/job.yaml: "),
         ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none: a run"),
         ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
@@ -194,14 +181,14 @@ def checks_of(step, folder, sample):
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path, server):
     step = runner(tmp_path, server)
     for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
-        step.checkpoints_remote_dir = remote  # type: ignore[attr-defined]
+        step.checkpoints_remote_dir = remote
         found = checks_of(step, tmp_path, Sample())
         assert [check.state for check in found if check.subject == "mirror"] == [state]
     assert names(tmp_path) == []
 
 
 def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):
-    class Repository(DataFolder):  # type: ignore[misc]
+    class Repository(DataFolder):
         def is_local(self):
             return False
 
@@ -216,31 +203,6 @@ def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_p
 
 
 # Beside a run ------------------------------------------------------------------------------------
-
-
-def test_a_run_that_is_on_is_not_disturbed(tmp_path):
-    with FakeServer(hold_after=5) as server:
-        step = runner(tmp_path, server, config={"max_concurrent_generations": 2})
-        failures: list[BaseException] = []
-
-        def run():
-            try:
-                step.run(iter(documents(12)))
-            except BaseException as error:
-                failures.append(error)
-
-        running = threading.Thread(target=run)
-        running.start()
-        while server.asked.total() < 6:
-            assert running.is_alive()
-            running.join(0.01)
-        found = checks_of(step, tmp_path, Sample(12))
-        server.release()
-        running.join()
-    assert failures == []
-    assert {check.state for check in found if check.what != "file system"} == {"ok"}, found
-    assert len(list((tmp_path / "output").glob("*.jsonl"))) == 6
-    assert not [path for path in tmp_path.rglob("*") if PROBE in path.name]
 
 
 def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
@@ -259,34 +221,3 @@ def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
         "problem",
         "32 MB free, 100 inodes. Free some space, or choose another folder.",
     )
-
-
-# The try of SQLite, after that of the locks, takes two seconds, and not a moment that a busy test
-# may miss.
-SLOWLY = """
-import sys, time
-from datatrove_ckpt.__main__ import main
-from datatrove_ckpt.preflight import checks
-
-def slowly(path):
-    time.sleep(2)
-    return checks.Finding("ok", "SQLite", "")
-
-checks._check_sqlite = slowly
-sys.exit(main())
-"""
-
-
-@pytest.mark.slow
-def test_ctrl_c_in_the_middle_leaves_nothing(job):
-    before = names(job)
-    argv = [sys.executable, "-c", SLOWLY, "doctor", "job.yaml"]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as running:
-        while not list(job.glob(f"{PROBE}*/lock")):
-            assert running.poll() is None
-            time.sleep(0.005)
-        running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=300)[1]
-    assert (running.returncode, said.splitlines()[-1]) == (130, "interrupted")
-    assert "Traceback" not in said
-    assert names(job) == before

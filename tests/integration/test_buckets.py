@@ -1,7 +1,5 @@
 """Input, output, logging_dir and mirror in buckets of the hub, through the real client."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
-from fsspec import AbstractFileSystem
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
 
@@ -23,8 +19,6 @@ from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.stores import ObjectClaims
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.mirror import object_store
-from datatrove_ckpt.mirror.manifests import Part, Versions
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
@@ -34,7 +28,7 @@ from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 BUCKET = "hf://buckets/org/job"
 
@@ -66,9 +60,7 @@ def put_input(hub, tasks, documents):
 
 
 def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=2):
-    text = job_yaml(
-        ENDPOINT.replace("URL", server.url), tasks, f"{BUCKET}/input", f"{BUCKET}/output"
-    )
+    text = job_yaml(endpoint(server), tasks, f"{BUCKET}/input", f"{BUCKET}/output")
     text = text.replace("logging_dir: logs", f"logging_dir: {BUCKET}/logs")
     text += f"          records_per_chunk: 2\n          checkpoints_remote_dir: {mirror}\n          mirror_seconds: 0\n"
     Path("job.yaml").write_text(text)
@@ -102,34 +94,6 @@ def markers(hub):
     return [
         name for name in hub.files("org/job", kind="bucket") if name.startswith("logs/completions/")
     ]
-
-
-class Effects(object_store.Effects):
-    """Keeps what is done to claims."""
-
-    def __init__(self) -> None:
-        self.done: list[tuple[str, str]] = []
-
-    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
-        self._note("put", path)
-        super().put(fs, path, data)
-
-    def delete(self, fs: AbstractFileSystem, path: str) -> None:
-        self._note("delete", path)
-        super().delete(fs, path)
-
-    def _note(self, what: str, path: str) -> None:
-        if "/claims/" in path:
-            self.done.append((what, path.rpartition("/claims/")[2]))
-
-
-def test_a_plain_run_writes_its_name_once_and_claims_no_task(job, command, monkeypatch):
-    effects = Effects()
-    monkeypatch.setattr(object_store, "effects", effects)
-    command("run", "job.yaml")
-    (_, name), *_ = effects.done
-    assert name.startswith("workers/")
-    assert effects.done == [("put", name), ("delete", name)]
 
 
 def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, command):
@@ -224,21 +188,6 @@ def test_the_bucket_to_use_instead_is_named(url):
         check_mirror(url)
 
 
-def test_doctor_warns_of_markers_in_a_repository(job, command):
-    job.create_repo("org/data")
-    text = Path("job.yaml").read_text().replace(f"{BUCKET}/logs", "hf://datasets/org/data/logs")
-    Path("job.yaml").write_text(text)
-    said = command("doctor", "job.yaml", code=None)
-    assert (
-        "warning  logging_dir, reachable: hf://datasets/org/data/logs is not tested: each write is a commit"
-        in said
-    )
-    command("run", "job.yaml")
-    assert len(job.commits("org/data")) == 2 + 3 * 2, [
-        commit.added for commit in job.commits("org/data")
-    ]
-
-
 # a token that expires ----------------------------------------------------------------------------
 
 
@@ -248,12 +197,12 @@ class Expiring(Access):
     left = 0
 
     @property
-    def expired(self) -> bool:
+    def expired(self):
         self.left -= 1
         return self.left < 0
 
     @expired.setter
-    def expired(self, value: bool) -> None:
+    def expired(self, value):
         pass
 
 
@@ -278,7 +227,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     job.tokens["hf_FreshTokenOfTheTests"] = Access()
     monkeypatch.setenv("HF_TOKEN", "")
     (tmp_path / "huggingface").mkdir(exist_ok=True)
-    (tmp_path / "huggingface" / "token").write_text("hf_FreshTokenOfTheTests")
+    (tmp_path / "huggingface/token").write_text("hf_FreshTokenOfTheTests")
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
     said = command("run", "job.yaml")
@@ -308,29 +257,6 @@ def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
     assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
     assert set(server.asked.values()) == {1}
     assert len(output(job)) == 4
-
-
-def test_a_listing_that_this_process_keeps_hides_no_marker_and_no_version(job):
-    step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
-    mirrored = Versions(f"{BUCKET}/mirror/00000")
-    job.put(
-        "org/job", {"logs/completions/00000": b"", "mirror/00000/objects/old": b""}, kind="bucket"
-    )
-    job.put("org/job", {"logs/stats/00000.json": b"[]"}, kind="bucket")
-    assert step.get_incomplete_ranks() == [1]
-    local._saved_stats(step.logging_dir, 0)
-    assert mirrored.list_objects() == set()
-    name = f"{16 * '0'}-000000"
-    found = {
-        "logs/completions/00001": b"",
-        "logs/stats/00001.json": b"[]",
-        f"mirror/00000/objects/{name}": b"content",
-    }
-    job.put("org/job", found, kind="bucket")  # by another process
-    assert step.get_incomplete_ranks() == []
-    local._saved_stats(step.logging_dir, 1)
-    assert mirrored.read_object(Part(name, 7, xxhash.xxh3_128_hexdigest(b"content"))) == b"content"
-    assert mirrored.list_objects() == {("objects", name)}
 
 
 @pytest.mark.parametrize(("folder", "lists"), [("completions", False), ("logs", True)])

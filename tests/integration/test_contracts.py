@@ -13,8 +13,6 @@ Who means to change something writes them anew, and reads the difference:
 What old checkpoints and queued tasks rely on is in test_releases.py and test_queued_tasks.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json
@@ -24,10 +22,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.io import DataFolder
@@ -43,17 +39,16 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 DATA = Path(__file__).parents[1] / "data"
-REFUSALS, NAMES = DATA / "contracts" / "refusals.txt", DATA / "contracts" / "names.json"
+REFUSALS, NAMES = DATA / "contracts/refusals.txt", DATA / "contracts/names.json"
 IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 TASKS = 2
 TEXTS = (("a", "b", "c", "d", "e"), ("f", "g", "h"))
 STEP = "--pipeline.1"
 _MACHINE = re.compile(r"^\w+ +\w+, (syncs|room|space|file system|open files|locks|SQLite):")
 """What the doctor says of this machine."""
-Change = Callable[[Path], object]
 
 
 def rank(number, name):
@@ -105,7 +100,7 @@ def locked(job):
 
 
 def datatroves(job):
-    shutil.copytree(DATA / "datatrove_0_9_0" / "checkpoints", job / "checkpoints")
+    shutil.copytree(DATA / "datatrove_0_9_0/checkpoints", job / "checkpoints")
 
 
 def copied_over(job):
@@ -117,9 +112,9 @@ class Refusal:
     is committed.
     """
 
-    commits: Path | None = None
+    commits = None
 
-    def __call__(self, payload: dict[str, Any], times: int) -> int | None:
+    def __call__(self, payload, times):
         if self.commits is None or not payload["messages"][-1]["content"].endswith(" d"):
             return None
         while not self.commits.exists() or not self.commits.read_bytes():
@@ -128,7 +123,7 @@ class Refusal:
 
 
 NEW, DONE, STOPPED = "new", "done", "stopped"
-SITUATIONS: dict[str, tuple[str, Change | None, tuple[str, ...]]] = {
+SITUATIONS = {
     "the input folder is missing": (NEW, gone(folder("input")), ()),
     "no input file matches": (NEW, None, ("--pipeline.0.glob_pattern=*.csv",)),
     "the input holds no documents": (NEW, no_documents, ()),
@@ -197,9 +192,7 @@ def jobs():
     top, refusal = Path(tempfile.mkdtemp(prefix="refusals-", dir="/tmp")), Refusal()
     job = top / "job"
     with FakeServer(status=refusal) as server:
-        text = job_yaml(
-            ENDPOINT.replace("URL", server.url) + ", max_concurrent_generations: 1", TASKS
-        )
+        text = job_yaml(endpoint(server) + ", max_concurrent_generations: 1", TASKS)
         for state in (NEW, DONE, STOPPED):
             shutil.rmtree(job, ignore_errors=True)
             job.mkdir()
@@ -277,7 +270,7 @@ def shown(door, said, job, server):
 
 
 def read():
-    sections: dict[str, str] = {}
+    sections = {}
     with suppress(FileNotFoundError):
         for part in REFUSALS.read_text().split("=== ")[1:]:
             name, _, text = part.partition("\n")
@@ -361,7 +354,7 @@ def keys(content, path=""):
 
 # secrets in run.json -----------------------------------------------------------------------------
 
-RUN = DATA / "contracts" / "run.json"
+RUN = DATA / "contracts/run.json"
 HIDDEN = {
     "api_key": "abcd1234",
     "hf_token": "hf_abcdefghij0123456789",
@@ -420,6 +413,6 @@ def test_run_json_with_secrets_is_continued_and_shows_none(tmp_path, command, lo
         ]
     )
     said += "".join(file.read_text() for file in (tmp_path / "checkpoints").rglob("*.json"))
-    for secret in [*HIDDEN.values(), *HIDDEN["extra_headers"].values()]:  # type: ignore[attr-defined]
+    for secret in [*HIDDEN.values(), *HIDDEN["extra_headers"].values()]:
         assert str(secret) not in found + kept + said
     assert all(value in found for value in SHOWN.values())

@@ -2,19 +2,11 @@
 flag to go on.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
-from typing import Any
-
-import pytest
 
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import CheckpointMismatch, DocumentFailed
-from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, rows, runner
-from tests.unit.test_identity import load
+from tests.jobs import rows
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 BROKEN = """
@@ -37,32 +29,6 @@ BY_ID = [
 
 def versions(folder):
     return [(row["id"], row["metadata"]["rollout_results"][0]["version"]) for row in rows(folder)]
-
-
-def test_a_script_goes_on_with_the_argument_that_the_error_names(tmp_path):
-    old, new = tmp_path / "old.py", tmp_path / "new.py"
-    old.write_text(BROKEN)
-    new.write_text(CORRECTED)
-    one: dict[str, Any] = {"config": {"max_concurrent_documents": 1}}
-    with FakeServer() as server:
-        with pytest.raises(DocumentFailed) as failed:
-            runner(tmp_path, server, load(old).rollout, **one).run(documents(6))
-        assert str(failed.value).endswith(
-            f"ValueError: no title, in {old}, line 5 (rollout). The answers of other documents are saved. Fix the "
-            "cause and run the same command again. If you change the code of the rollout rollout for that, pass "
-            "accept_changes=True to InferenceRunner: what is done and paid is kept, and the new code works on the "
-            "documents that are not done."
-        )
-        with pytest.raises(CheckpointMismatch) as refused:
-            runner(tmp_path, server, load(new).rollout, **one).run(documents(6))
-        assert "(code of the function rollouts_of_a_user.rollout)" in str(refused.value)
-        assert (
-            "or pass accept_changes=True to InferenceRunner to mix the two: what is done stays"
-            in str(refused.value)
-        )
-        runner(tmp_path, server, load(new).rollout, accept_changes=True, **one).run(documents(6))
-        assert set(server.asked.values()) == {1}
-    assert versions(tmp_path) == BY_ID
 
 
 def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(

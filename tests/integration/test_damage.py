@@ -2,14 +2,11 @@
 bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import FakeServer, disk_in_place, outputs
 from datatrove_ckpt.testing.disks import copy_tree
-from tests.commands import Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import STOPS_SOON, documents, runner
@@ -41,8 +37,6 @@ FILES = (
     "last_chunk/00000.txt",
 )
 TEXT = ("run.json", "commits.jsonl", "chunk_00002.jsonl", "dead_letters.jsonl", "history.jsonl")
-Said = Callable[..., Printed]
-Mutation = tuple[str, Callable[[Path], None]]
 
 
 def statuses(broken):
@@ -87,7 +81,7 @@ class Half:
     result.
     """
 
-    def __init__(self, root: Path, server: FakeServer) -> None:
+    def __init__(self, root, server):
         self.job, self.template = root / "job", root / "half"
         with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
             run(self.job, broken, STOPS_SOON)
@@ -104,7 +98,7 @@ class Half:
         copy_tree(self.job, root / "whole")
         self.whole = root / "whole"
 
-    def restore(self, finished: bool = False) -> Path:
+    def restore(self, finished=False):
         copy_tree(self.whole if finished else self.template, self.job)
         return self.job
 
@@ -322,7 +316,7 @@ def test_every_damaged_byte_is_damage_and_no_other_setting(half, file, read, adv
 
 # the commit log ----------------------------------------------------------------------------------
 
-LOGS: dict[str, Callable[[bytes], bytes]] = {
+LOGS = {
     "the last line is damaged": lambda data: data[:-9] + b"x" + data[-8:],
     "two bad lines": lambda data: data[: data.index(b"\n") + 1] + b"a\nb",
     "the first line is damaged": lambda data: b"x" + data[1:],

@@ -2,8 +2,6 @@
 it does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import ssl
@@ -28,7 +26,7 @@ def gateway(api, lists_models=True, fails=lambda number, path: 0, tls=None):
     Args:
         fails: the status of a response instead of an answer, 0 for none; gets its number and its path.
     """
-    loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), list[str](), list[int]()
+    loop, ready, paths, port = asyncio.new_event_loop(), threading.Event(), [], []
 
     async def answer(request):
         paths.append(request.path_qs)
@@ -115,13 +113,6 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
     assert any(
         "1 of 2 endpoints do not answer" in line and "/busy: HTTP 429" in line for line in log
     )
-
-
-def test_an_endpoint_at_another_path_is_named_in_the_error(tmp_path):
-    with gateway("/elsewhere/v1") as (url, _):
-        config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/here/v3")
-        with pytest.raises(ServerRefused, match=r"/here/v3/chat/completions answered HTTP 404"):
-            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")

@@ -2,8 +2,6 @@
 test that runs it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -13,9 +11,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -39,9 +35,7 @@ from tests.pages import (
     torch_examples,
 )
 from tests.words import write_tokenizer
-from tests.yaml_jobs import ENDPOINT, job_yaml
-
-Capture = pytest.CaptureFixture[str]
+from tests.yaml_jobs import endpoint, job_yaml
 
 
 def write_documents(folder):
@@ -84,7 +78,7 @@ def on_one_core():
 def test_python_runs_as_a_script(folder, ram, block):
     folder = shutil.copytree(folder, ram / "here")
     (folder / "example.py").write_text(block.text)
-    settings: dict[str, Any] = {
+    settings = {
         "env": {**os.environ, "TMPDIR": str(ram)},
         "cwd": folder,
         "timeout": 550,
@@ -176,7 +170,7 @@ def test_the_rollouts_of_the_docs_run(folder, command, block):
     Path("input/0.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with FakeServer(answer) as server:
         server.paths = PATHS
-        whole = yaml.safe_load(job_yaml(ENDPOINT.replace("URL", server.url)))
+        whole = yaml.safe_load(job_yaml(endpoint(server)))
         _merge(whole["executor"]["init_args"]["pipeline"][-1]["init_args"], content)
         Path("job.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
         command("run", "job.yaml")
@@ -245,7 +239,7 @@ def help_examples():
     (action,) = [
         action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     ]
-    found: list[str] = []
+    found = []
     for name, one in {"": parser, **action.choices}.items():
         listed = one.format_help().partition("\nexamples:\n")[2].partition("\n\n")[0]
         lines = [line.removeprefix("  ") for line in listed.splitlines()]
@@ -348,8 +342,7 @@ ELSEWHERE = (
 )
 
 
-Scenario = tuple[Callable[[], None], str]
-SCENARIOS: dict[tuple[str, str], Scenario] = {
+SCENARIOS = {
     ("run", "0"): (_nothing, "run job.yaml"),
     ("run", "1"): (
         _nothing,
@@ -407,7 +400,7 @@ def test_commands_end_with_the_exit_codes_of_the_docs(monkeypatch, capsys, case,
     else:
         prepare()
     expected = 128 + signal.SIGINT if case[1] == "128 + n" else int(case[1])
-    code: Any = None
+    code = None
     with contextlib.suppress(SystemExit):
         code = main(shlex.split(line))
     assert (2 if code is None else code) == expected, capsys.readouterr()

@@ -2,14 +2,11 @@
 first stops.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -69,21 +66,6 @@ def assert_whole(folder):
     assert found == [f"id {number}" for number in range(60)]
 
 
-def test_with_locks_a_second_process_is_refused_at_once_and_told_by_whom(tmp_path, server):
-    first = start(tmp_path, server, "real")
-    until(lambda: server.asked.total() >= 12 + 4)
-    second = start(tmp_path, server, "real")
-    _, error = second.communicate(timeout=300)
-    assert second.returncode == 1
-    assert "CheckpointLocked: Another process works on this rank" in error
-    assert f"pid {first.pid} on {os.uname().nodename} holds " in error
-    server.release()
-    _, error = first.communicate(timeout=400)
-    assert first.returncode == 0, error
-    assert_whole(tmp_path)
-    assert set(server.asked.values()) == {1}
-
-
 LAUNCH = """
 import os, sys
 import dill
@@ -114,7 +96,7 @@ else:
 def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, module):
     log = tmp_path / "logs/logs/task_00000.log"
     argv = [sys.executable, "-c", LAUNCH.replace("MODULE", module), server.url]
-    settings: dict[str, Any] = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
+    settings = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
     first = subprocess.Popen(argv, **settings)
     until(lambda: server.asked.total() >= 12 + 4)
     begun = log.read_text()

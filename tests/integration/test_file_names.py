@@ -2,8 +2,6 @@
 chunk are ours.
 """
 
-from __future__ import annotations
-
 import orjson
 import pytest
 from datatrove.data import Document
@@ -53,7 +51,7 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(tmp_path, server, 
         )
     found_ids = ids(tmp_path / "output")
     assert found_ids == {"00000_00000_id 0.jsonl": ["id 0"], "00001_00000_id 1.jsonl": ["id 1"]}
-    line = orjson.loads((tmp_path / "output" / "00000_00000_id 0.jsonl").read_bytes())
+    line = orjson.loads((tmp_path / "output/00000_00000_id 0.jsonl").read_bytes())
     assert line["metadata"]["rank"] == 7, "the document keeps what it says"
 
 
@@ -78,7 +76,7 @@ OUTSIDE = {
 def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
     tmp_path, server, lang
 ):
-    folder = tmp_path / "a" / "b"
+    folder = tmp_path / "a/b"
     with pytest.raises(InvalidFileName) as failed:
         runner(folder, server, output_writer=writer(folder, BY_LANGUAGE)).run([about(0, lang=lang)])
     message = str(failed.value)
@@ -88,7 +86,7 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert outputs(tmp_path)
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
     with pytest.raises(InvalidFileName):
-        without_checkpoints(folder, server, writer(tmp_path / "c" / "d", BY_LANGUAGE)).run(
+        without_checkpoints(folder, server, writer(tmp_path / "c/d", BY_LANGUAGE)).run(
             [about(0, lang=lang)]
         )
     assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
@@ -158,7 +156,7 @@ def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwri
     output = writer(tmp_path, BY_LANGUAGE)
     staged = StagedFiles(tmp_path / "staging", output.output_mg)
     staged.get_file("en/0.jsonl").write(b"x")
-    (tmp_path / "staging" / "EN").symlink_to("en")  # as a file system that ignores case
+    (tmp_path / "staging/EN").symlink_to("en")  # as a file system that ignores case
     with pytest.raises(
         OutputFailed, match=r"EN/0\.jsonl and another name of this chunk are one file"
     ):

@@ -2,8 +2,6 @@
 rows are the same.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -29,7 +27,7 @@ from datatrove_ckpt.rollouts import EmbedRollout
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
-from tests.jobs import documents, rows, runner
+from tests.jobs import chat, documents, rows, runner
 from tests.patience import until
 
 YAML = """\
@@ -132,7 +130,7 @@ def take_over(here, command, number, done, old=OLD, **changes):
         command("verify", "job.yaml", "--full")
         write_yaml(here, server.url, "null", "reference", **changes)
         command("run", "job.yaml")
-    new, reference = outputs(here / "new" / "output"), outputs(here / "reference" / "output")
+    new, reference = outputs(here / "new/output"), outputs(here / "reference/output")
     assert new.keys() == reference.keys()
     for name in reference:
         if name.endswith(".parquet"):
@@ -144,7 +142,7 @@ def take_over(here, command, number, done, old=OLD, **changes):
         else:
             assert new[name] == reference[name]
     written = Counter(
-        row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path)
+        row["id"] for path in (here / "new/output").iterdir() for row in rows_of(path)
     )
     assert written == expected(number)
 
@@ -170,16 +168,6 @@ def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed
         while not (done := finished(here / "output", here / "checkpoints")):
             killer.run(datatrove, here, number)
     take_over(here, command, number, done)
-
-
-def test_a_killed_run_of_datatroves_without_checkpoints_is_taken_over(here, command, datatrove):
-    write_input(here, 200)
-    killer = Killer(3)
-    with killer.server:
-        killer.run(datatrove, here, 150, template="${rank}.jsonl", checkpoints=False)
-    done = finished(here / "output")
-    assert 20 < len(done) < 150
-    take_over(here, command, 200, done, "output")
 
 
 def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_over(
@@ -232,7 +220,7 @@ def test_a_killed_run_of_an_older_release_is_taken_over(here, command, release):
         command("run", "job.yaml")
         assert asked_first(server) == Counter(["id 5", "id 10"])
     written = Counter(
-        row["id"] for path in (here / "new" / "output").iterdir() for row in rows_of(path)
+        row["id"] for path in (here / "new/output").iterdir() for row in rows_of(path)
     )
     assert written == expected(11)
 
@@ -298,7 +286,7 @@ def test_what_has_no_result_is_named_once_before_the_first_request(job, command)
 @pytest.mark.parametrize("cut", ["glued", "last_chunk", "line", "file"])
 def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
-    (job / "output" / "00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
+    (job / "output/00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
     done = set(DONE)
     if cut == "last_chunk":
         shutil.rmtree(job / "checkpoints/last_chunk")
@@ -309,7 +297,7 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
         (job / CHUNK_FILE).write_bytes(first[:-20] + second)
         done -= {"id 8", "id 9"}
     else:
-        path = job / "output" / "00000_chunk_0.jsonl"
+        path = job / "output/00000_chunk_0.jsonl"
         path.write_bytes(path.read_bytes()[:-30])
         done -= {"id 3"}
     assert finished_or_torn(job) == done
@@ -327,7 +315,7 @@ def finished_or_torn(job):
 @pytest.mark.parametrize("end", [-6, None])
 def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatrove, end):
     make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
-    path = here / "output" / "00000_chunk_0.jsonl.gz"
+    path = here / "output/00000_chunk_0.jsonl.gz"
     assert gzip.decompress(path.read_bytes()).count(b"\n") == 4
     path.write_bytes(path.read_bytes()[:end])
     take_over(here, command, NUMBER, DONE)
@@ -335,13 +323,13 @@ def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatro
 
 def test_a_damaged_parquet_file_costs_its_documents(here, command, datatrove):
     make(here, datatrove, template=PARQUET["TEMPLATE"])
-    path = here / "output" / "000_00000_0.parquet"
+    path = here / "output/000_00000_0.parquet"
     path.write_bytes(path.read_bytes()[:-10])
     take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(4)}, **PARQUET)
 
 
 def test_a_document_with_another_text_or_id_is_asked_again(job, command):
-    path = job / "input" / "0.jsonl"
+    path = job / "input/0.jsonl"
     text = path.read_text()
     path.write_text(
         text.replace('"text": "text 8"', '"text": "text 508"').replace(
@@ -387,9 +375,7 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job
         assert asked_first(server).keys() >= {"id 5", "id 10"}
         assert not asked_first(server).keys() & {f"id {n}" for n in (0, 1, 2, 3, 4, 6, 7)}
         command("verify", "job.yaml", "--full")
-    written = Counter(
-        row["id"] for path in (job / "new" / "output").iterdir() for row in rows_of(path)
-    )
+    written = Counter(row["id"] for path in (job / "new/output").iterdir() for row in rows_of(path))
     assert written == expected(NUMBER)
 
 
@@ -456,9 +442,7 @@ def test_vectors_keep_their_type(here, server):
 async def translate(document, generate):
     document.metadata["length"] = len(document.text)
     del document.metadata["raw"]
-    return await generate(
-        {"messages": [{"role": "user", "content": f"{document.metadata['lang']}: {document.text}"}]}
-    )
+    return await generate(chat(f"{document.metadata['lang']}: {document.text}"))
 
 
 def translations(*languages):

@@ -2,8 +2,6 @@
 without secrets.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import traceback
@@ -13,10 +11,10 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
-from tests.jobs import documents, writer
+from tests.jobs import chat, documents, writer
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
-PAYLOAD = {"messages": [{"role": "user", "content": "x"}], "extra_headers": {"Authorization": SENT}}
+PAYLOAD = chat("x", extra_headers={"Authorization": SENT})
 FORGED = "\n2026-11-22 12:00:00.000 | SUCCESS | all is well\x1b]0;title\x07\x1b[2J\u202e\u2028"
 
 
@@ -25,20 +23,20 @@ class Refuses(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(200, b'{"data": [{"id": "fake"}]}')
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
         self._answer(400, f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode())
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status, body):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 

@@ -1,30 +1,24 @@
 """What a rank's attempts leave in its history, whatever ended them."""
 
-from __future__ import annotations
-
 import asyncio
-import gzip
 import signal
-from typing import Any
 
-import orjson
 import pytest
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress
+from datatrove_ckpt.checkpoint.history_records import Progress
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress as rank_progress
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import read_history
-from tests.jobs import ask, documents, fails_at, runner
+from tests.jobs import ask, chat, documents, fails_at, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
 def history_of(folder):
-    return read_history(folder / "checkpoints" / "00000" / "history.jsonl")
+    return read_history(folder / "checkpoints/00000/history.jsonl")
 
 
 def numbers(progress):
@@ -41,7 +35,7 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
             signal.raise_signal(signal.SIGTERM)
         return await ask(document, generate)
 
-    settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True}
+    settings = {"config": ONE_BY_ONE, "accept_changes": True}
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         with FakeServer() as server:
@@ -67,7 +61,7 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert stopped.progress[0].documents == failed.last.documents, (
         "an attempt starts where the one before ended"
     )
-    commits = read_commits(tmp_path / "checkpoints" / "00000" / "commits.jsonl").values()
+    commits = read_commits(tmp_path / "checkpoints/00000/commits.jsonl").values()
     assert numbers(done.last) == (
         10,
         10,
@@ -117,16 +111,14 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path, policy)
 
     async def twice(document, generate):
         await ask(document, generate)
-        result = await generate(
-            {"messages": [{"role": "user", "content": f"{document.text} again"}]}
-        )
+        result = await generate(chat(f"{document.text} again"))
         if fail:
             raise ValueError
         return result
 
     fail = True
     with FakeServer(status=busy_twice) as server:
-        settings: dict[str, Any] = {"config": ONE_BY_ONE, "accept_changes": True}
+        settings = {"config": ONE_BY_ONE, "accept_changes": True}
         with pytest.raises(DocumentFailed):
             runner(tmp_path, server, twice, **settings).run(documents(3))
         fail = False
@@ -136,29 +128,3 @@ def test_answers_from_the_cache_retries_and_errors_are_counted(tmp_path, policy)
     assert (first.last.own.requests, second.last.own.requests, second.last.own.cached) == (2, 4, 2)
     assert second.last.total.requests == 6
     assert second.last.total.errors == {"HTTP 503": 2}
-
-
-def test_progress_says_how_much_of_the_input_is_done_over_all_attempts(tmp_path, server):
-    path = tmp_path / "input" / "documents.jsonl.gz"
-    path.parent.mkdir()
-    content = b"".join(
-        orjson.dumps({"id": f"id {n}", "text": f"text {n:03}"}) + b"\n" for n in range(100)
-    )
-    path.write_bytes(gzip.compress(content))
-    size = path.stat().st_size
-
-    settings: dict[str, Any] = {
-        "config": ONE_BY_ONE,
-        "accept_changes": True,
-        "records_per_chunk": 20,
-    }
-    with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at(["id 50"]), **settings).run(
-            JsonlReader(str(path.parent)).run()
-        )
-    runner(tmp_path, server, **settings).run(JsonlReader(str(path.parent)).run())
-    first, second = history_of(tmp_path).attempts
-    assert first.last.position.unit == "bytes"
-    assert first.last.position.share == pytest.approx(0.5, abs=0.02)
-    assert second.progress[0].position == first.last.position, "what the attempt before knew last"
-    assert second.last.position == InputPosition(size, size, "bytes")

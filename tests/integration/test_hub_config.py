@@ -2,8 +2,6 @@
 a fake server.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 commit.
 """
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -53,7 +51,7 @@ def ranges(monkeypatch):
     """
     from huggingface_hub.hf_file_system import HfFileSystemFile
 
-    found: list[tuple[str, int, int]] = []
+    found = []
     fetch = HfFileSystemFile._fetch_range
 
     def noted(file, start, end):
@@ -217,7 +215,7 @@ def test_parquet_reader_seeks_by_ranges(hub, ranges):
 
 
 def test_parquet_reader_waits_for_an_outage(hub, monkeypatch, policy):
-    waits: list[float] = []
+    waits = []
     policy("READING", sleep=waits.append)
     monkeypatch.setattr("huggingface_hub.hf_file_system.http_backoff", _without_backoff)
     hub.put(REPOSITORY, {"data/0.parquet": parquet(0, 9)})

@@ -1,7 +1,5 @@
 """Output on the hub: uploaded at once, committed together, whatever the hub answers."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os
@@ -18,7 +16,6 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
@@ -71,7 +68,7 @@ def names(number):
 
 
 def committed(folder):
-    return sorted(read_commits(folder / "checkpoints" / "00000" / "commits.jsonl"))
+    return sorted(read_commits(folder / "checkpoints/00000/commits.jsonl"))
 
 
 def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):
@@ -80,7 +77,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     uploads = HubUploads(HubFolder.parse("hf://datasets/org/data/config"), StoppableCalls(), taken)
     commits = HubCommits(uploads, CommitPace(), 0)
     commits.uploaded(0, uploads.upload({"a": tmp_path / "staged"}), Mock())
-    done, failures = Mock(), queue.SimpleQueue[BaseException]()
+    done, failures = Mock(), queue.SimpleQueue()
     commits.wait(0, WaitingChunk(done, failures.put))
     commits.hurry()
     with pytest.raises(Fenced):
@@ -143,7 +140,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["deleted", "made anew"])
 def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp_path, event):
-    events: list[str] = []
+    events = []
 
     async def rollout(document, generate):
         if document.id == "id 4":
@@ -229,12 +226,6 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
             r"cannot be claimed for this run: .*403.*The token may not write to org/data",
         ),
         (
-            "commit",
-            {"status": 400, "message": "bad"},
-            r"cannot be claimed for this run: .*Nothing that was saved is lost",
-        ),
-        ("preupload", {"status": 401}, r"cannot be claimed for this run: .*Export HF_TOKEN"),
-        (
             "auth-check",
             {"status": 403},
             r"hf://datasets/org/data/config: the hub answers 403.*may not write to org/data",
@@ -260,7 +251,7 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub, tmp_path, chunk):
     other = {names(3)[chunk]: b"PAR1 of another job"}
-    arrived: list[str] = []
+    arrived = []
 
     def answer(path, text):
         if not arrived:
@@ -278,25 +269,6 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub,
         hub_runner(tmp_path, server).run(documents(5))
         assert set(server.asked.values()) == {1}
     assert list(hub.files("org/data")) == names(3)
-
-
-@pytest.mark.slow
-def test_files_that_another_job_puts_there_at_the_same_moment_are_not_overwritten(
-    hub, server, tmp_path, monkeypatch
-):
-    other = {names(3)[1]: b"PAR1 of another job"}
-    look_up = HubFolder.look_up
-
-    def and_then(folder, files, revision=None):
-        found = look_up(folder, files, revision)
-        if revision and not found:  # the last look before the commit
-            hub.put("org/data", other)
-        return found
-
-    monkeypatch.setattr(HubFolder, "look_up", and_then)
-    with pytest.raises(OutputMismatch, match=r"other content.*00001.parquet"):
-        hub_runner(tmp_path, server).run(documents(5))
-    assert hub.files("org/data") == other
 
 
 # datatrove's writers for the hub -----------------------------------------------------------------
@@ -359,31 +331,12 @@ def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
         hub_runner(tmp_path, server, output_writer=bucket)
 
 
-# secrets -----------------------------------------------------------------------------------------
-
-
-def test_the_token_is_in_no_file_no_pickle_and_no_log(hub, server, tmp_path, log):
-    hub.fail("commit", 500)
-    hub.fail("lfs-upload", 403)
-    step = hub_runner(tmp_path, server)
-    assert hub.token.encode() not in dill.dumps(step)
-    step.run(documents(3))
-    hub.tokens[hub.token].expired = True
-    with pytest.raises(OutputFailed) as failure:
-        hub_runner(tmp_path, server).run(documents(3))
-    assert hub.token not in str(failure.value)
-    assert "Next attempt in" in "".join(log)
-    assert hub.token not in "".join(log)
-    for path in (tmp_path / "checkpoints").rglob("*"):
-        assert not path.is_file() or hub.token.encode() not in path.read_bytes(), path
-
-
 # waiting -----------------------------------------------------------------------------------------
 
 
 def stops(last, ready):
     """A rollout whose last document asks the rank to stop, once, and never ends."""
-    stopped: list[bool] = []
+    stopped = []
 
     async def rollout(document, generate):
         if document.id == f"id {last}" and not stopped:
@@ -407,50 +360,6 @@ def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch):
     assert committed(tmp_path) == [0, 1]
     step.run(documents(5))
     assert list(hub.files("org/data")) == names(3)
-    assert set(server.asked.values()) == {1}
-
-
-@pytest.mark.slow
-def test_a_hub_that_asks_for_an_hour_holds_up_neither_generation_nor_a_drain(
-    hub,
-    server,
-    tmp_path,
-    monkeypatch,
-    log,
-):
-    monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
-    step = hub_runner(tmp_path, server, rollout=stops(0, lambda: True))
-    noted = hub.fail("commit", 429, headers={"Retry-After": "3600"})
-    with pytest.raises(KeyboardInterrupt):
-        step.run(documents(1))
-    assert noted.hits == 1
-    assert "so nothing shows other runs" in "".join(log)
-    monkeypatch.setattr(OutputOwnership, "claim", Mock())
-    limit = hub.fail("commit", 429, times=None, headers={"Retry-After": "3600"})
-    number = 2 * (open_checkpoint.MAX_PUBLISHING + 4) + 1
-
-    def all_uploaded_and_refused():
-        return len(hub.repo("org/data").uploads) == number // 2 and any(
-            "Next attempt in" in line for line in log
-        )
-
-    rollout = stops(number - 1, all_uploaded_and_refused)
-    step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=0)
-    with pytest.raises(KeyboardInterrupt):
-        step.run(documents(number))
-    assert limit.hits == 1
-    assert committed(tmp_path) == []
-    (said,) = [line for line in log if "Next attempt in" in line]
-    assert "wait for a commit: HfHubHTTPError" in said
-    assert "Next attempt in 1" in said
-    assert "h, as the server advises; generation goes on." in said
-    limit.stop()
-    step.hub_pace = CommitPace(10_000)
-    step.run(documents(number))
-    assert len(hub.files("org/data")) == number // 2 + 1
-    assert len(hub.commits("org/data")) == 1
-    assert len(hub.repo("org/data").uploads) == number // 2 + 1
     assert set(server.asked.values()) == {1}
 
 

@@ -2,29 +2,20 @@
 and what it costs.
 """
 
-from __future__ import annotations
-
 import io
-import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.common import retrying
-from datatrove_ckpt.errors import OutputFailed, Preempted
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from tests.commands import Printed
 from tests.jobs import documents, runner
-from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml, write_job
+from tests.yaml_jobs import doctor_lines, endpoint, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
@@ -123,17 +114,6 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub, log):
     assert len([line for line in log if "Next attempt in" in line]) == 3
 
 
-def test_a_hub_that_limits_requests_is_waited_for_as_long_as_it_says(hub, monkeypatch, policy):
-    policy("HUB_LOOK", patience=0.0)  # a refusal for now does not use it up
-    slept: list[float] = []
-    monkeypatch.setattr(StoppableCalls, "sleep", lambda calls, seconds: slept.append(seconds))
-    hub.create_repo("org/data")
-    hub.fail("auth-check", 429, headers={"Retry-After": "120"})
-    hub.fail("auth-check", 429, headers={"RateLimit": '"api";r=0;t=240'})
-    check_access(FOLDER)
-    assert [120 <= slept[0] <= 132, 240 <= slept[1] <= 264] == [True, True]
-
-
 def test_a_hub_that_stays_away_is_one_error(hub, policy):
     policy("HUB_LOOK", patience=0.1)
     hub.fail("auth-check", 503, times=None)
@@ -165,41 +145,11 @@ def run_rank(folder, server, rank=0, number=4, **changes):
     runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_stopped_does_not_wait_for_the_hub(
-    tmp_path,
-    hub,
-    server,
-    monkeypatch,
-    policy,
-):
-    policy("HUB_LOOK", first=600.0, longest=600.0)
-    hub.create_repo("org/data")
-    hub.fail("auth-check", 503, times=None)
-    waits = SimpleNamespace(warning=lambda text: os.kill(os.getpid(), signal.SIGTERM), info=print)
-    monkeypatch.setattr(retrying, "logger", waits)
-    came: list[int] = []
-    # It ends nothing.
-    old = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        with pytest.raises(Preempted):
-            run_rank(tmp_path, server)
-    finally:
-        signal.signal(signal.SIGTERM, old)
-    assert came
-    assert not server.payloads
-
-
-Run = Callable[..., Printed]
-
-
 @pytest.fixture
 def job(here, hub, server, monkeypatch, command):
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    text = job_yaml(
-        ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part"
-    )
+    text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
     write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)
 
@@ -323,11 +273,3 @@ def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(
     job("run")
     assert len(counted(hub)) < 10, counted(hub)
     assert not hub.asked("resolve")
-
-
-def test_input_on_the_hub_that_changed_is_refused(job, hub):
-    from_hub(hub, files=3)
-    job("run")
-    first = hub.files("org/source")["in/00000.parquet"]
-    hub.put("org/source", {"in/00000.parquet": first.replace(b"text 0", b"text 9")})
-    assert "'00000.parquet' (has other content)" in job("run", code=1).err

@@ -1,7 +1,5 @@
 """verify, repair and a run's own checks, with the output in a repository on the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,29 +26,6 @@ def cli(
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
         yield run
-
-
-def remove(hub, *names):
-    """By hand: a commit of somebody else."""
-    repo = hub.repo("org/data")
-    repo.commit("main", "by hand", "", hub.clock.now(), [], list(names))
-
-
-def test_a_file_removed_by_hand_is_found_named_and_made_again(cli, hub, server):
-    cli("run", "job.yaml")
-    before = hub.files("org/data")
-    remove(hub, FILES[1])
-    said = cli("run", "job.yaml", code=1)
-    assert "00000_00001.jsonl is missing" in said
-    assert "datatrove-ckpt repair " in said
-    said = cli("verify", "checkpoints", code=1)
-    assert "00000_00001.jsonl is missing" in said
-    commits = len(hub.commits("org/data"))
-    cli("repair", "checkpoints", "--logging-dir", "logs")
-    assert len(hub.commits("org/data")) == commits  # there was nothing to remove
-    cli("run", "job.yaml")
-    assert hub.files("org/data") == before
-    cli("verify", "checkpoints", "--full")
 
 
 @pytest.mark.slow
@@ -111,21 +86,6 @@ def test_commits_of_an_earlier_release_name_no_hash(cli, hub):
     assert "00000_00000.jsonl is altered" in said
 
 
-def beside(job):
-    """The job with local folders of its own."""
-    return job.replace("logging_dir: logs", "logging_dir: b/logs").replace(
-        "dir: checkpoints", "dir: b/checkpoints"
-    )
-
-
-def test_two_jobs_with_equal_names_are_refused(cli, hub):
-    cli("run", "job.yaml")
-    text = Path("job.yaml").read_text()
-    Path("b.yaml").write_text(beside(text))
-    said = cli("run", "b.yaml", code=1)
-    assert "belongs to another run" in said
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", ["repository", "token"])
 def test_a_repository_that_cannot_be_listed_is_one_line(cli, hub, monkeypatch, what):
@@ -139,20 +99,7 @@ def test_a_repository_that_cannot_be_listed_is_one_line(cli, hub, monkeypatch, w
     assert "hf_Fake" not in said
 
 
-@pytest.mark.slow
-def test_a_first_listing_that_fails_for_a_moment_is_made_again(cli, hub, policy):
-    cli("run", "job.yaml")
-    policy("HUB_LOOK", first=0.01)
-    for command in (["run", "job.yaml"], ["verify", "checkpoints"]):
-        hub.fail("tree", 520, times=2)  # most others, the client itself retries for some seconds
-        assert cli(*command).count("Next attempt in") == 2
-
-
 # a repository that vanishes after files were committed there -------------------------------------
-
-WRITER = """          class_path: HuggingFaceDatasetWriter
-            init_args: {dataset: org/data, local_working_dir: work, output_filename: "${rank}_${chunk_index}.jsonl"}
-"""
 
 
 def make_incomplete():
@@ -161,7 +108,6 @@ def make_incomplete():
         marker.unlink()
 
 
-ACCEPTED = "--pipeline.1.accept_changes=true"
 GONE = "there is no dataset repository org/data, or this token may not see it, but this job has committed 3 files there"
 
 
@@ -182,43 +128,3 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(cli, hub, server, 
     assert "start anew with another checkpoints_local_dir, output_folder and logging_dir" in said
     assert "repos create" not in said
     assert len(server.payloads) == asked
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("complete", [True, False])
-def test_a_writer_that_makes_repositories_does_not_make_one_in_its_place(cli, hub, complete):
-    text = Path("job.yaml").read_text()
-    start, end = (
-        text.index("          class_path: JsonlWriter"),
-        text.index("          checkpoints_local_dir"),
-    )
-    Path("job.yaml").write_text(text[:start] + WRITER + text[end:])
-    cli("run", "job.yaml")
-    hub.repos.clear()
-    if not complete:
-        make_incomplete()
-    for command in ("doctor", "run"):
-        said = cli(command, "job.yaml", code=1)
-        assert GONE in said
-    assert not hub.repos
-
-
-@pytest.mark.slow
-def test_a_repository_under_a_new_name_goes_on_with_that_name(cli, hub):
-    cli("run", "job.yaml")
-    hub.repos["dataset", "org/new"] = hub.repos.pop(("dataset", "org/data"))
-    make_incomplete()
-    Path("job.yaml").write_text(Path("job.yaml").read_text().replace("org/data", "org/new"))
-    cli("run", "job.yaml", ACCEPTED)
-
-
-def test_output_on_the_hub_is_shown_and_not_started_over(cli):
-    cli("run", "job.yaml")
-    said = cli("show", "checkpoints", "--n", "9").out
-    assert [line for line in said.splitlines() if line.startswith("  text: ")] == [
-        f"  text: {one}" for one in "abcd"
-    ]
-    assert (
-        "To start over, move"
-        not in cli("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=New {text}", code=1).err
-    )

@@ -2,8 +2,6 @@
 it was finished.
 """
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import gzip
@@ -12,14 +10,10 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import storage
@@ -28,14 +22,12 @@ from datatrove_ckpt.checkpoint.publishing import Publisher
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Printed
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, rows, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
-Run = Callable[..., Printed]
 
 
 class Drop(PipelineStep):
@@ -43,7 +35,7 @@ class Drop(PipelineStep):
 
     name, type = "Drop", "test"
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data, rank=0, world_size=1):
         for _ in data:
             yield from ()
 
@@ -72,7 +64,7 @@ def job(here, command, server):
         **options,
     ):
         data = json.dumps({"data_folder": f"{here}/documents", **options})
-        text = job_yaml(ENDPOINT.replace("URL", server.url), tasks).replace("JsonlReader", reader)
+        text = job_yaml(endpoint(server), tasks).replace("JsonlReader", reader)
         text = text.replace(
             "{data_folder: input}", "\n      - ".join([data, *map(json.dumps, steps)])
         )
@@ -253,7 +245,7 @@ def rewrite(path, old, new):
     path.write_text(path.read_text().replace(old, new))
 
 
-CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+CHANGES = {
     "file added": (lambda f: (f / "4.jsonl").write_text(lines(9)), "added: '4.jsonl'"),
     "file added first": (lambda f: (f / "00.jsonl").write_text(lines(9)), "added: '00.jsonl'"),
     "file removed": (lambda f: (f / "3.jsonl").unlink(), "removed: '3.jsonl'"),
@@ -302,14 +294,6 @@ def test_times_of_change_alone_are_a_warning(job, tmp_path):
     assert "1 input file of finished ranks" in job().err
 
 
-def test_another_text_key_or_limit_is_refused_for_finished_ranks(job, tmp_path):
-    job(limit=1)
-    assert "text_key: 'text' -> 'id'" in job(limit=1, text_key="id", code=1).err
-    assert "limit: 1 -> -1" in job(code=1).err
-    (tmp_path / "documents/4.jsonl").write_text(lines(9))
-    job(limit=1)  # files behind the limit are not read
-
-
 def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
     job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"})
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
@@ -348,21 +332,6 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     second.write_bytes(gzip.compress(lines(6, 7, 8).encode()))
     job()
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
-
-
-@pytest.mark.slow
-def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_content_of_the_same_size(
-    job, tmp_path
-):
-    job()
-    shutil.rmtree(tmp_path / "logs")
-    (tmp_path / "documents/4.jsonl").write_text(lines(8))
-    assert "9 of 9 documents" in job().out
-    rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
-    shutil.rmtree(tmp_path / "logs")
-    assert (
-        "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
-    )
 
 
 @pytest.mark.matrix

@@ -2,14 +2,11 @@
 output.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.pipeline.base import PipelineStep
@@ -21,7 +18,6 @@ from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command
 from tests.jobs import documents, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_input, write_job
 
@@ -50,11 +46,11 @@ class Run:
     printed.
     """
 
-    def __init__(self, command: Command, server: FakeServer) -> None:
+    def __init__(self, command, server):
         self._command = command
         self.server = server
 
-    def __call__(self, *arguments: str, code: int = 0) -> str:
+    def __call__(self, *arguments, code=0):
         self.server.asked.clear()
         self.server.payloads.clear()
         printed = self._command("run", "job.yaml", *arguments, code=code)
@@ -75,22 +71,6 @@ def run(here, monkeypatch, command, server):
 
 def written():
     return sorted(row["id"] for row in rows(Path()))
-
-
-@pytest.mark.slow
-def test_what_verify_advises_for_a_rank_that_is_gone_is_enough(run, command):
-    run()
-    shutil.rmtree("checkpoints/00001")
-    said = command("verify", "job.yaml", code=1)
-    assert (
-        "move the output files of task 1 elsewhere, delete completions/00001 in logging_dir, then run."
-        in said
-    )
-    for path in Path("output").glob("00001_*"):
-        path.rename(path.name)
-    Path("logs/completions/00001").unlink()
-    assert "12 of 12 documents" in run()
-    command("verify", "job.yaml", "--full")
 
 
 def test_the_markers_of_another_job_are_refused(run):
@@ -183,17 +163,6 @@ def test_an_attempt_that_kept_nothing_refuses_no_other_settings(run):
     assert "12 of 12 documents are in 5 files" in line
 
 
-@pytest.mark.slow
-def test_dead_letters_are_retried_with_other_settings_but_with_the_same_tasks(run):
-    settings = ("--pipeline.1.skip_bad_requests=true",)
-    Path("input/1.jsonl").write_text('{"id": "id 4", "text": "refused"}')
-    assert "8 of 9 documents" in run(*settings)
-    retry = (*settings, "--retry-dead-letters")
-    assert "tasks: 3 -> 2" in run(*retry, "--executor.tasks=2", code=1)
-    assert "9 of 9 documents" in run(*retry, "--pipeline.1.rollout_fn.prompt=Sing {text}")
-    assert "9 of 9 documents" in run(*settings)
-
-
 def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run):
     none = "--pipeline.1.checkpoints_local_dir=null"
     run(none)
@@ -266,16 +235,12 @@ def drop_odd(data, rank, world_size):
     return (document for document in data if int(document.id[3:]) % 2 == 0)
 
 
-def passes_on(data, rank, world_size):
-    return data
-
-
 class Hidden(PipelineStep):
     """It leaves no trace in the generators."""
 
     name, type = "Hidden", "test"
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data, rank=0, world_size=1):
         return data
 
 
@@ -320,19 +285,6 @@ def test_other_plain_functions_are_refused_for_finished_ranks(two_files, server,
     executor_of(two_files, server, *then).run()
 
 
-@pytest.mark.slow
-def test_the_same_steps_are_never_refused(two_files, server):
-    """A step that returns the documents as they are is seen by no rank."""
-    for steps in ([passes_on], [Hidden(), passes_on, drop_odd, KEEPS_ALL]):
-        executor_of(two_files, server, *steps).run()
-        executor_of(two_files, server, *steps).run()
-        shutil.rmtree(two_files / "logs")
-        executor_of(two_files, server, *steps).run()
-        shutil.rmtree(two_files / "checkpoints")
-        shutil.rmtree(two_files / "output")
-        shutil.rmtree(two_files / "logs")
-
-
 # the number of tasks is the run's, not the rank's ------------------------------------------------
 
 
@@ -341,12 +293,12 @@ class Nodes:
     that are done.
     """
 
-    def __init__(self, folder: Path, server: FakeServer) -> None:
+    def __init__(self, folder, server):
         self.folder = folder
         self.mirror = folder / "mirror"
         self.server = server
 
-    def run(self, rank: int, tasks: int, **changes: Any) -> None:
+    def run(self, rank, tasks, **changes):
         shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.server.asked.clear()
         step = runner(
@@ -387,7 +339,7 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
 
 def test_another_model_is_refused_unless_it_is_accepted(nodes):
     nodes.run(0, 2)
-    other: dict[str, Any] = {"config": {"model_name_or_path": "other"}}
+    other = {"config": {"model_name_or_path": "other"}}
     with pytest.raises(
         CheckpointMismatch,
         match=r'\(task 0\) were made by another run:\n  model: "fake" -> "other"',
@@ -403,7 +355,7 @@ def test_another_model_is_refused_unless_it_is_accepted(nodes):
 
 
 def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(nodes, monkeypatch):
-    read: list[str] = []
+    read = []
     original = ObjectStore.read
 
     def noted(store, name, most):

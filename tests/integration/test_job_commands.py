@@ -2,8 +2,6 @@
 this machine.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import mkdtemp

@@ -5,21 +5,17 @@ the hub.
 logs and mirror are in a bucket of the fake hub.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +25,7 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.executors.jobs import _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
-from tests.hub.jobs import Job, Jobs
+from tests.hub.jobs import Jobs
 from tests.jobs import runner
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml
@@ -133,19 +129,19 @@ class Ends:
 
     def __init__(
         self,
-        jobs: Jobs,
-        ways: list[str],
-        apart: int,
-        seconds: float = 0.02,
-        stuck: set[str] | None = None,
-    ) -> None:
-        self._spared: list[Job | None] = []
-        self.jobs, self.again, self.done = jobs, Counter[str](), Counter[str]()
+        jobs,
+        ways,
+        apart,
+        seconds=0.02,
+        stuck=None,
+    ):
+        self._spared = []
+        self.jobs, self.again, self.done = jobs, Counter(), Counter()
         self._ways, self._apart, self._seconds, self._stuck = ways, apart, seconds, stuck or set()
-        self._answers, self._last = 0, dict[str, Job | None]()
+        self._answers, self._last = 0, {}
         self._lock = threading.Lock()
 
-    def delay(self, payload: dict[str, Any], times: int) -> float:
+    def delay(self, payload, times):
         question = payload["messages"][-1]["content"]
         job = self.jobs.of(int(question.split()[1]))
         if question in self._last:
@@ -157,7 +153,7 @@ class Ends:
         self._spared.append(job)
         return STUCK_SECONDS
 
-    def answer(self, payload: dict[str, Any], times: int) -> str:
+    def answer(self, payload, times):
         with self._lock:
             self._answers += 1
             if self._ways and self._answers >= self._apart:
@@ -268,22 +264,6 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
         assert server.asked.total() == 6
 
 
-def test_a_signal_to_a_scripts_coordinator_is_an_interruption():
-    program = """
-import os, signal
-from datatrove_ckpt.process.signals import Interruption
-try:
-    with Interruption([signal.SIGTERM]):
-        os.kill(os.getpid(), signal.SIGTERM)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
-        == "interrupted\n"
-    )
-
-
 def test_cancel_with_and_without_jobs(
     hub,
     jobs,
@@ -369,22 +349,6 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
     assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 300
 
 
-@pytest.mark.slow
-def test_a_module_that_a_job_lacks_is_named_at_once(hub, jobs, here, command, monkeypatch):
-    elsewhere = here.parent / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "only_here.py").write_text("")
-    monkeypatch.syspath_prepend(str(elsewhere))
-    (here / "jobs_rollout.py").write_text("import only_here\n" + ROLLOUT)
-    write_job(hub, "http://127.0.0.1:1", 3, 1, workers=1)
-    said = command("run", "job.yaml", code=1)
-    assert len(jobs.all) == 1
-    assert (
-        "No module named 'only_here', in the job: put its package into dependencies" in said.error
-    )
-    assert "3 of 3 tasks are not complete. Job " in said.error
-
-
 def an_executor(hub, here, **settings):
     sys.path.insert(0, str(here))
     write_job(hub, "http://127.0.0.1:1", 4, 1, tasks_per_job=2, **settings)
@@ -404,7 +368,7 @@ def test_a_cancellation_between_two_jobs_starts_no_other(hub, jobs, here, monkey
     executor = an_executor(hub, here)
     executor._began = time.time()
     monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
-    alive: dict[str, _Job] = {}
+    alive = {}
     assert executor.cancel() == 0
     with pytest.raises(CkptError, match="This run was canceled"):
         executor._start(alive, 1, 0)
@@ -512,7 +476,7 @@ def test_the_short_form_and_datatroves_own_executor(
     monkeypatch,
 ):
     """What each would start. Jobs of datatrove's script unpack no package."""
-    started: list[dict[str, Any]] = []
+    started = []
 
     def run_uv_job(script, **arguments):
         started.append({"script": Path(script).name, **arguments})

@@ -6,8 +6,6 @@ recovery, say), and once soon after its last answer (while its last chunk is pub
 committed, say). ``pytest -m full`` tries 20 seeds of every kind.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -17,10 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, Self
 
 import pytest
 
@@ -77,7 +72,7 @@ AT_THE_LATEST = 30
 class Job:
     """The job above in a process group of its own, as often as it takes."""
 
-    def __init__(self, folder: Path, url: str, kind: str, tasks: int = 1) -> None:
+    def __init__(self, folder, url, kind, tasks=1):
         self.folder = folder
         self._url = url
         folder.mkdir(parents=True)
@@ -86,12 +81,12 @@ class Job:
         self._kind, self._tasks = kind, str(tasks)
         self.log = ""
 
-    def start(self, url: str = "") -> subprocess.Popen[str]:
+    def start(self, url=""):
         """Starts it, with this server instead of the job's if one is given."""
         arguments = [str(self.folder), url or self._url, self._kind, self._tasks]
         return processes.start([sys.executable, str(self.folder / "job.py"), *arguments])
 
-    def finish(self, process: subprocess.Popen[str]) -> int:
+    def finish(self, process):
         try:
             self.log, _ = process.communicate(timeout=400)
         except subprocess.TimeoutExpired:
@@ -107,22 +102,22 @@ class Life:
     and even after the next one has started.
     """
 
-    def __init__(self, watch: Watch, kill_at: float) -> None:
-        self.asked: list[str] = []
-        self.answered: list[str] = []
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, watch, kill_at):
+        self.asked = []
+        self.answered = []
+        self.process = None
         self.killed = threading.Event()
         self.server = FakeServer(self._answer, delay=self._delay)
         self._watch = watch
         self._kill_at = kill_at
         self._lock = threading.Lock()
 
-    def start(self, start: Callable[[str], subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    def start(self, start):
         with self._lock:
             self.process = start(self.server.url)
         return self.process
 
-    def kill(self) -> None:
+    def kill(self):
         """Once."""
         with self._lock:
             if self.process is not None and not self.killed.is_set():
@@ -131,11 +126,11 @@ class Life:
 
     # in the server's thread ----------------------------------------------------------------------
 
-    def _delay(self, payload: dict[str, Any], times: int) -> float:
+    def _delay(self, payload, times):
         self.asked.append(payload["messages"][-1]["content"])
         return self._watch.delay()
 
-    def _answer(self, payload: dict[str, Any], times: int) -> str:
+    def _answer(self, payload, times):
         """Just before an answer is sent. Tells it without depending on when it is asked for."""
         question = payload["messages"][-1]["content"]
         with self._lock:
@@ -154,38 +149,38 @@ class Watch:
     answers.
     """
 
-    def __init__(self, seed: str, tasks: int, number: signal.Signals = signal.SIGKILL) -> None:
-        self.lives: list[Life] = []
+    def __init__(self, seed, tasks, number=signal.SIGKILL):
+        self.lives = []
         self.number = number
         self.all_answered = threading.Event()
         self.first_question = 0.0
-        self._ever: set[str] = set()
+        self._ever = set()
         self._questions = tasks * QUESTIONS
         self._chance = random.Random(seed)
         self._servers = ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._servers.close()
 
-    def begin(self, kill_at: float = float("inf")) -> Life:
+    def begin(self, kill_at=float("inf")):
         self.lives.append(Life(self, kill_at))
         self._servers.enter_context(self.lives[-1].server)
         return self.lives[-1]
 
-    def delay(self) -> float:
+    def delay(self):
         """The seconds until the next question is answered."""
         self.first_question = self.first_question or time.monotonic()
         return 0.2 * self._chance.random()
 
-    def answered(self, question: str) -> None:
+    def answered(self, question):
         self._ever.add(question)
         if len(self._ever) == self._questions:
             self.all_answered.set()
 
-    def asked_again(self, rank: int) -> list[tuple[int, int, int]]:
+    def asked_again(self, rank):
         """For each attempt: how many of a rank's questions a later one requested again; how many of
         these this one was answered; and how many answers it was given from the first of these to
         its end.
@@ -219,7 +214,7 @@ def undisturbed(
     """The output of a job that nothing interrupts, and the seconds from its start to its first
     question.
     """
-    known: dict[tuple[str, int], tuple[dict[str, bytes], float]] = {}
+    known = {}
 
     def run(kind, tasks):
         if (kind, tasks) not in known:
@@ -285,7 +280,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         assert watch.all_answered.wait(400)
         time.sleep(after_the_last_answer)
         life.kill()  # it may have ended a moment before
-        if ended_early := job.finish(process) != 0:
+        if job.finish(process) != 0:
             assert job.finish(watch.begin().start(job.start)) == 0, job.log
 
     assert outputs(job.folder / "output") == expected
@@ -304,20 +299,13 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         )
     # Of each rank: datatrove's executor writes no stats.json if a kill came between the last rank's
     # end and its own.
-    ranks = [
-        json.loads(path.read_text()) for path in sorted((job.folder / "logs" / "stats").iterdir())
-    ]
+    ranks = [json.loads(path.read_text()) for path in sorted((job.folder / "logs/stats").iterdir())]
     names = ("documents_processed", "requests", "successful_requests", "prompt_tokens")
     totals = [sum(total(rank[1]["stats"][name]) for rank in ranks) for name in names]
     # Tokens: words of the questions.
     of_each = [DOCUMENTS, QUESTIONS, QUESTIONS, DOCUMENTS * (3 + 4)]
     assert totals == [tasks * number for number in of_each]
     again = [watch.asked_again(rank) for rank in range(tasks)]
-    print(
-        f"{kind} {number.name} {tasks} tasks, seed {seed}: {len(plan) + ended_early} kills; asked again, for each rank "
-        f"and kill (of these, answered before; oldest answer of these, from the kill): "
-        + "; ".join(" ".join(f"{n} ({m}; {oldest})" for n, m, oldest in lives) for lives in again)
-    )
     # What is asked to stop waits for its answers.
     most = IN_FLIGHT + WRITE_GROUP if number == signal.SIGKILL else 0
     for asked, _, oldest in itertools.chain(*again):

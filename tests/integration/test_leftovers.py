@@ -2,8 +2,6 @@
 is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -13,8 +11,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,7 +55,7 @@ OURS = ("plain", "title")
 class Run:
     """A process that runs the server above."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         folder.mkdir()
         (folder / "server.py").write_text(SERVER)
         self.runner = subprocess.Popen(
@@ -72,7 +68,7 @@ class Run:
             for name in (*OURS, "stranger", "guardian")
         }
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill runner and guardian together: neither can clean up after the other."""
         os.kill(self.pids["guardian"], signal.SIGSTOP)
         self.runner.kill()
@@ -82,10 +78,10 @@ class Run:
         select.select([guardian], [], [], 120)
         os.close(guardian)
 
-    def alive(self) -> set[str]:
+    def alive(self):
         return {name for name, pid in self.pids.items() if is_alive(pid)}
 
-    def clean_up(self) -> None:
+    def clean_up(self):
         self.runner.kill()
         self.runner.wait()
         for name in (*OURS, "stranger"):
@@ -135,14 +131,6 @@ def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run, log):
 
 
 @pytest.mark.slow
-def test_a_server_whose_runner_is_alive_is_not_touched(run, log):
-    lease()
-    assert run.alive() == {*OURS, "stranger", "guardian"}
-    assert len(records()) == 1
-    assert not log
-
-
-@pytest.mark.slow
 def test_a_record_from_another_host_is_left_alone(run, monkeypatch):
     run.kill()
     (path,) = records()
@@ -151,6 +139,14 @@ def test_a_record_from_another_host_is_left_alone(run, monkeypatch):
         lease()
     assert run.alive() == {*OURS, "stranger"}
     assert records() == [path]
+
+
+@pytest.mark.slow
+def test_a_server_whose_runner_is_alive_is_not_touched(run, log):
+    lease()
+    assert run.alive() == {*OURS, "stranger", "guardian"}
+    assert len(records()) == 1
+    assert not log
 
 
 def test_numbers_that_were_reused_hit_nobody(tmp_path):
@@ -162,7 +158,7 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path):
         record = ServerRecord.create("test", another.pid, output.fileno())
     assert record is not None
     write = record._path.write_text
-    ended: dict[str, Any] = {"runner": (os.getpid(), 1), "guardian": (another.pid, 1)}
+    ended = {"runner": (os.getpid(), 1), "guardian": (another.pid, 1)}
     try:
         # The same session and another log; or one of the two is alive.
         for alive in ({"log": (0, 0)}, {"runner": record.runner}, {"guardian": record.guardian}):

@@ -3,15 +3,12 @@
 No test checks words: a 135M model is no reference.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import signal
 import time
 from importlib.util import find_spec
-from typing import Any
 
 import aiohttp
 import pytest
@@ -54,7 +51,7 @@ def config(**settings):
         "server_start_max_retries": 0,
         **settings,
     }
-    return InferenceConfig("llamacpp", GGUF, **settings)  # type: ignore[arg-type]
+    return InferenceConfig("llamacpp", GGUF, **settings)
 
 
 @pytest.mark.slow
@@ -99,12 +96,12 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path):
     }
     schema = {"type": "object", "properties": limits, "required": ["why", "answer"]}
     settings = config(default_generation_params={"max_tokens": 60, "temperature": 0.8})
-    asks: Any = {"prompt": "Rate: {text}", "answer_attempts": 1}
-    forms: list[Any] = [{"json_schema": schema}, {"choice": ["news", 'a "story"']}]
+    asks = {"prompt": "Rate: {text}", "answer_attempts": 1}
+    forms = [{"json_schema": schema}, {"choice": ["news", 'a "story"']}]
     rollouts = [for_config(PromptRollout(**asks, **form), settings) for form in forms]
 
     async def both(document, generate):
-        return [(await rollout(document, generate)).text for rollout in rollouts]  # type: ignore[attr-defined]
+        return [(await rollout(document, generate)).text for rollout in rollouts]
 
     writer = JsonlWriter(str(tmp_path), "${rank}.jsonl", compression=None)
     InferenceRunner(both, settings, writer).run([Document(text="It rained.", id="1")])

@@ -12,12 +12,8 @@ are measured that a busy machine does not change, or hardly:
 What this does not see: a callback that waits for a lock of ours which nobody who computes holds.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
@@ -41,15 +37,15 @@ EFFECTS = (
 class WatchedDisk(Disk):
     """Notes which effects run in a thread whose event loop is waiting for them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.effects: set[str] = set()
-        self.in_a_loop: set[str] = set()
+        self.effects = set()
+        self.in_a_loop = set()
         for name in EFFECTS:
             setattr(self, name, self._watched(name, getattr(self, name)))
 
-    def _watched(self, name: str, effect: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any) -> Any:
+    def _watched(self, name, effect):
+        def watched(*arguments):
             self.effects.add(name)
             if asyncio._get_running_loop() is not None:
                 self.in_a_loop.add(name)
@@ -58,12 +54,12 @@ class WatchedDisk(Disk):
         return watched
 
 
-class WatchedWriter(JsonlWriter):  # type: ignore[misc]
-    def write(self, *arguments: Any, **settings: Any) -> None:
+class WatchedWriter(JsonlWriter):
+    def write(self, *arguments, **settings):
         assert asyncio._get_running_loop() is None
         super().write(*arguments, **settings)
 
-    def close(self) -> None:
+    def close(self):
         assert asyncio._get_running_loop() is None
         super().close()
 
@@ -112,7 +108,7 @@ def run(tmp_path_factory):
         yield run
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "saturated": {"count": 4000},
     "200 ms": {"count": 3000, "latency": 0.2},
     "a thousand at once": {"count": 4000, "latency": 0.2, "concurrency": 1024},

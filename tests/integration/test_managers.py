@@ -2,8 +2,6 @@
 ends a task.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -88,13 +86,13 @@ class Script:
 
     def __init__(
         self,
-        folder: Path,
-        server: FakeServer,
-        workers: int = 1,
-        drain: float = 0.1,
-        method: str = "forkserver",
-        options: tuple[str, ...] = (),
-    ) -> None:
+        folder,
+        server,
+        workers=1,
+        drain=0.1,
+        method="forkserver",
+        options=(),
+    ):
         self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
         arguments = [server.url, str(drain), str(workers), method, *options]
@@ -105,10 +103,10 @@ class Script:
                 pytest.fail(self.popen.communicate()[0])
             time.sleep(0.01)
 
-    def worker(self, rank: int) -> int:
+    def worker(self, rank):
         return int((self.folder / f"worker {rank}").read_text())
 
-    def ends_with_all(self, seconds: float = 5, to_end: float = 5) -> int:
+    def ends_with_all(self, seconds=5, to_end=5):
         """Within so many seconds, and its processes ``to_end`` later; gives the exit code."""
         try:
             self.output = Patience(seconds).output_of(self.popen)
@@ -142,20 +140,6 @@ def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path, number, code, signal
         assert script.ends_with_all(60) == code
     assert ("Traceback" in script.output) == (number == signal.SIGINT)
     assert "done" not in script.output
-
-
-@pytest.mark.slow
-def test_nohup_keeps_its_effect(tmp_path):
-    with FakeServer(hold_after=0) as server:
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
-            script = Script(tmp_path, server)
-        finally:
-            signal.signal(signal.SIGHUP, before)
-        os.kill(script.popen.pid, signal.SIGHUP)
-        time.sleep(0.3)
-        server.release()
-        assert script.ends_with_all() == 0
 
 
 # pools -------------------------------------------------------------------------------------------

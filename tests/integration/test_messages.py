@@ -2,8 +2,6 @@
 anything.
 """
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import sys
@@ -12,13 +10,13 @@ from pkgutil import resolve_name
 import pytest
 
 from datatrove_ckpt import LocalPipelineExecutor
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 
 @pytest.fixture
 def job(here, server):
     """A job that works, in the working directory."""
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(5)])
+    write_job(here, job_yaml(endpoint(server)), [f"text {n}" for n in range(5)])
     return here
 
 
@@ -32,7 +30,7 @@ def refused(job, command, *arguments, code=1):
 
 def test_a_full_disk_below_the_logs_is_named(job, command):
     (job / "logs").mkdir()
-    (job / "logs" / "executor.json").symlink_to("/dev/full")
+    (job / "logs/executor.json").symlink_to("/dev/full")
     message = refused(job, command)
     assert f"No space left on device: logging_dir {job / 'logs'}" in message
     assert "Free some space and run the same command again" in message
@@ -41,7 +39,7 @@ def test_a_full_disk_below_the_logs_is_named(job, command):
 def test_logs_that_cannot_be_written_are_named(job, command):
     (job / "logs").mkdir()
     # Not even root may write it.
-    (job / "logs" / "executor.json").symlink_to("/proc/sys/kernel/version")
+    (job / "logs/executor.json").symlink_to("/proc/sys/kernel/version")
     message = refused(job, command)
     assert f"{job / 'logs' / 'executor.json'} (logging_dir): " in message
     assert "choose another logging_dir, and run the same command again" in message
@@ -108,7 +106,7 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
 ):
     write_job(
         here,
-        job_yaml(ENDPOINT.replace("URL", server.url), tasks=3, rollout="my_rollout.f"),
+        job_yaml(endpoint(server), tasks=3, rollout="my_rollout.f"),
         *["abc"] * 3,
     )
     (here / "my_rollout.py").write_text(
@@ -128,7 +126,7 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
     ]
     assert said.err.count("SUCCESS") == said.err.count("Stats: All 3 tasks") == 1
     for rank in range(3):
-        log = (here / "logs" / "logs" / f"task_{rank:05d}.log").read_text()
+        log = (here / "logs/logs" / f"task_{rank:05d}.log").read_text()
         assert "| INFO     | datatrove.utils.logging:log_pipeline" in log
         assert "| SUCCESS  | datatrove_ckpt.generation.rank:done:" in log
     assert said.error == "error: 1 dead letter is left (--fail-on-dead-letters)."
@@ -143,14 +141,14 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
 
 def test_the_statistics_of_a_single_task_are_on_the_terminal_once(job, command):
     assert command("run", "job.yaml").err.count("\U0001f4c9 Stats: ") == 1
-    assert "Stats: Task 0" in (job / "logs" / "logs" / "task_00000.log").read_text()
+    assert "Stats: Task 0" in (job / "logs/logs/task_00000.log").read_text()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("call", ["pathlib.Path.exists", "builtins.open"])
 def test_a_checkpoint_of_another_user_is_named(call, job, command, monkeypatch):
     command("run", "job.yaml")
-    path = job / "checkpoints" / "00000" / "run.json"
+    path = job / "checkpoints/00000/run.json"
     works = resolve_name(call)
 
     def closed(file, *arguments, **named):

@@ -2,8 +2,6 @@
 once.
 """
 
-from __future__ import annotations
-
 import errno
 import pickle
 import re
@@ -11,10 +9,8 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -24,6 +20,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -43,7 +40,6 @@ from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.preflight.before_run import check_before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
-from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
@@ -76,7 +72,7 @@ def expected():
 
 
 def manifests(job):
-    return sorted((job.folder / "remote" / "00000").glob("generation-*"))
+    return sorted((job.folder / "remote/00000").glob("generation-*"))
 
 
 def three_versions(job, monkeypatch):
@@ -206,19 +202,6 @@ def mirrored(folder):
 
 
 @pytest.mark.slow
-def test_damage_that_is_found_before_the_ranks_start_names_the_mirror(tmp_path):
-    with FakeServer() as server:
-        job = executor(tmp_path, server, **mirrored(tmp_path))
-        job._run_for_rank(1)
-        path = tmp_path / "checkpoints/00001/run.json"
-        path.write_bytes(b"x\n" + path.read_bytes())
-        with pytest.raises(
-            CheckpointCorrupt, match=rf"The mirror \S+/00001 has this task .*\(mv {path.parent} "
-        ):
-            check_before_run(RunPlan(job))
-
-
-@pytest.mark.slow
 def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path):
     """Also if the first upload of a task was killed after its empty first version."""
     rejected = ["text 13"]
@@ -279,9 +262,7 @@ def test_no_damage_to_any_one_object_costs_more_than_a_version(job, log, monkeyp
     newest = manifests(job)[-1]
     needed = set(re.findall(r"[0-9a-f]{16}-\d{6}", newest.read_text()))
     assert len(needed) >= 3  # commits, a journal, answers
-    objects = [
-        path for path in (job.folder / "remote" / "00000").rglob("*-*") if path.name in needed
-    ]
+    objects = [path for path in (job.folder / "remote/00000").rglob("*-*") if path.name in needed]
     assert len(objects) == 2 * len(needed)
     for path in (*objects, newest):
         content = path.read_bytes()
@@ -310,7 +291,7 @@ def spoil(job, manifest, older):
     assert needed - shared
     for name in needed - shared:
         for folder in ("objects", "copies"):
-            path = job.folder / "remote" / "00000" / folder / name
+            path = job.folder / "remote/00000" / folder / name
             path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
@@ -358,7 +339,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
         CheckpointCorrupt, match="There is no version at all, but there are objects"
     ):
         job.run(server)
-    shutil.rmtree(job.folder / "remote" / "00000")
+    shutil.rmtree(job.folder / "remote/00000")
     with pytest.raises(OutputMismatch, match=r"knows none of them.*delete these files"):
         job.run(server)
     shutil.rmtree(job.folder / "output")
@@ -403,7 +384,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
     """Before it publishes anything over what the other one has committed, however seldom it
     uploads.
     """
-    failed: list[BaseException] = []
+    failed = []
     with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
 
         def first_node():
@@ -440,21 +421,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job, ser
         job.run(server)
 
 
-def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
-    """However often it is tried, and on whichever node: it leaves no version that would make the
-    output its own.
-    """
-    job.run(server)
-    other = Job(job.folder, str(job.folder / "mirror of another job"))
-    for checkpoints in ("other", "next node"):
-        other.checkpoints = job.folder / checkpoints
-        with pytest.raises(OutputMismatch, match="belongs to another run"):
-            other.run(server, 3)
-    assert not Path(other.remote).exists()
-    assert server.asked.total() == 12
-    assert outputs(job.folder / "output") == expected
-
-
 def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
     tmp_path,
 ):
@@ -464,10 +430,10 @@ def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_oth
 class FailingOnce(object_store.Effects):
     """A remote that refuses the first version once, and the second one always."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.refused = False
 
-    def put(self, fs: Any, path: str, data: bytes) -> None:
+    def put(self, fs, path, data):
         name = path.rpartition("/")[2]
         if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
             self.refused = True
@@ -481,11 +447,11 @@ class FailingOnce(object_store.Effects):
 class Hanging(object_store.Effects):
     """A remote that never answers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.hangs = threading.Event()
         self.release = threading.Event()
 
-    def put(self, fs: Any, path: str, data: bytes) -> None:
+    def put(self, fs, path, data):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
@@ -500,7 +466,7 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
         with FakeServer() as server:
             job.run(server, mirror_seconds=0.01)
     assert any("ConnectionError: 503" in line for line in log)
-    assert list((job.folder / "remote" / "00000" / "objects").iterdir())
+    assert list((job.folder / "remote/00000/objects").iterdir())
     job.lose_the_node()
     shutil.rmtree(job.folder / "output")
     with FakeServer() as server:
@@ -523,7 +489,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         until(
             lambda: (
                 server.asked.total() == 8
-                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+                and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
@@ -539,7 +505,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
 class Missing(object_store.Effects):
     """A bucket that does not exist, as fsspec's file systems report it."""
 
-    def put(self, fs: Any, path: str, data: bytes) -> None:
+    def put(self, fs, path, data):
         raise FileNotFoundError("The specified bucket does not exist")
 
 
@@ -563,7 +529,7 @@ def test_a_bucket_that_vanishes_later_costs_warnings_only(job, expected, monkeyp
         until(
             lambda: (
                 server.asked.total() == 8
-                and (job.folder / "output" / "00000_chunk_00000.jsonl").exists()
+                and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
         monkeypatch.setattr(object_store, "effects", Missing())
@@ -632,7 +598,7 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
-    threads: list[threading.Thread] = []
+    threads = []
     start = mirror.RemoteMirror.start
     monkeypatch.setattr(
         mirror.RemoteMirror,
@@ -658,11 +624,11 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     job.rank.mkdir(parents=True)
     hanging = Hanging()
     monkeypatch.setattr(mirror, "DRAIN_SECONDS", 0.1)
-    mirrored: list[None] = []
+    mirrored = []
     upload = mirror.RemoteMirror._upload
     monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
-        shutdowns: list[Shutdown] = []
+        shutdowns = []
         start = mirror.RemoteMirror.start
         monkeypatch.setattr(
             mirror.RemoteMirror,
@@ -701,9 +667,6 @@ def test_what_cannot_work_is_refused_at_once(ram, changes, message):
         runner(ram, server, **changes)
 
 
-# mirror_seconds: auto ----------------------------------------------------------------------------
-
-
 # what a mirror may say, and who may have written it ----------------------------------------------
 
 KEY = "0123456789abcdef-secret"
@@ -726,11 +689,10 @@ def rewrite(path, change):
 
 
 def a_part(content):
-    part: dict[str, Any] = next(iter(content["files"].values()))[0]
-    return part
+    return next(iter(content["files"].values()))[0]
 
 
-HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
+HOSTILE = {
     **{
         f"a file {name}": lambda content, name=name: content["files"].update(
             {name: [a_part(content)]}
@@ -784,7 +746,7 @@ def test_an_object_is_read_no_further_than_its_manifest_says(job):
     store = Versions(f"{job.remote}/00000")
     part = store.put_object("0" * 16 + "-000000", b"123")
     for folder in ("objects", "copies"):
-        (job.folder / "remote" / "00000" / folder / part.name).write_bytes(b"1234" * 1000)
+        (job.folder / "remote/00000" / folder / part.name).write_bytes(b"1234" * 1000)
     with pytest.raises(Damaged, match="is missing or damaged, and so is its copy"):
         store.read_object(part)
 
@@ -837,7 +799,7 @@ def test_a_seal_holds_for_one_content_one_version_and_one_rank(job, key):
         restored_folder(job)
     renamed.rename(newest)
 
-    shutil.copytree(job.folder / "remote" / "00000", job.folder / "remote" / "00001")
+    shutil.copytree(job.folder / "remote/00000", job.folder / "remote/00001")
     with pytest.raises(CheckpointCorrupt, match=f"00001/{newest.name} {wrong}"):
         restore(f"{job.remote}/00001", job.checkpoints / "00001")
 
@@ -894,17 +856,6 @@ def test_a_mirror_from_before_the_key_is_restored_without_it(job, monkeypatch):
     assert answered(restored_folder(job)) == up_to("text 4 again")
 
 
-@pytest.mark.slow
-def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypatch, log):
-    job.run_until("text 2")
-    monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
-    job.run_until("text 4 again")
-    assert any(
-        "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
-    )
-    assert answered(restored_folder(job)) == up_to("text 4 again")
-
-
 @pytest.mark.parametrize("short", ["", "0123456789"])
 def test_a_short_key_is_refused(job, monkeypatch, short):
     monkeypatch.setenv(MIRROR_KEY_VARIABLE, short)
@@ -928,7 +879,31 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram
         )
     versions = Versions(f"{job.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
-    process = object.__new__(InferenceServer)
-    nothing = type("Nothing", (), {"env": {}})
-    vars(process).update(lease=nothing, _command=nothing, _record=None)
-    assert key not in process._environment().values()
+    server = InferenceServer(InferenceConfig("dummy", "m"), 0)
+    assert key not in server._environment().values()
+
+
+@pytest.mark.slow
+def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypatch, log):
+    job.run_until("text 2")
+    monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
+    job.run_until("text 4 again")
+    assert any(
+        "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
+    )
+    assert answered(restored_folder(job)) == up_to("text 4 again")
+
+
+def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
+    """However often it is tried, and on whichever node: it leaves no version that would make the
+    output its own.
+    """
+    job.run(server)
+    other = Job(job.folder, str(job.folder / "mirror of another job"))
+    for checkpoints in ("other", "next node"):
+        other.checkpoints = job.folder / checkpoints
+        with pytest.raises(OutputMismatch, match="belongs to another run"):
+            other.run(server, 3)
+    assert not Path(other.remote).exists()
+    assert server.asked.total() == 12
+    assert outputs(job.folder / "output") == expected

@@ -2,8 +2,6 @@
 that is not first.
 """
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path
@@ -25,9 +23,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import config, documents, letters, rows, writer
+from tests.jobs import chat, config, documents, letters, rows, writer
 
-from .test_models import generate_and_judge, payload, says
+from .test_models import generate_and_judge, says
 from .test_models import runner as runner_of_both
 
 
@@ -46,7 +44,7 @@ def b():
 async def first_then_second(document, generate):
     """All models get the same payload, the one that was first in the first attempt at first."""
     order = Path("order").read_text().split()  # noqa: ASYNC240
-    return {name: (await getattr(generate, name)(payload(document.text))).text for name in order}
+    return {name: (await getattr(generate, name)(chat(document.text))).text for name in order}
 
 
 def attempt(folder, models, seed=None, **changes):
@@ -88,7 +86,7 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
     a._status = lambda payload, times: 403 if "second" in str(payload) else None
 
     async def two(document, generate):
-        return [(await generate(payload(text))).text for text in (document.text, "second")]
+        return [(await generate(chat(text))).text for text in (document.text, "second")]
 
     place = {"checkpoints_local_dir": str(here / "checkpoints")}
     with pytest.raises(ServerRefused):
@@ -176,12 +174,6 @@ def test_the_numbers_of_a_run_whose_models_were_renamed(here, a, b, command):
     assert state["totals"]["work"]["requests"] == 3
     for words in (["status"], ["verify"], ["report", "--output", "page.html"]):
         command(words[0], "checkpoints", *words[1:])
-
-
-def test_a_page_names_all_models(here, a, b, command):
-    runner_of_both(here, a, b, judge={"model_name_or_path": "other"}).run(documents(1))
-    command("report", "checkpoints", "--output", "page.html")
-    assert "<title>fake, other: finished" in Path("page.html").read_text()
 
 
 # answers_from ------------------------------------------------------------------------------------

@@ -2,24 +2,12 @@
 document waits for none that it does not need.
 """
 
-from __future__ import annotations
-
 import asyncio
-import copy
-import itertools
-import os
 import re
-import signal
-import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import dill
-import orjson
 import pytest
-import yaml
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -27,14 +15,11 @@ from datatrove_ckpt.checkpoint import history_records
 from datatrove_ckpt.checkpoint.history_records import Progress
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
     DocumentFailed,
-    Preempted,
     ServerDied,
     ServerRefused,
     ServerStartFailed,
-    ServerUnavailable,
 )
 from datatrove_ckpt.generation import progress
 from datatrove_ckpt.generation.generate import Drain, Requests
@@ -46,28 +31,16 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.histories import read_history
-from tests.integration.test_preemption import when_logged
 from tests.integration.test_supervision import ENGINE
-from tests.jobs import Budget, ask, config, documents, letters, rows, writer
-from tests.patience import until, until_async
+from tests.jobs import ask, chat, config, documents, letters, rows, writer
+from tests.patience import until_async
 from tests.yaml_jobs import job_yaml, write_job
 
 
-def payload(text):
-    return {"messages": [{"role": "user", "content": text}]}
-
-
 async def generate_and_judge(document, generate):
-    written = await generate(payload(f"Write {document.text}"))
-    judged = await generate.judge(payload(f"Judge {written.text}"))
+    written = await generate(chat(f"Write {document.text}"))
+    judged = await generate.judge(chat(f"Judge {written.text}"))
     return {"text": written.text, "score": judged.text}
-
-
-async def ask_both_the_same(document, generate):
-    return [
-        (await generate(payload(document.text))).text,
-        (await generate.judge(payload(document.text))).text,
-    ]
 
 
 def says(name):
@@ -84,13 +57,6 @@ def writes():
 def judges():
     with says("judge") as server:
         yield server
-
-
-@pytest.fixture
-def ignores_usr1():
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.fixture
@@ -135,36 +101,6 @@ def test_each_request_goes_to_its_model(here, writes, judges):
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-def test_the_first_model_has_its_name_too(here, writes, judges):
-    async def rollout(document, generate):
-        return (await generate.writer(payload(document.text))).text
-
-    runner(here, writes, judges, rollout).run(documents(1))
-    alone = here / "alone"
-    InferenceRunner(rollout, {"writer": config(writes)}, writer(alone)).run(documents(1))
-    assert [len(server.payloads) for server in (writes, judges)] == [2, 0]
-    assert [row["metadata"] for row in rows(here)] == [row["metadata"] for row in rows(alone)]
-
-
-@pytest.mark.parametrize("seed", [None, 7])
-def test_the_same_payload_has_an_answer_of_each_model(ram, writes, judges, seed):
-    """The models have the same name, so their payloads are equal to the last byte."""
-
-    def attempt(folder):
-        settings = {"config": {"seed": seed}}
-        both = {"writer": settings["config"], "judge": settings["config"]}
-        runner(folder, writes, judges, ask_both_the_same, records_per_chunk=9, **both).run(
-            documents(2)
-        )
-
-    (ram / "job").mkdir()
-    assert_same_output_after_every_crash(attempt, ram / "job", counted=("commit",))
-    results = [row["metadata"]["rollout_results"] for row in rows(ram / "job")]
-    assert results == [[[f"writer on text {n}", f"judge on text {n}"]] for n in range(2)]
-    seeds = [{payload.get("seed") for payload in server.payloads} for server in (writes, judges)]
-    assert seeds == [{None}, {None}] if seed is None else not seeds[0] & seeds[1]
-
-
 def test_killed_at_every_write_and_resumed(ram):
     def attempt(folder):
         runner(folder, writes, judges).run(documents(2))
@@ -180,12 +116,12 @@ class Answered:
     the rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.most = 0
-        self.questions: Counter[str] = Counter()
+        self.questions = Counter()
 
-    def server(self, name: str) -> FakeServer:
-        def answer(payload: dict[str, Any], times: int) -> str:
+    def server(self, name):
+        def answer(payload, times):
             question = payload["messages"][-1]["content"]
             self.questions[f"{name}: {question}"] += 1
             return f"{name} on {question}"
@@ -215,26 +151,6 @@ def test_stopped_after_each_request_nothing_is_asked_twice(here, most):
     assert outputs(here / "job/output") == outputs(here / "undisturbed/output")
 
 
-def test_each_model_has_its_vectors_and_shares_its_requests_among_documents(here):
-    async def rollout(document, generate):
-        both = await asyncio.gather(
-            generate.embed(document.text), generate.judge.embed(document.text)
-        )
-        return [vector.tolist() for vector in both]
-
-    def vectors(number):
-        return lambda payload: {
-            "data": [{"index": i, "embedding": [number]} for i in range(len(payload["input"]))]
-        }
-
-    with FakeServer() as writes, FakeServer() as judges:
-        writes.paths["/v1/embeddings"], judges.paths["/v1/embeddings"] = vectors(1), vectors(2)
-        together = {"texts_per_request": 4}
-        runner(here, writes, judges, rollout, writer=together, judge=together).run(documents(8))
-        assert [len(server.payloads) for server in (writes, judges)] == [2, 2]
-    assert [row["metadata"]["rollout_results"] for row in rows(here)] == [[[[1.0], [2.0]]]] * 8
-
-
 # whose fault -------------------------------------------------------------------------------------
 
 
@@ -251,14 +167,8 @@ def test_a_judge_that_is_not_there_stops_the_rank_by_its_name(here, writes, real
     assert not letters(here)
 
 
-@pytest.mark.parametrize("several", [True, False])
 def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later(
-    here,
-    writes,
-    judges,
-    monkeypatch,
-    policy,
-    several,
+    here, writes, judges, monkeypatch, policy
 ):
     """It answers once a line of the history tells of it, and the screen too."""
     monkeypatch.setattr(history_records, "_LASTS", 0.2)
@@ -269,11 +179,8 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
     history = here / "checkpoints/00000/history.jsonl"
 
     def lines():
-        return [
-            one
-            for one in read_history(history).records
-            if isinstance(one, Progress) and one.silence.lasts
-        ]
+        records = read_history(history).records
+        return [one for one in records if isinstance(one, Progress) and one.silence.lasts]
 
     async def away(target, *settings):
         if str(judges.url) in str(target) and not (lines() and states[-1].startswith("the server")):
@@ -286,59 +193,14 @@ def test_a_server_that_is_away_at_the_start_is_noted_as_one_that_goes_away_later
 
     monkeypatch.setattr(endpoints, "_get", away)
     monkeypatch.setattr(RankReporter, "now", shown)
-    if several:
-        runner(here, writes, judges).run(documents(1))
-    else:
-        run = InferenceRunner(
-            ask, config(judges), writer(here), checkpoints_local_dir="checkpoints"
-        )
-        run.run(documents(1))
+    runner(here, writes, judges).run(documents(1))
     (line,) = lines()
-    assert line.silence[1:] == (60.0, True, "judge" * several)
+    assert line.silence[1:] == (60.0, True, "judge")
     assert (line.waiting, line.in_flight) == (1, 0)
-    name = "judge" if several else ""
-    assert "waiting for the server" + " of judge" * several in states
-    assert f"the server{' of judge' * bool(name)} is unreachable" in states
+    assert "waiting for the server of judge" in states
+    assert "the server of judge is unreachable" in states
     assert not states[-1]
     assert not read_history(history).attempts[-1].last.silence.seconds
-
-
-@pytest.mark.parametrize("status", [401, 404])
-def test_a_judge_that_refuses_stops_the_rank_by_its_name(here, writes, status):
-    with (
-        FakeServer(status=lambda payload, times: status) as judges,
-        pytest.raises(ServerRefused) as raised,
-    ):
-        runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
-    assert str(raised.value).startswith("judge: ")
-    assert str(raised.value).count("judge: ") == 1
-    assert not letters(here)
-
-
-def test_a_judge_that_stops_answering_stops_the_rank_by_its_name(here, writes, log, monkeypatch):
-    """The writer answers all the time, also while the judge's patience ends."""
-    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
-    with FakeServer(status=lambda payload, times: 503 if "2" in str(payload) else None) as judges:
-        settings = {"server_patience_seconds": 0.5, "request_max_attempts": 10**6}
-        with pytest.raises((ServerUnavailable, DocumentFailed)) as raised:
-            runner(here, writes, judges, judge=settings, on_document_error="dead_letter").run(
-                documents(3)
-            )
-    assert "judge: " in str(raised.value)
-    assert "writer" not in str(raised.value)
-    assert any("judge: The server gives no answers (HTTP 503" in line for line in log)
-    assert not letters(here)
-
-
-def test_a_request_that_the_judge_rejects_is_its_documents_fault(here, writes):
-    with FakeServer(
-        status=lambda payload, times: 400 if "text 1" in str(payload) else None
-    ) as judges:
-        runner(here, writes, judges, on_document_error="dead_letter").run(documents(3))
-    (letter,) = letters(here)
-    assert letter["id"] == "id 1"
-    assert len(rows(here)) == 2
-    assert "Judge" in str(letter)
 
 
 async def test_who_waits_for_the_judge_stops_no_other(here, writes):
@@ -385,20 +247,6 @@ def launched(folder, **changes):
     )
 
 
-def test_each_model_has_its_servers_and_the_next_rank_takes_them_over(here, log):
-    for rank in range(3):
-        launched(here).run(documents(2), rank, 3)
-    assert sorted(path.name for path in Path("logs").iterdir()) == [
-        "server_rank_00000_judge.log",
-        "server_rank_00000_writer.log",
-    ]
-    for rank, name in itertools.product((1, 2), ("writer", "judge")):
-        assert any(
-            f"{name}: Rank {rank} takes over the server that rank 0 started" in line for line in log
-        )
-    assert len(rows(here)) == 6
-
-
 def test_a_rank_with_other_models_takes_over_those_that_are_the_same(here, log):
     launched(here).run(documents(2), 0, 3)
     again = launched(here / "again")
@@ -418,8 +266,8 @@ def of_scripts(folder, **judge):
     """The writer's server answers, and the judge's is an engine that does what a prompt says."""
 
     async def rollout(document, generate):
-        await generate(payload(document.text))
-        return (await generate.judge(payload(document.text))).text.partition(" says ")[2]
+        await generate(chat(document.text))
+        return (await generate.judge(chat(document.text))).text.partition(" says ")[2]
 
     (folder / "engine.py").write_text(ENGINE)
     engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **judge)
@@ -468,12 +316,12 @@ def test_several_models_on_several_nodes_are_refused(here, writes, judges, monke
         runner(here, writes, judges).run(documents(2))
 
 
-# an early stop -----------------------------------------------------------------------------------
+# settings ----------------------------------------------------------------------------------------
 
 
 async def test_a_drain_is_not_over_while_one_model_has_requests():
     clients = [SimpleNamespace(sender=SimpleNamespace(in_flight=number)) for number in (0, 1, 1)]
-    models: list[Any] = [
+    models = [
         SimpleNamespace(client=SimpleNamespace(result=lambda c=c: c), is_dead=False)
         for c in clients
     ]
@@ -487,41 +335,6 @@ async def test_a_drain_is_not_over_while_one_model_has_requests():
     clients[1].sender.in_flight = 0
     clients[1].sender.on_release()
     await over
-
-
-def test_a_drain_waits_for_the_requests_of_all_models(here, ignores_usr1):
-    """Five requests are in flight, at both, when the signal comes; each is answered before the rank
-    ends.
-    """
-
-    async def rollout(document, generate):
-        model = generate.judge if document.id in ("id 1", "id 3") else generate
-        return (await model(payload(document.text))).text
-
-    with FakeServer(hold_after=0) as writes, FakeServer(hold_after=0) as judges:
-
-        def stop():
-            until(lambda: (len(writes.payloads), len(judges.payloads)) == (3, 2))
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-        step = runner(here, writes, judges, rollout, drain_seconds=600)
-        thread = threading.Thread(target=stop)
-
-        def release():
-            writes.release()
-            judges.release()
-
-        with when_logged("5 requests in flight have 600 s to be answered", release):
-            thread.start()
-            with pytest.raises(Preempted):
-                step.run(documents(5))
-        thread.join()
-        step.run(documents(5))
-        assert {*writes.asked.values(), *judges.asked.values()} == {1}
-    assert len(rows(here)) == 5
-
-
-# settings ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -598,7 +411,7 @@ def test_what_cannot_work_is_refused(here, models, said):
 
 def test_a_model_that_is_not_there_is_named(here, writes, judges):
     async def rollout(document, generate):
-        return await generate.jugde(payload(document.text))
+        return await generate.jugde(chat(document.text))
 
     with pytest.raises(
         DocumentFailed,
@@ -607,59 +420,7 @@ def test_a_model_that_is_not_there_is_named(here, writes, judges):
         runner(here, writes, judges, rollout).run(documents(1))
 
 
-def test_another_judge_is_another_run(here, writes, judges):
-    runner(here, writes, judges).run(documents(2))
-    with pytest.raises(
-        CheckpointMismatch, match=re.escape('judge.model: "fake" -> "other"')
-    ) as raised:
-        runner(here, writes, judges, judge={"model_name_or_path": "other"}).run(documents(4))
-    assert "writer" not in str(raised.value)
-    step = runner(here, writes, judges)
-    step.named_models = {
-        "writer": step.named_models["writer"],
-        "critic": step.named_models["judge"],
-    }
-    with pytest.raises(CheckpointMismatch, match="models: "):
-        step.run(documents(4))
-
-
-def test_one_named_model_is_the_run_that_it_was(here, writes):
-    def step(models):
-        return InferenceRunner(
-            ask, models, writer(here), checkpoints_local_dir=str(here / "c"), records_per_chunk=1
-        )
-
-    step(config(writes)).run(documents(2))
-    step({"writer": config(writes)}).run(documents(4))
-    assert len(writes.payloads) == 4
-
-
-def test_a_pickled_step_has_its_models(here, writes, judges):
-    step = runner(here, writes, judges)
-    for copied in (dill.loads(dill.dumps(step)), copy.deepcopy(step)):
-        assert [*copied.models] == ["writer", "judge"]
-        assert copied.models["writer"] is copied.config
-        assert [one.said for one in copied.models.values()] == ["writer: ", "judge: "]
-        assert copied.identity(1).fields == step.identity(1).fields
-
-
 # numbers -----------------------------------------------------------------------------------------
-
-
-def test_the_numbers_are_those_of_all_models_over_all_attempts(here, writes, command):
-    budget = Budget()
-    budget.left = 2
-    with FakeServer(lambda payload, times: "a b c", status=budget) as judges:
-        with pytest.raises(ServerRefused):
-            runner(here, writes, judges, writer={"max_concurrent_documents": 1}).run(documents(5))
-        budget.left = 99
-        runner(here, writes, judges, writer={"max_concurrent_documents": 1}).run(documents(5))
-    last = read_history(here / "checkpoints/00000/history.jsonl").last
-    assert (last.total.requests, last.own.requests, last.total.failed) == (10, 5, 1)
-    state = orjson.loads(command("status", "checkpoints", "--json").out)
-    assert state["totals"]["work"]["requests"] == 10
-    events = read_history(here / "checkpoints/00000/history.jsonl").attempts[-1].servers
-    assert {event.name for event in events} == {"writer 0", "judge 0"}
 
 
 def test_the_bar_names_the_model_that_gives_no_answers(monkeypatch):
@@ -719,15 +480,6 @@ def test_a_yaml_file_names_models(job, command):
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
-
-
-def test_print_config_writes_what_can_be_run(job, command):
-    printed = command("run", "job.yaml", "--print-config", "--pipeline.1.config.judge.gpus=2").out
-    found = yaml.safe_load(printed)["executor"]["init_args"]["pipeline"][1]["init_args"]["config"]
-    assert [*found] == ["writer", "judge"]
-    assert found["judge"]["gpus"] == 2
-    Path("printed.yaml").write_text(printed)
-    command("run", "printed.yaml")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,8 @@
 """What a run tells others while it works: metrics at a port, and nothing that could hold it up."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
-import subprocess
 import sys
 from contextlib import nullcontext
 
@@ -18,7 +15,6 @@ from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, fails_at, runner
 from tests.unit.test_metrics import PORT, get, samples, waited_for
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 
 @pytest.fixture
@@ -30,7 +26,7 @@ def host(monkeypatch):
 
 
 def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, server):
-    seen: dict[str, float] = {}
+    seen = {}
 
     async def rollout(document, generate):
         if document.id == "id 5":
@@ -97,41 +93,6 @@ def test_without_checkpoints_there_are_metrics_too(tmp_path, host, server):
     found = samples(get(host), run=tmp_path.name)
     assert found["rank_documents written"] == found["documents_total"] == 3
     assert found["rank_state done"] == 1
-
-
-MONITORING = """\
-          monitoring:
-            metrics_port: %d
-            metrics_host: %s
-"""
-
-
-def write_files(folder, url, host, monkeypatch):
-    """A job of two tasks with metrics at a port, in the working directory."""
-    monkeypatch.chdir(folder)
-    text = job_yaml(ENDPOINT.replace("URL", url), tasks=2).replace("workers: 1", "workers: 2")
-    write_job(folder, text + MONITORING % (PORT, host), "a", "b")
-
-
-@pytest.mark.slow
-def test_each_worker_of_a_command_has_a_port_of_its_own(tmp_path, host, monkeypatch):
-    with FakeServer(hold_after=0) as server:
-        write_files(tmp_path, server.url, host, monkeypatch)
-        command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
-        with subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        ) as process:
-            try:
-                ports = PORT, PORT + 1
-                for rank in (0, 1):
-                    line = f'requests_in_flight{{rank="{rank}",run="{tmp_path.name}"}} 1.0'
-                    waited_for(
-                        lambda line=line: [port for port in ports if line in get(host, port)]
-                    )
-                server.release()
-                assert process.wait() == 0
-            finally:
-                process.kill()
 
 
 def test_a_missing_package_is_said_before_anything_starts(tmp_path, monkeypatch, server):
@@ -253,16 +214,6 @@ def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
     ]
     (sent,) = made(calls, "log")
     assert sent["values"]["counts.read"] == 4
-
-
-def test_the_command_reads_the_mirror(tmp_path, calls, server, command):
-    runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(4))
-    command("track", tmp_path / "mirror", "--wandb", "texts", "--name", "books")
-    command("track", tmp_path / "checkpoints", "--wandb", "texts", "--name", "books")
-    first, second = made(calls, "init")
-    assert first["id"] == second["id"]
-    first, second = made(calls, "log")
-    assert first["values"]["counts.read"] == second["values"]["counts.read"] == 4
 
 
 def test_mistakes_of_track(tmp_path, monkeypatch, command):

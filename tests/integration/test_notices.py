@@ -1,7 +1,5 @@
 """Preemption notices: a node that goes away is noticed, and its ranks drain as on SIGTERM."""
 
-from __future__ import annotations
-
 import json
 import queue
 import signal
@@ -11,18 +9,17 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from datatrove_ckpt.errors import ConfigError, Preempted
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process import preemption
 from datatrove_ckpt.process.preemption import NoticeWatch, check_notice
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
 from tests.integration.test_preemption import plain
-from tests.jobs import documents, runner
+from tests.jobs import runner
 from tests.patience import until
 from tests.processes import start, write_program
 
@@ -32,7 +29,7 @@ AZURE = {
     "Resources": ["vm_0"],
     "NotBefore": "Tue, 24 Nov 2026 08:22:00 GMT",
 }
-CLOUDS: dict[str, tuple[list[Any], Any, str]] = {
+CLOUDS = {
     # what is no notice, what is one, and what is said of it
     "aws": ([None], AWS, "terminate at 2026-11-24T08:22:00Z"),
     "gcp": (["FALSE"], "TRUE", "preempted"),
@@ -49,12 +46,12 @@ class Metadata:
     says.
     """
 
-    def __init__(self) -> None:
-        self.notice: Any = None
+    def __init__(self):
+        self.notice = None
         self.asked = 0
-        self.refused: list[str] = []
+        self.refused = []
 
-    def answer(self, method: str, path: str, headers: Any) -> tuple[int, str]:
+    def answer(self, method, path, headers):
         if (method, path) == ("PUT", "/latest/api/token"):
             return (
                 (200, "the token")
@@ -125,7 +122,7 @@ def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, mon
     served, _ = metadata
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
     others, real, text = CLOUDS[cloud]
-    came: queue.SimpleQueue[str] = queue.SimpleQueue()
+    came = queue.SimpleQueue()
     served.notice = others[0]
     watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
     for other in others:
@@ -142,7 +139,7 @@ def test_what_cannot_be_asked_is_said_once_and_a_notice_is_still_noticed(
     metadata, log, tmp_path, monkeypatch
 ):
     served, url = metadata
-    came: queue.SimpleQueue[str] = queue.SimpleQueue()
+    came = queue.SimpleQueue()
     monkeypatch.setattr(preemption, "METADATA", f"{url}/nothing")
     watches = [NoticeWatch({"cloud": "gcp"}, Shutdown(), came.put) for _ in range(2)]
     until(lambda: len(served.refused) >= 6)
@@ -175,12 +172,8 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
     [
         ("aws", r"takes {'cloud': name} or {'command': \[program, ...\]}"),
         ({"cloud": "aws", "command": ["a"]}, "takes {"),
-        ({"file": "a"}, "takes {"),
-        ({"url": "http://b"}, "takes {"),
-        ({"cloud": ""}, "'' is not one of aws, gcp, azure"),
         ({"cloud": ["aws"]}, "is not one of aws, gcp, azure"),
         ({"command": "check --it"}, "command: takes a list of words"),
-        ({"command": []}, "command: takes a list"),
         ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
         ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
     ],
@@ -196,42 +189,6 @@ def test_a_notice_needs_sigterm_among_the_signals_that_drain(tmp_path, server):
         runner(
             tmp_path, server, plain, drain_signals=["SIGUSR1"], preemption_notice={"cloud": "aws"}
         )
-
-
-# a rank ------------------------------------------------------------------------------------------
-
-
-def test_a_rank_in_a_thread_drains_says_why_and_resumes_without_the_setting(
-    tmp_path, metadata, log
-):
-    served, _ = metadata
-    served.notice = "FALSE"
-    ended: list[BaseException] = []
-
-    def run():
-        try:
-            step.run(documents(20))
-        except BaseException as error:
-            ended.append(error)
-
-    with FakeServer(hold_after=2) as server:
-        settings = {"max_concurrent_generations": 4}
-        step = runner(tmp_path, server, plain, config=settings, preemption_notice={"cloud": "gcp"})
-        rank = threading.Thread(target=run)
-        rank.start()
-        until(lambda: len(server.payloads) >= 6)
-        served.notice = "TRUE"
-        until(lambda: any("requests in flight have" in line for line in log))
-        server.release()
-        rank.join()
-        assert len(server.payloads) == 6
-        reason = "a preemption notice (cloud gcp: preempted)"
-        assert any(f"Rank 0: interrupted by {reason}, saved: 6 documents" in line for line in log)
-        assert isinstance(ended[0], Preempted)
-        assert str(ended[0]) == f"Stopped by {reason}. Run the same command again to resume."
-        # No part of the identity.
-        runner(tmp_path, server, plain, config=settings).run(documents(20))
-        assert set(server.asked.values()) == {1}
 
 
 # processes ---------------------------------------------------------------------------------------
@@ -293,7 +250,7 @@ def test_a_run_ends_as_on_sigterm_says_why_and_goes_on(tmp_path, module, workers
         process = start(command, cwd=tmp_path)
         until(lambda: len(server.payloads) >= 6 * workers)
         told.touch()
-        logs = [tmp_path / "logs" / "logs" / f"task_{rank:05d}.log" for rank in range(workers)]
+        logs = [tmp_path / "logs/logs" / f"task_{rank:05d}.log" for rank in range(workers)]
         until(lambda: all("requests in flight have" in log.read_text() for log in logs))
         server.release()
         output = process.communicate(timeout=300)[0]

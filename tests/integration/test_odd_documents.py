@@ -2,21 +2,9 @@
 stuck on one.
 """
 
-from __future__ import annotations
-
-import copy
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
-from datatrove.data import Document
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
-from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_whose_fault import all_of
 from tests.jobs import ask, documents, ids, letters, rows, runner
 
@@ -24,12 +12,12 @@ from tests.jobs import ask, documents, ids, letters, rows, runner
 class Mute(Exception):
     """An error, or a value, that cannot be shown."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise RuntimeError("no text")
 
     __repr__ = __str__
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return 7
 
 
@@ -49,15 +37,15 @@ def raises(error):
 
 
 def nested(depth):
-    value: list[Any] = []
+    value = []
     for _ in range(depth):
         value = [value]
     return value
 
 
-RECURSIVE: list[Any] = []
+RECURSIVE = []
 RECURSIVE.append(RECURSIVE)
-UNWRITABLE: dict[str, Callable[[Document], None]] = {
+UNWRITABLE = {
     "no text": field("text", None),
     "text with a surrogate": field("text", "a\ud800b"),
     "mute id": field("id", Mute()),
@@ -131,70 +119,3 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp
 
     runner(tmp_path, server, cleans, retry_dead_letters=True, accept_changes=True).run([])
     assert len(rows(tmp_path)) == 9
-
-
-# at random ---------------------------------------------------------------------------------------
-
-_ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.binary(max_size=3), st.complex_numbers(),
-    st.text(st.characters(exclude_categories=[]), max_size=4), st.just(RECURSIVE), st.builds(object),
-)  # fmt: skip
-_VALUES = st.recursive(
-    _ODD,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2),
-        st.dictionaries(
-            st.one_of(st.text(st.characters(exclude_categories=[]), max_size=2), st.integers()),
-            inner,
-        ),
-        st.frozensets(st.integers(), max_size=2),
-    ),
-    max_leaves=4,
-)
-_PLACES = st.sampled_from(
-    ["text", "id", "metadata", "media", "result", "key", "value", "error", "exit", "answer"]
-)
-
-
-def _apply(place, value, document):
-    if place in ("text", "id", "metadata", "media"):
-        setattr(document, place, value)
-    elif place == "key":
-        document.metadata[repr(value) if isinstance(value, list | dict) else value] = value
-    elif place == "value":
-        document.metadata["k"] = value
-    elif place == "error":
-        raise ValueError(value)
-    elif place == "exit":
-        raise SystemExit(value)
-    return value
-
-
-_USAGE = [
-    {"prompt_tokens": odd, "completion_tokens": odd}
-    for odd in ("3", [1], {"a": 1}, 2**63, -1, 1e300, 0.5, None)
-]
-
-
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(
-    plan=st.lists(st.tuples(_PLACES, _VALUES), min_size=1, max_size=6),
-    usage=st.sampled_from(_USAGE),
-)
-def test_whatever_a_rollout_does_each_document_ends_once(plan, usage):
-    async def rollout(document, generate):
-        place, value = plan[int(document.text.split()[1]) % len(plan)]
-        result = await ask(document, generate)
-        return (
-            result if place == "answer" else _apply(place, copy.deepcopy(value), document) or result
-        )
-
-    number = 2 * len(plan)
-    with tempfile.TemporaryDirectory() as folder, FakeServer() as server:
-        server.usage = usage
-        path = Path(folder)
-        for _ in range(2):
-            runner(path, server, rollout, on_document_error="dead_letter").run(documents(number))
-            assert len(rows(path)) + len(letters(path)) == number
-        assert sum(server.asked.values()) == number

@@ -2,15 +2,10 @@
 are seen.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import fsspec
 import orjson
@@ -23,20 +18,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputMismatch
+from datatrove_ckpt.errors import ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
     refuse_own_output,
     stands_elsewhere,
 )
-from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import outputs
-from tests.jobs import ask, documents, runner, writer
+from tests.jobs import documents, runner, writer
 from tests.kept import content_of
-from tests.patience import until_async
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 JOB = job_yaml(f"{ENDPOINT}, request_max_attempts: 1", tasks=2) + "          records_per_chunk: 2\n"
@@ -65,91 +58,11 @@ def follow_advice(message, command):
 
 
 def cut(job):
-    path = job / "output" / "00000_00001.jsonl"
+    path = job / "output/00000_00001.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def swap(job):
-    one, other = (job / "output" / f"0000{rank}_00001.jsonl" for rank in range(2))
-    one.rename(job / "aside")
-    other.rename(one)
-    (job / "aside").rename(other)
-
-
-LOSSES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "one": (
-        lambda job: (job / "output" / "00001_00002.jsonl").unlink(),
-        "output files differ from what was committed (1 of 6): ",
-    ),
-    "all": (lambda job: shutil.rmtree(job / "output"), "00000_00000.jsonl is missing; "),
-    "cut": (cut, "00000_00001.jsonl is truncated: it has "),
-    "swapped": (swap, "output files differ from what was committed (2 of 6): "),
-    "emptied": (
-        lambda job: (job / "output" / "00000_00000.jsonl").write_text(""),
-        "it has 0 bytes instead of ",
-    ),
-}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_finished_run_whose_files_are_gone_or_changed_is_no_success_and_its_advice_works(
-    job, command, kind, server
-):
-    command("run", "job.yaml")
-    before = outputs(job / "output")
-    damage, message = LOSSES[kind]
-    damage(job)
-    asked = server.asked.total()
-    said = command("run", "job.yaml", code=1).error
-    assert message in said
-    again = ", then run the same command again"
-    assert re.search(
-        rf"made again: datatrove-ckpt repair \S+ --logging-dir \S+{again}\. |--output \S+ .*{again}\. ",
-        said,
-    )
-    assert server.asked.total() == asked
-    follow_advice(said, command)
-    assert outputs(job / "output") == before
-    command("verify", "checkpoints", "--full")
-
-
 # during a run ------------------------------------------------------------------------------------
-
-
-def test_a_changed_output_folder_is_named_and_no_repair_is_advised(job, command):
-    command("run", "job.yaml")
-    yaml = (job / "job.yaml").read_text().replace("output_folder: output", "output_folder: new")
-    (job / "job.yaml").write_text(yaml)
-    said = command("run", "job.yaml", "--retry-dead-letters", code=1).error
-    assert f"They were written to {job}/output, and that folder still exists" in said
-    assert "Set output_folder back to it; or copy all its files" in said
-    assert "repair" not in said
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("what", ["file", "folder"])
-def test_files_that_are_removed_during_a_run_are_noticed_at_its_end(tmp_path, server, what):
-    async def remove(document, generate):
-        if document.id == "id 4":
-            commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
-            await until_async(lambda: commits.exists() and commits.read_bytes().count(b"\n") >= 2)
-            first = tmp_path / "output" / "00000_chunk_00000.jsonl"
-            first.unlink() if what == "file" else shutil.rmtree(tmp_path / "output")
-        return await ask(document, generate)
-
-    with pytest.raises(CkptError) as failed:
-        runner(tmp_path, server, remove).run(documents(6))
-    assert "output" in str(failed.value)
-    if what == "file":
-        assert "differ from what was committed (1 of 3): 00000_chunk_00000.jsonl is missing" in str(
-            failed.value
-        )
-    with pytest.raises(OutputMismatch):
-        runner(tmp_path, server, ask, accept_changes=True).run(documents(6))
-    assert main(["repair", str(tmp_path / "checkpoints")]) == 0
-    runner(tmp_path, server, ask, accept_changes=True).run(documents(6))
-    assert len(outputs(tmp_path / "output")) == 3
 
 
 class Busy(MemoryFileSystem):
@@ -160,7 +73,7 @@ class Busy(MemoryFileSystem):
 
     protocol = "busy"
 
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
+    def info(self, path, **options):
         raise OSError("429 Too Many Requests")
 
 
@@ -186,30 +99,6 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, comman
 
 
 # files that no commit knows ----------------------------------------------------------------------
-
-
-def test_a_deleted_checkpoint_with_its_output_kept_is_refused_and_the_ways_out_work(
-    job, command, server
-):
-    command("run", "job.yaml")
-    before = outputs(job / "output")
-    shutil.move(job / "checkpoints", job / "kept")
-    shutil.rmtree(job / "logs")
-    asked = server.asked.total()
-    said = command("run", "job.yaml", code=1).error
-    assert (
-        f"{job}/output holds 3 files that output_filename '${{rank}}_${{chunk_index}}.jsonl' may have named"
-        in said
-    )
-    assert f"{job}/checkpoints/00000 is a new checkpoint" in said
-    assert (server.asked.total(), outputs(job / "output")) == (asked, before)
-    shutil.rmtree(job / "checkpoints", ignore_errors=True)
-    shutil.move(job / "kept", job / "checkpoints")
-    command("run", "job.yaml")  # the checkpoint is back
-    for folder in ("checkpoints", "logs", "output"):
-        shutil.rmtree(job / folder)
-    command("run", "job.yaml")
-    assert outputs(job / "output") == before
 
 
 @pytest.mark.matrix
@@ -242,25 +131,6 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
             [Document("a", "0", metadata={"lang": "fr"})]
         )
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
-def test_other_files_other_ranks_and_staged_files_are_no_obstacle(tmp_path, server):
-    others = [
-        "README.md",
-        ".metadata",
-        "00000.jsonl",
-        "00001_chunk_00000.jsonl",
-        "00000_chunk_00000.jsonl.bak",
-        "00000_other_00000.jsonl",
-        f"{STAGING}/00000-x/00000_chunk_00000.jsonl",
-        "sub/00000_chunk_00000.jsonl",
-    ]
-    for name in others:
-        (tmp_path / "output" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "output" / name).write_text("mine")
-    for _ in range(2):
-        runner(tmp_path, server).run(documents(3), 0, 2)
-    assert set(others) < set(outputs(tmp_path / "output"))
 
 
 # folders that must differ ------------------------------------------------------------------------
@@ -309,14 +179,14 @@ class ByPrefix(MemoryFileSystem):
     """A file system in memory that lists by prefix, as s3fs does."""
 
     protocol = "byprefix"
-    store: dict[str, Any] = {}  # noqa: RUF012 (as fsspec's own)
-    listed: list[tuple[str, str]] = []  # noqa: RUF012 (as fsspec's own)
+    store = {}  # noqa: RUF012 (as fsspec's own)
+    listed = []  # noqa: RUF012 (as fsspec's own)
 
     @classmethod
-    def _strip_protocol(cls, path: str) -> str:
+    def _strip_protocol(cls, path):
         return str(super()._strip_protocol(path.replace("byprefix://", "memory://")))
 
-    def find(self, path: str, prefix: str = "", **options: Any) -> Any:
+    def find(self, path, prefix="", **options):
         self.listed.append((path, prefix))
         return {
             name: info
@@ -348,9 +218,6 @@ def test_remote_files_are_listed_once_by_prefix(tmp_path, server, remote):
     assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(
         failed.value
     )
-
-
-# another output folder ---------------------------------------------------------------------------
 
 
 # the closing line --------------------------------------------------------------------------------
@@ -403,7 +270,7 @@ def test_an_input_without_documents_is_said(job, command):
         path.write_text("")
     said = command("run", "job.yaml")
     assert said.startswith("There are no documents in the input, so there is no output in ")
-    log = (job / "logs" / "logs" / "task_00000.log").read_text()
+    log = (job / "logs/logs/task_00000.log").read_text()
     assert "Rank 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
@@ -411,13 +278,13 @@ def test_an_input_without_documents_is_said(job, command):
 @pytest.mark.slow
 def test_a_closing_line_whose_counts_contradict_is_an_error(job, command):
     command("run", "job.yaml")
-    retry = job / "checkpoints" / "retry-00001"
-    shutil.copytree(job / "checkpoints" / "00000", retry / "00000")
+    retry = job / "checkpoints/retry-00001"
+    shutil.copytree(job / "checkpoints/00000", retry / "00000")
     commits = [
         orjson.loads(line.body) | {"files": []}
-        for line in read_lines(retry / "00000" / "commits.jsonl")
+        for line in read_lines(retry / "00000/commits.jsonl")
     ]
-    (retry / "00000" / "commits.jsonl").write_bytes(
+    (retry / "00000/commits.jsonl").write_bytes(
         b"".join(seal(orjson.dumps(commit)) for commit in commits)
     )
     said = command("run", "job.yaml", code=1).error
@@ -430,7 +297,7 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     tmp_path, server
 ):
     (tmp_path / "input").mkdir()
-    (tmp_path / "input" / "0.jsonl").write_text('{"id": "0", "text": "a"}\n')
+    (tmp_path / "input/0.jsonl").write_text('{"id": "0", "text": "a"}\n')
     step = runner(tmp_path, server, output_writer=writer(tmp_path / "input"))
     reader = JsonlReader(str(tmp_path / "input"))
     with pytest.raises(
@@ -459,17 +326,17 @@ def test_the_main_branch_of_a_repository_has_several_names(branch, other):
 
 
 def cut_log(job, lines):
-    log = job / "checkpoints" / "00000" / "commits.jsonl"
+    log = job / "checkpoints/00000/commits.jsonl"
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
 
 
 def forget_last_chunk(job):
-    shutil.rmtree(job / "checkpoints" / "last_chunk")
+    shutil.rmtree(job / "checkpoints/last_chunk")
 
 
 def forget_documents(job):
     """As an earlier release left it."""
-    path = job / "checkpoints" / "00000" / "shard.json"
+    path = job / "checkpoints/00000/shard.json"
     shard = content_of(path) | {"version": 1}
     del shard["documents"]
     path.write_text(json.dumps(shard))

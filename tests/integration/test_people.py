@@ -4,8 +4,6 @@
 A failure prints the fewest operations that show it, and the command that repeats them.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -4,8 +4,6 @@ DATATROVE_CKPT_WRITE_PICTURES=1 writes them. Otherwise the lines in them are com
 the run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

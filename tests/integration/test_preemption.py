@@ -4,8 +4,6 @@ Most tests run in this process, whose signals they set up themselves; the last o
 processes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -57,7 +55,7 @@ def reraised():
     """Sets old handlers for all signals that a rank handles, and gives the signals that are raised
     again for them.
     """
-    got: list[int] = []
+    got = []
     before = {
         number: signal.signal(number, lambda number, frame: got.append(number))
         for number in SIGNALS
@@ -110,21 +108,11 @@ async def plain(document, generate):
     return (await ask(document, generate)).text
 
 
-async def twice(document, generate):
-    first = await plain(document, generate)
-    return [
-        first,
-        (
-            await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
-        ).text,
-    ]
-
-
 def expected(tmp_path, rollout, number):
     """The output of a run that nothing interrupted."""
     with FakeServer() as server:
         runner(tmp_path / "undisturbed", server, rollout).run(documents(number))
-    return outputs(tmp_path / "undisturbed" / "output")
+    return outputs(tmp_path / "undisturbed/output")
 
 
 # --------------------------------------------------------------------------- what still finishes
@@ -137,7 +125,7 @@ def expected(tmp_path, rollout, number):
 def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_the_signal(
     tmp_path, reraised, number
 ):
-    finished: list[str] = []
+    finished = []
 
     async def rollout(document, generate):
         result = await plain(document, generate)
@@ -156,35 +144,6 @@ def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_t
         assert sorted(finished) == sorted(document.id for document in documents(20))
         assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
-
-
-def test_a_document_that_needs_another_request_waits_for_the_next_attempt_and_keeps_its_answers(
-    tmp_path, reraised
-):
-    with FakeServer(hold_after=0) as server:
-        step = runner(tmp_path, server, twice, drain_seconds=600)
-        preempted(step, 3, server, 3, match="SIGTERM")
-        assert server.asked == {f"text {index}": 1 for index in range(3)}
-        step.run(documents(3))
-        assert len(server.asked) == 6
-        assert set(server.asked.values()) == {1}
-    assert outputs(tmp_path / "output") == expected(tmp_path, twice, 3)
-
-
-@pytest.mark.parametrize(
-    "previous", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"]
-)
-def test_a_signal_that_ends_nobody_still_ends_the_rank(tmp_path, previous, server):
-    async def rollout(document, generate):
-        send_signal()
-        return await plain(document, generate)
-
-    before = signal.signal(signal.SIGTERM, previous)
-    try:
-        with pytest.raises(Preempted):
-            runner(tmp_path, server, rollout).run(documents(1))
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_again(
@@ -228,32 +187,18 @@ def test_several_signals_of_one_event_are_one(tmp_path, reraised, log, monkeypat
     assert not any("given up" in line for line in log)
 
 
-def test_signals_the_user_names_and_no_others(tmp_path, server):
-    def sends(number):
-        async def rollout(document, generate):
-            send_signal(number)
-            return await plain(document, generate)
+def test_signals_the_user_names_and_no_others(tmp_path, server, reraised):
+    async def sends(document, generate):
+        send_signal(number)
+        return await plain(document, generate)
 
-        return rollout
-
-    got: list[int] = []
-    numbers = (signal.SIGHUP, signal.SIGUSR1)
-    before = {
-        number: signal.signal(number, lambda number, frame: got.append(number))
-        for number in numbers
-    }
-    try:
-        with pytest.raises(Preempted, match="SIGHUP"):
-            runner(tmp_path / "1", server, sends(signal.SIGHUP), drain_signals=["SIGHUP"] * 2).run(
-                documents(1)
-            )
-        runner(tmp_path / "2", server, sends(signal.SIGUSR1), drain_signals=["SIGHUP"]).run(
-            documents(1)
-        )
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    assert got == list(numbers)
+    only = {"drain_signals": ["SIGHUP"] * 2}
+    number = signal.SIGHUP
+    with pytest.raises(Preempted, match="SIGHUP"):
+        runner(tmp_path / "1", server, sends, **only).run(documents(1))
+    number = signal.SIGUSR1
+    runner(tmp_path / "2", server, sends, **only).run(documents(1))
+    assert reraised == [signal.SIGHUP, signal.SIGUSR1]
 
 
 def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process():
@@ -275,17 +220,6 @@ def test_settings_that_cannot_work_are_refused(tmp_path, server, settings, compl
         runner(tmp_path, server, plain, **settings)
 
 
-def test_on_another_event_loop(tmp_path, reraised, monkeypatch):
-    uvloop = pytest.importorskip("uvloop")
-    monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
-    monkeypatch.setattr(asyncio.events, "new_event_loop", uvloop.new_event_loop)
-    with FakeServer(hold_after=0) as server:
-        preempted(
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 4}), 20, server, 4
-        )
-        assert sum(server.asked.values()) == 4
-
-
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
     tmp_path, reraised, log
 ):
@@ -305,7 +239,7 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
 def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
     tmp_path, reraised, status
 ):
-    ending: list[bool] = []
+    ending = []
     with FakeServer(
         status=lambda payload, times: status if ending else None, hold_after=0
     ) as server:
@@ -319,7 +253,7 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
         preempted(step, 6, server, 4, both_end)
         ending.clear()
         step.run(documents(6))
-    letters = tmp_path / "checkpoints" / "00000" / "dead_letters.jsonl"
+    letters = tmp_path / "checkpoints/00000/dead_letters.jsonl"
     assert not letters.exists()
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 6)
 
@@ -403,7 +337,7 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
 
 
 def test_while_the_users_context_is_entered_a_signal_raises_at_once(tmp_path, reraised, server):
-    after: list[str] = []
+    after = []
 
     def slow():
         send_signal()
@@ -430,7 +364,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
     runner(tmp_path, server, plain, **mirrored).run(documents(3))
     shutil.rmtree(tmp_path / "checkpoints")
-    still_here: list[str] = []
+    still_here = []
 
     def slow(*_):
         send_signal()
@@ -455,16 +389,6 @@ def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path, reraised, l
         step.checkpoints_local_dir = None
         preempted(step, 1, server, 1, lambda: None)
     assert any("the same command starts over" in line for line in log)
-
-
-def test_a_rank_in_a_thread_does_without_signals(tmp_path, server, log):
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=lambda: runner(tmp_path, server, plain).run(documents(3)))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert any("in a thread" in line for line in log)
-    assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
 # --------------------------------------------------------------------------- Slurm's time limit

@@ -2,21 +2,15 @@
 file at all.
 """
 
-from __future__ import annotations
-
 import os
-import shutil
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.testing import FakeServer
 from tests.kept import until_kept
 from tests.patience import until
@@ -115,46 +109,3 @@ def test_a_file_that_its_owner_opened_to_a_group_stays_open(tmp_path):
     path.chmod(0o640)
     files.disk.replace(path, b"2")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
-@pytest.fixture
-def _not_root():
-    """Root may read everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
-
-
-@pytest.mark.parametrize(
-    ("command", "closed"),
-    [("status", ""), ("verify", "00000/run.json"), ("repair", "00000/chunk_00001.jsonl")],
-)
-def test_commands_say_which_checkpoint_they_may_not_read(
-    command,
-    closed,
-    tmp_path,
-    capsys,
-    request,
-):
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder != Path(tempfile.gettempdir()) and folder.is_relative_to(tempfile.gettempdir()):
-            folder.chmod(0o755)
-    root = tmp_path / "checkpoints"
-    (root / "00000").mkdir(parents=True)
-    for name in ("run.json", "commits.jsonl", "chunk_00001.jsonl"):
-        (root / "00000" / name).touch()
-    shutil.copytree(root, tmp_path / "readable")
-    # Imports what it needs: Python may be in a folder of root's.
-    main([command, str(tmp_path / "readable")])
-    capsys.readouterr()
-    (root / closed).chmod(0)
-    request.getfixturevalue("_not_root")
-    assert main([command, str(root)]) == 2
-    said = capsys.readouterr().err
-    assert f"{root / closed}: permission denied. Checkpoints are private" in said
-    assert f"ask that user for: chmod -R g+rX {root}" in said
-    if os.getuid() != 0:
-        (root / closed).chmod(0o700)

@@ -4,8 +4,6 @@ still there.
 tests/data/queued has the files: see tests/make_queued.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -45,9 +43,9 @@ def known(then, now):
 def test_a_queued_task_runs(pickle, here, server):
     write_input(here)
     (here / "logs").mkdir()
-    (here / "logs" / "ranks_to_run.json").write_text(json.dumps([*range(TASKS)]))
-    (here / "logs" / "executor.pik").write_bytes((QUEUED / pickle).with_suffix(".pik").read_bytes())
-    processes.write_program(here / "bin" / "scontrol", "#!/bin/sh\necho node1\n")
+    (here / "logs/ranks_to_run.json").write_text(json.dumps([*range(TASKS)]))
+    (here / "logs/executor.pik").write_bytes((QUEUED / pickle).with_suffix(".pik").read_bytes())
+    processes.write_program(here / "bin/scontrol", "#!/bin/sh\necho node1\n")
     environment = {
         "SLURM_ARRAY_TASK_ID": "0",
         "SLURM_NODELIST": "node1",
@@ -66,5 +64,5 @@ def test_a_queued_task_runs(pickle, here, server):
             f"{task}/{index}" for task, texts in enumerate(TEXTS) for index in range(len(texts))
         ]
     assert list(server.asked) == (["Say a0 plainly", "Say a1 plainly"] if is_script else [])
-    assert (here / "logs" / "completions" / "00000").exists()
+    assert (here / "logs/completions/00000").exists()
     assert (here / "mirror").exists() == is_script

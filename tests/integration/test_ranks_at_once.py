@@ -2,8 +2,6 @@
 waited for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -15,13 +13,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
@@ -32,7 +27,6 @@ from datatrove_ckpt.errors import (
     Preempted,
     ServerStartFailed,
     UnexpectedExit,
-    WorkerDied,
 )
 from datatrove_ckpt.generation import progress
 from datatrove_ckpt.inference.client import client
@@ -97,7 +91,7 @@ def gate_opens(when):
     """The engine answers the texts that begin with "wait" once ``when`` is true; the test fails if
     it never is.
     """
-    found: list[bool] = []
+    found = []
 
     def watch():
         deadline = time.monotonic() + 30
@@ -245,42 +239,10 @@ def test_a_server_that_dies_is_started_once_for_all_and_each_request_is_sent_aga
         assert "is given up" in Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
 
 
-def test_a_request_that_kills_servers_is_the_only_dead_letter():
-    innocent = [f"wait {n}" for n in range(4)]
-    with gate_opens(lambda: asked()["die"] >= 3):
-        executor(",".join(innocent), "die,a", "b").run()
-    (letter,) = [
-        line
-        for path in Path("job").rglob("dead_letters.jsonl")
-        for line in path.read_text().splitlines()
-    ]
-    assert json.loads(letter)["id"] == "1-0"
-    assert jobs.ids(Path("job")) == ["0-0", "0-1", "0-2", "0-3", "1-1", "2-0"]
-
-
-async def interrupts_at_bad_ones(document, generate):
-    if document.text == "bad" and not is_mended():
-        raise KeyboardInterrupt
-    return await jobs.ask(document, generate)
-
-
-def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only():
-    log = Path("job/logs/logs/task_00000.log")
-    with (
-        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
-        pytest.raises(DocumentFailed, match="KeyboardInterrupt"),
-    ):
-        executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
-    assert asked() == {"wait 0": 1}
-    Path("mended").touch()
-    executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()
-    assert asked() == {"wait 0": 1, "bad": 1}
-
-
 class NoServers:
     has_room = True
 
-    async def close(self) -> None:
+    async def close(self):
         pass
 
 
@@ -290,7 +252,7 @@ def ignore(rank, result):
 
 def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch):
     preemption = Preemption((), 0.0)
-    stopped: list[bool] = []
+    stopped = []
 
     class SignalledHost(rank_threads.HostLoop):
         def __init__(self, *arguments):
@@ -367,14 +329,14 @@ def test_an_exit_in_a_task_of_a_rollout_is_an_error():
     assert not Path("job/logs/completions/00001").exists()
 
 
-class Moves(PipelineStep):  # type: ignore[misc]  # datatrove has no types
+class Moves(PipelineStep):
     name = "moves"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__()
         self.folder = str(folder)
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(self, data, rank=0, world_size=1):
         os.chdir(self.folder)
         yield from data
 
@@ -400,8 +362,8 @@ async def fails_after_a_request(document, generate):
     return await cannot_do_bad_ones(document, generate)
 
 
-left_behind: list[asyncio.Task[Any]] = []
-asked_late: list[bool] = []
+left_behind = []
+asked_late = []
 
 
 def is_complete():
@@ -577,35 +539,3 @@ def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room():
     assert [slot for rank, slot in slots.items() if rank != "00000"] == [
         1 - (slots["00000"] or 0)
     ] * 4
-
-
-async def kills_at_bad_ones(document, generate):
-    """Once the other tasks have a request in flight."""
-    while document.text == "bad":
-        if len(asked()) == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        await asyncio.sleep(0.01)
-    return await jobs.ask(document, generate)
-
-
-def test_a_task_that_kills_its_worker_is_given_up_and_its_neighbours_complete():
-    """All three, of one worker, are tried alone: the bad one twice, because its first death was not
-    alone.
-    """
-    ranks = ("wait 0", "wait 1", "bad", "wait 3", "wait 4", "wait 5")
-    with (
-        gate_opens(lambda: 2 in asked().values()),
-        pytest.raises(
-            WorkerDied,
-            match=r"1 of 6 tasks are not complete.*task 2: its worker process was ended by SIGK",
-        ),
-    ):
-        executor(*ranks, workers=2, rollout=kills_at_bad_ones).run()
-    assert jobs.ids(Path("job")) == ["0-0", "1-0", "3-0", "4-0", "5-0"]
-    histories = [
-        read_history(Path(f"job/checkpoints/{rank:05d}/history.jsonl")) for rank in range(6)
-    ]
-    attempts = [len(history.attempts) for history in histories]
-    assert attempts[2] == 3
-    assert sorted(attempts) == [1, 1, 1, 2, 2, 3]
-    assert [asked()[f"wait {rank}"] for rank in (0, 1, 3, 4, 5)] == attempts[:2] + attempts[3:]

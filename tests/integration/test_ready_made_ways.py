@@ -2,13 +2,10 @@
 short form.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,21 +15,17 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import answering_flags
-from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import write_documents
-from tests.integration.test_typed_ways import DIMENSIONS, PATHS, all_ways, vector_of
-from tests.jobs import Budget, config, documents, ids, letters, rows, runner
+from tests.integration.test_typed_ways import PATHS, all_ways
+from tests.jobs import Budget, documents, rows, runner
 from tests.pages import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
 ROLLOUTS = [
-    (EmbedRollout(normalize=True), 1),
-    (EmbedRollout("query: {text}", column="vector"), 1),
     (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
-    (JudgeRollout(judge_prompt="Rate {text}", score_pattern="[0-9]+"), 1),
-    (ChunkedRollout("Q {text}", max_chars_per_part=4, carry="conversation"), 2),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
     (all_ways, 6),
 ]
@@ -55,7 +48,7 @@ class Refusing(Budget):
 
     refused = 0
 
-    def __call__(self, payload: Any, times: int) -> int | None:
+    def __call__(self, payload, times):
         status = super().__call__(payload, times)
         self.refused += status is not None
         return status
@@ -91,16 +84,6 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     assert rows(tmp_path) == rows(tmp_path / "other")
 
 
-def test_a_column_of_vectors_in_parquet_is_a_fixed_size_list_of_float32(ways, tmp_path):
-    rollout = EmbedRollout(column="vector")
-    runner(tmp_path, ways, rollout, output_writer=parquet(tmp_path)).run(documents(3))
-    column = pq.read_table(tmp_path / "output")["vector"]
-    assert str(column.type) == f"fixed_size_list<element: float>[{DIMENSIONS}]"
-    assert np.stack(column.to_pylist()) == pytest.approx(
-        np.array([vector_of(f"text {n}") for n in range(3)])
-    )
-
-
 @pytest.mark.parametrize(
     ("column", "settings", "error"),
     [
@@ -124,15 +107,6 @@ def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings
     runner(tmp_path, ways, EmbedRollout(), metadata_key="text")
 
 
-def test_a_text_that_the_server_rejects_is_its_documents_fault(ways, tmp_path):
-    ways._status = lambda payload, times: 400 if "text 1" in str(payload) else None
-    ways.error = "This model's maximum context length is 256 tokens"
-    runner(tmp_path, ways, EmbedRollout(), on_document_error="dead_letter").run(documents(3))
-    assert ids(tmp_path) == ["id 0", "id 2"]
-    (letter,) = letters(tmp_path)
-    assert "maximum context length" in letter["error"]
-
-
 def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
     with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
         runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
@@ -146,31 +120,6 @@ def judges():
         lambda payload, times: "5" if "text 1" in str(payload) else "It is 2."
     ) as server:
         yield server
-
-
-def test_another_model_judges_and_bad_documents_are_dropped(server, judges, tmp_path):
-    server._answer = lambda payload, times: payload["messages"][-1]["content"]
-    step = runner(
-        tmp_path, server, JudgeRollout("On {text}", judge_prompt="Rate {answer}", threshold=3)
-    )
-    step.run(documents(0))
-    both: Any = {"writer": config(server), "critic": config(judges)}
-    rollout = JudgeRollout("On {text}", judge_prompt="Rate {answer}", judge="critic", threshold=3)
-    type(step)(
-        rollout,
-        both,
-        parquet(tmp_path / "b"),
-        checkpoints_local_dir=str(tmp_path / "b/checkpoints"),
-    ).run(documents(3))
-    (row,) = pq.read_table(tmp_path / "b/output").to_pylist()
-    (result,) = row["rollout_results"]
-    assert (row["id"], result["text"], result["judgement"], result["score"]) == (
-        "id 1",
-        "On text 1",
-        "5",
-        5,
-    )
-    assert [len(one.payloads) for one in (server, judges)] == [3, 3]
 
 
 # configs -----------------------------------------------------------------------------------------
@@ -227,7 +176,7 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(server, tmp_path):
     (block,) = [
         one for one in blocks("python", "docs/recipes.md") if one.text.startswith("# tools.py")
     ]
-    names: dict[str, Any] = {}
+    names = {}
     exec(block.text, names)
     ids = count()
 

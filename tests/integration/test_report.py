@@ -1,7 +1,5 @@
 """``datatrove-ckpt report``, as typed: what it writes, what it refuses."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -9,9 +7,7 @@ import threading
 import pytest
 
 from datatrove_ckpt.cli.main import main
-from tests.jobs import documents, runner
 from tests.rank_folders import minutes, start, write_rank
-from tests.unit.test_report_page import Reader
 
 T = 1_800_000_000.0
 
@@ -25,21 +21,9 @@ def checkpoints(tmp_path):
     return tmp_path / "checkpoints"
 
 
-def test_the_report_of_a_real_run_has_its_documents(tmp_path, server, command):
-    runner(tmp_path, server).run(documents(7))
-    page = tmp_path / "page.html"
-    printed = command("report", tmp_path / "checkpoints", "-o", page).out
-    assert printed.startswith(f"{page}: the report of 1 rank (")
-    read = Reader(page.read_text())
-    assert "7 done: 7 written in " in read.text
-    assert "7 of documents that are done; 7 sent, 0 answered from cache" in read.text
-    assert "finished" in read.text
-    assert "latency" in read.text
-
-
 def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
-    page = tmp_path / "out" / "report.html"
+    page = tmp_path / "out/report.html"
     page.write_text("old")
     before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
     assert main(["report", str(checkpoints), "-o", str(page)]) == 0
@@ -56,7 +40,7 @@ def test_a_link_stays_one_and_a_pipe_too(checkpoints, tmp_path):
     assert link.is_symlink()
     assert page.read_text().startswith("<!DOCTYPE html>")
     os.mkfifo(pipe)
-    read: list[str] = []
+    read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
     reader.start()
     assert main(["report", str(checkpoints), "-o", str(pipe)]) == 0

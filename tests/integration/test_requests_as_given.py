@@ -19,7 +19,7 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
-from datatrove_ckpt import InferenceConfig, InferenceResult, InferenceRunner
+from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -129,7 +129,7 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         url = "http://endpoint.example/v1?api-version=old&kept=${KEPT}"
-    written: dict[str, Any] = {"temperature": 0.1, "top_p": 0.5}
+    written = {"temperature": 0.1, "top_p": 0.5}
     payload, defaults = (
         ({}, {**written, **EXTRAS})
         if is_default
@@ -305,7 +305,7 @@ def test_the_payload_may_be_given_by_its_name(tmp_path, server):
 
 def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
     async def rollout(document, generate):
-        result: InferenceResult = await ask(document, generate)
+        result = await ask(document, generate)
         fields = {
             "text": result.text,
             "finish_reason": "stop",

@@ -1,7 +1,5 @@
 """What a run needs and lacks is named by one line, with its setting, before any task starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -67,7 +65,6 @@ def refused(here, monkeypatch, command):
     ("replacements", "says"),
     [
         ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader: {S3}"),
-        ([(": logs", ": s3://bucket/logs")], f"executor LocalPipelineExecutor: {S3}"),
         ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer: {S3}"),
         ([("checkpoints_local_dir: checkpoints",
            "checkpoints_local_dir: checkpoints\n          checkpoints_remote_dir: s3://bucket/c")],
@@ -166,7 +163,7 @@ def test_generation_parameters_that_work_are_accepted():
     }
     InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
     endpoint = {"server_type": "endpoint", "endpoint_url": "http://e", "model_name_or_path": "m"}
-    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})  # type: ignore[arg-type]
+    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """``run_async``: a rank inside an event loop that runs already."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading
@@ -9,7 +7,7 @@ import threading
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
-from datatrove_ckpt import InferenceError, InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
@@ -43,7 +41,7 @@ def test_the_output_is_that_of_run(tmp_path, new_loop):
 
 
 async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path):
-    here, seen = asyncio.get_running_loop(), asyncio.Queue[str]()
+    here, seen = asyncio.get_running_loop(), asyncio.Queue()
     others = asyncio.Event()
 
     async def rollout(document, generate):
@@ -81,24 +79,6 @@ async def test_several_ranks_run_on_one_loop_at_once(tmp_path):
             other.run_async(documents(2), 1, world_size=2),
         )
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
-
-
-async def test_a_failure_is_raised_and_the_same_call_resumes(tmp_path, server):
-    fails = [True]
-
-    async def rollout(document, generate):
-        result = await ask(document, generate)
-        if document.id == "id 3" and fails:
-            raise RuntimeError(f"not yet {fails.pop()}")
-        return result
-
-    # The failure cuts off no request of an earlier document.
-    in_turn = {"max_concurrent_generations": 1}
-    with pytest.raises(InferenceError, match=r"'id 3'.*not yet"):
-        await runner(tmp_path, server, rollout, config=in_turn).run_async(documents(6))
-    await runner(tmp_path, server, rollout, accept_changes=True).run_async(documents(6))
-    assert max(server.asked[f"text {index}"] for index in range(4)) == 1
-    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 6
 
 
 async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path):

@@ -2,8 +2,6 @@
 10,000.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import os
@@ -35,7 +33,7 @@ def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(tmp_path, server, m
     for rank in range(RANKS):
         runner(tmp_path, server).run(documents(3), rank, RANKS)
     checkpoints = tmp_path / "checkpoints"
-    listed: list[str] = []
+    listed = []
     scandir, listdir = os.scandir, os.listdir
 
     def note(path):
@@ -63,7 +61,7 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
     commits. The plan and its identity are built once for all checks, and the identity once more by the
     rank.
     """
-    built: Counter[str] = Counter()
+    built = Counter()
 
     def count_calls(home, name):
         plain = getattr(home, name)
@@ -74,7 +72,7 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
 
         monkeypatch.setattr(home, name, counted)
 
-    reads: Counter[str] = Counter()
+    reads = Counter()
     plain_open = open
 
     def count(path, mode="r", *given, **named):

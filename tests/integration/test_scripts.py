@@ -2,8 +2,6 @@
 changed but the import.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from tests import processes
 
 pytestmark = pytest.mark.timeout(1200)
 
-SCRIPTS = Path(__file__).parents[1] / "data" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "data/scripts"
 THEIRS = "datatrove.pipeline.inference.run_inference"
 TYPES = "datatrove.pipeline.inference.types"
 
@@ -56,7 +54,7 @@ def rows(folder):
 
 def total(folder, name):
     """The total of one number in ``stats.json``, as datatrove's dataset card reads it."""
-    steps = json.loads((folder / "logs" / "stats.json").read_text())
+    steps = json.loads((folder / "logs/stats.json").read_text())
     (found,) = [step["stats"][name] for step in steps if name in step["stats"]]
     return float(found["total"] if isinstance(found, dict) else found)
 

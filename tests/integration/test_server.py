@@ -1,7 +1,5 @@
 """Real processes: servers that start, fail, die, and never outlive their runner."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -14,9 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +21,7 @@ from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian, server
 from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.testing import FakeServer
+from tests import processes
 from tests.clients import client_of
 from tests.jobs import make_server, started_server
 from tests.patience import Patience
@@ -133,7 +129,7 @@ async def test_a_dummy_server_starts_answers_and_stops():
     async with started_server(config, 7) as running:
         async with client_of(config, [running.url], running.api_key) as client:
             completion = await client.complete(b'{"messages": []}')
-        url, process = running.url, running._process  # type: ignore[attr-defined]
+        url, process = running.url, running._process
         assert (completion.text, completion.finish_reason) == (TEXT, "stop")
         assert completion.usage["completion_tokens"] == 100
     assert process.returncode is not None
@@ -181,28 +177,6 @@ async def test_a_killed_guardian_leaves_no_server():
         await running.stop()
     # Out of the guardian's reach, because it had left the session, too.
     os.kill(_hidden, signal.SIGKILL)
-
-
-@pytest.mark.matrix
-def test_a_server_passes_from_one_event_loop_to_the_next():
-    async def start_and_watch():
-        await running.start()
-        for _ in range(2):  # both wait for the same process
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.gather(running.watch(), running.watch()), 0.05)
-
-    async def kill_and_watch():
-        watches = [asyncio.create_task(running.watch()) for _ in range(2)]
-        await asyncio.sleep(0)
-        os.kill(family()[1], signal.SIGKILL)
-        assert [await watch for watch in watches] == [137, 137]
-
-    running = InferenceServer(custom(SERVER, {"family": True}), 0)
-    asyncio.run(start_and_watch())
-    assert running.is_running
-    asyncio.run(kill_and_watch())
-    running.stop_blocking()
-    assert not any(map(is_alive, family()))
 
 
 @linux_only
@@ -257,24 +231,6 @@ def test_a_start_with_a_permanent_cause_is_not_tried_again():
     text = asyncio.run(failed_start(custom(script, server_start_max_retries=5)))
     assert "'no_such_module' is missing. Run: pip install no_such_module" in text
     assert Path("runs").read_text() == "x"
-
-
-@pytest.mark.slow
-def test_a_server_that_is_stopped_while_it_is_launched_ends_of_sigterm():
-    argv = [
-        sys.executable,
-        "-I",
-        "-S",
-        guardian.__file__,
-        "--stop-timeout",
-        "60",
-        "--",
-        "sleep",
-        "600",
-    ]
-    for _ in range(5):
-        # Not SIGKILL.
-        assert subprocess.run(argv, stdin=subprocess.DEVNULL).returncode == 128 + signal.SIGTERM
 
 
 @linux_only
@@ -349,28 +305,6 @@ async def test_an_endpoint_that_refuses_the_key_is_refused_at_once():
             await make_server(config, 0).start()
 
 
-@pytest.mark.slow
-async def test_one_endpoint_of_two_is_enough():
-    async with started_server(dummy(), 0) as backend:
-        gone = f"http://127.0.0.1:{server.free_port()}"
-        urls = [gone, backend.url]
-        config = InferenceConfig("endpoint", "m", endpoint_url=urls, api_key=plain(backend))
-        async with started_server(config, 0) as running:
-            assert [str(url) for url in running.urls] == urls
-
-
-async def test_a_gateway_without_v1_models_is_good_enough():
-    async def not_found(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-        writer.close()
-
-    async with await asyncio.start_server(not_found, "127.0.0.1", 0) as listener:
-        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        async with started_server(InferenceConfig("endpoint", "m", endpoint_url=url), 0):
-            pass
-
-
 @linux_only
 def test_the_process_table_survives_names_with_parentheses():
     script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
@@ -401,7 +335,7 @@ def test_the_guardian_imports_nothing_of_ours():
 # whole jobs, as users run them -------------------------------------------------------------------
 
 JOB = """
-import asyncio, base64, functools, json, os, pathlib, secrets, signal, tempfile, types
+import base64, json, os, pathlib, secrets, tempfile, types
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
@@ -418,9 +352,6 @@ if job["case"] == "break":  # a bug of ours, in a line that names the key
 def read(data, rank=0, world_size=1):
     yield Document(text=f"document of rank {rank}", id=str(rank))
 async def rollout(document, generate):
-    if job["case"] == "hang":
-        pathlib.Path(f"worker-{document.id}").write_text(str(os.getpid()))
-        await asyncio.sleep(600)
     result = await generate({"messages": [{"role": "user", "content": document.text}]})
     if job["case"] == "raise":
         raise ValueError("an error of the user's")
@@ -431,53 +362,13 @@ async def rollout(document, generate):
 if __name__ == "__main__":
     runner = InferenceRunner(
         rollout,
-        InferenceConfig(**{**job["config"], **({"api_key": canary()} if job["with_key"] else {})}),
+        InferenceConfig(**job["config"]),
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
     )
-    LocalPipelineExecutor([read, runner], job["tasks"], job["tasks"], "logging", start_method="fork").run()
+    LocalPipelineExecutor([read, runner], logging_dir="logging").run()
 """
 CANARY = "canary-4-privacy-tests"
-
-
-class WholeJob:
-    """A script that runs a pipeline in the current folder, in a process of its own."""
-
-    def __init__(
-        self, case: str, settings: dict[str, Any], tasks: int = 1, with_key: bool = False
-    ) -> None:
-        canary = base64.b64encode(CANARY.encode()).decode()
-        job = {
-            "case": case,
-            "canary": canary,
-            "config": settings,
-            "tasks": tasks,
-            "with_key": with_key,
-        }
-        Path("job.json").write_text(json.dumps(job))
-        Path("main.py").write_text(JOB)
-
-    @contextlib.contextmanager
-    def running(self, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-        with Path("stdout").open("wb") as out:
-            job = subprocess.Popen(
-                [sys.executable, "main.py"],
-                stdout=out,
-                stderr=out,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
-        with job:
-            try:
-                yield job
-            finally:
-                for process in [*guardian.descendants(job.pid), job]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
-
-    def run(self, **environment: str) -> int:
-        with self.running(**environment) as job:
-            return job.wait()
 
 
 def leaks():
@@ -499,30 +390,16 @@ TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); s
 def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case):
     Path("script.py").write_text(TELLTALE)
     custom = {"server_type": "custom", "model_kwargs": {"server_script": "script.py"}}
-    code = WholeJob(case, {**DUMMY, **(custom if case == "no start" else {})}).run()
-    output = Path("stdout").read_text()
-    assert (code == 0) == (case == "answer"), output
+    settings = DUMMY | custom if case == "no start" else DUMMY
+    canary = base64.b64encode(CANARY.encode()).decode()
+    Path("job.json").write_text(json.dumps({"case": case, "canary": canary, "config": settings}))
+    Path("main.py").write_text(JOB)
+    done = processes.run([sys.executable, "main.py"], timeout=400)
+    output = done.stdout + done.stderr
+    assert (done.returncode == 0) == (case == "answer"), output
+    assert CANARY not in output
     assert Path("logging/executor.json").exists(), output
     if case in ("raise", "no start"):
         said = "an error of the user's" if case == "raise" else "no luck"
         assert said in Path("logging/logs/task_00000.log").read_text()
-    assert leaks() == []
-
-
-@linux_only
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("given", "case"),
-    [("api_key", "break"), ("api_key_env", "break"), ("api_key", "answer"), ("api_key", "refused")],
-)
-def test_the_key_of_an_endpoint_is_in_no_file(given, case):
-    with FakeServer(status=lambda payload, times: 401 if case == "refused" else None) as endpoint:
-        settings = {
-            "server_type": "endpoint",
-            "model_name_or_path": "m",
-            "endpoint_url": endpoint.url,
-        }
-        named = {"api_key_env": "MY_KEY"} if given == "api_key_env" else {}
-        code = WholeJob(case, {**settings, **named}, with_key=given == "api_key").run(MY_KEY=CANARY)
-    assert (code == 0) == (case == "answer"), Path("stdout").read_text()
     assert leaks() == []

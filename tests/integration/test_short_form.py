@@ -65,7 +65,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def listings(monkeypatch):
     """The folders that were listed."""
-    found: list[str] = []
+    found = []
     for name in ("list_files", "find", "glob"):
         listed = getattr(DataFolder, name)
 
@@ -369,7 +369,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
 )
 def test_flags_that_cannot_be_are_one_line(flags, message, capsys):
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
-    code: object = 0
+    code = 0
     try:
         code = main(["run", "job.yaml", *flags])
     except SystemExit as error:  # argparse's
@@ -963,7 +963,7 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
     command,
     monkeypatch,
 ):
-    waits: list[float] = []
+    waits = []
     policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))
     policy("READING", sleep=lambda seconds: pytest.fail("a run that has begun has more patience"))
     monkeypatch.setattr(Far, "error", error)

@@ -2,28 +2,21 @@
 every kind.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.commands import Printed
 from tests.jobs import documents, fails_at, rejects, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 _NAME = "${rank}_chunk_${chunk_index}"
-Show = Callable[..., Printed]
 
 
 def nested(self, document):
@@ -31,7 +24,7 @@ def nested(self, document):
     return {"id": document.id, "reply": document.metadata["rollout_results"][0].text}
 
 
-WRITERS: dict[str, Callable[[str], DiskWriter]] = {
+WRITERS = {
     "plain": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl", compression=None),
     "gzip": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.gz"),
     "zstd": lambda folder: JsonlWriter(folder, f"{_NAME}.jsonl.zst", compression="zstd"),
@@ -112,7 +105,7 @@ def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(tmp_path, ser
 
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
-    settings: dict[str, Any] = {"on_document_error": "dead_letter"}
+    settings = {"on_document_error": "dead_letter"}
     runner(tmp_path, server, fails_at(["id 1", "id 3"]), **settings).run(documents(4))
     assert ids(show()) == ["id 0", "id 2"]
     said = show("--dead")
@@ -181,7 +174,7 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
     for name in ("TMPDIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), ["a", "b"], ["c", "d"])
+    write_job(here, job_yaml(endpoint(server), tasks=2), ["a", "b"], ["c", "d"])
     before = outputs(here)
     said = command("run", "job.yaml", "--sample", 3)
     assert [payload["messages"][-1]["content"] for payload in server.payloads] == [
@@ -202,7 +195,7 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
 
 
 def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    write_job(here, job_yaml(endpoint(server)), ["a", "b"])
     command("run", "job.yaml")
     before = outputs(here)
     said = command("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=Sing {text}", "--sample", 1)
@@ -213,7 +206,7 @@ def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
 @pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
 def test_a_sample_says_why_documents_fail(here, command, bad, code):
     with FakeServer(status=rejects(bad)) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b", "c"])
+        write_job(here, job_yaml(endpoint(server)), ["a", "b", "c"])
         said = command("run", "job.yaml", "--sample", 2, code=code).out
     assert said.count("\n  failed: ") == len(bad)
     assert "1. id 0\n  question: Say a\n  failed: " in said
@@ -225,7 +218,7 @@ def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_questio
     with FakeServer(
         lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])
     ) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), [])
+        write_job(here, job_yaml(endpoint(server)), [])
         Path("input/0.jsonl").write_text(
             "".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc")
         )
@@ -243,7 +236,7 @@ def test_a_sample_of_dropped_documents_and_of_none(here, server, command):
         "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"
         "    await generate({'messages': document.metadata['m']})\n"
     )
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="mine.drop"), ["a"])
+    write_job(here, job_yaml(endpoint(server), rollout="mine.drop"), ["a"])
     parts = [
         {"type": "text", "text": "what"},
         {"type": "image_url", "image_url": {"url": "data:"}},

@@ -1,7 +1,5 @@
 """Signals to real processes: the command, its workers, a task of datatrove's Slurm executor."""
 
-from __future__ import annotations
-
 import functools
 import os
 import queue
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -46,27 +43,27 @@ def answer(payload, times):
 class Process:
     """A command in its own session, and its output."""
 
-    def __init__(self, argv: list[str], folder: Path, **environment: str) -> None:
+    def __init__(self, argv, folder, **environment):
         self.popen = processes.start(
             argv, cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
         )
         self.log = ""
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _read(self):
         assert self.popen.stdout is not None
         with self.popen.stdout as lines:
             for line in lines:
                 self._lines.put(line)
 
-    def until(self, text: str) -> None:
+    def until(self, text):
         while text not in (line := self._lines.get(timeout=300)):
             self.log += line
         self.log += line
 
-    def end(self) -> int:
+    def end(self):
         """Its exit code; ``left`` are those of its session who do not end with it."""
         code = self.popen.wait(timeout=400)
         self.left = [process.pid for process in self._others() if not ends(process.pid)]
@@ -76,7 +73,7 @@ class Process:
             self.log += self._lines.get()
         return code
 
-    def ends_interrupted(self, number: signal.Signals) -> None:
+    def ends_interrupted(self, number):
         """With nobody left, no traceback, and one line on how to continue, the last one."""
         assert self.end() == 128 + number
         assert self.log.splitlines()[-1].startswith(
@@ -86,7 +83,7 @@ class Process:
         assert "Traceback" not in self.log
         assert self.left == []
 
-    def _others(self) -> list[guardian.Process]:
+    def _others(self):
         return [p for p in guardian.process_table() if p.session == self.popen.pid and not p.zombie]
 
 
@@ -107,12 +104,12 @@ class Job:
 
     def __init__(
         self,
-        folder: Path,
-        server: FakeServer,
-        tasks: int,
-        workers: int | None = None,
-        start_method: str = "fork",
-    ) -> None:
+        folder,
+        server,
+        tasks,
+        workers=None,
+        start_method="fork",
+    ):
         self.folder = folder
         self.tasks = tasks
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,22 +123,22 @@ class Job:
         write_job(folder, text)
         write_tasks(folder, tasks, DOCUMENTS)
 
-    def start(self) -> Process:
+    def start(self):
         return Process([sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], self.folder)
 
-    def until_drains(self, *tasks: int) -> None:
+    def until_drains(self, *tasks):
         """Until these ranks say so, or all of them."""
         logs = [
-            self.folder / "logs" / "logs" / f"task_{task:05d}.log"
+            self.folder / "logs/logs" / f"task_{task:05d}.log"
             for task in tasks or range(self.tasks)
         ]
         until(lambda: all(DRAINS in log.read_text() for log in logs))
 
-    def worker(self, task: int) -> int:
+    def worker(self, task):
         return int((self.folder / "pids" / str(task)).read_text())
 
     @property
-    def completed(self) -> int:
+    def completed(self):
         return len(list((self.folder / "logs").glob("completions/*")))
 
 
@@ -200,7 +197,7 @@ def test_the_command_ends_with_its_workers_and_one_line_and_goes_on_without_aski
         assert again.end() == 0, again.log
         assert job.completed == tasks
         assert set(server.asked.values()) == {1}
-    assert outputs(tmp_path / "job" / "output") == undisturbed(tasks)
+    assert outputs(tmp_path / "job/output") == undisturbed(tasks)
 
 
 def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path):

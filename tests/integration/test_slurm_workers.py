@@ -3,8 +3,6 @@
 tests/unit/test_slurm.py submits them, and tests/real/test_slurm.py has a real Slurm.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -147,7 +145,7 @@ def test_an_element_takes_no_task_just_before_its_time_limit_and_requeues_itself
 
 
 def test_how_long_a_task_takes_is_told_by_those_that_this_process_has_completed():
-    asked: list[float] = []
+    asked = []
     own = claims.Claims.__new__(claims.Claims)
     own._has_time = lambda seconds: bool(asked.append(seconds))
     own._took = []

@@ -3,8 +3,6 @@
 See ``tests/bench/guard.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.bench.guard import costs, ratio

@@ -2,13 +2,10 @@
 each rank once.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +18,10 @@ from datatrove_ckpt.checkpoint import clock, publishing
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.readers import HuggingFaceDatasetReader, JsonlReader
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import ask, documents, rejects, runner
+from tests.jobs import ask, chat, documents, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -36,7 +33,7 @@ class WithoutDrop(PipelineStep):
     name = "without drop"
     type = "filter"
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data, rank=0, world_size=1):
         for document in data:
             self.stat_update("total")
             with self.track_time():
@@ -106,7 +103,7 @@ def flat(found):
 class CrashesAfterThreeCommits(CrashingDisk):
     """Counts what follows each commit: the other renames may all come before the first of them."""
 
-    def before(self, name: str, args: Any, label: str) -> None:
+    def before(self, name, args, label):
         if self.crashed_at is not None or label == "rename 00000.txt":
             super().before(name, args, label)
 
@@ -123,8 +120,8 @@ def crashed_in_the_middle(folder):
 
 async def two_questions(document, generate):
     """The second one is rejected for some documents."""
-    first = await generate({"messages": [{"role": "user", "content": document.text}]})
-    await generate({"messages": [{"role": "user", "content": f"again: {document.text}"}]})
+    first = await generate(chat(document.text))
+    await generate(chat(f"again: {document.text}"))
     return first
 
 
@@ -143,7 +140,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     """Each crash is followed by a resume, and each of those that completes has the same stats."""
     monkeypatch.setattr(publishing, "_COUNTED_AT_ONCE", 2)  # of the 3 documents of a chunk
     write_input(ram / "job", rows=5)
-    expected: list[dict[str, Any]] = []
+    expected = []
     completed = 0
 
     with FakeServer(status=rejects_some) as server:
@@ -181,7 +178,7 @@ def test_an_old_checkpoint_gives_totals(tmp_path, server, log):
     with crashed_in_the_middle(tmp_path):
         # Chunks are complete in their order.
         run(pipeline(tmp_path, server, config={"max_concurrent_generations": 1}))
-    commits = tmp_path / "checkpoints" / "00000" / "commits.jsonl"
+    commits = tmp_path / "checkpoints/00000/commits.jsonl"
     lines = [
         json.loads(unseal(line) or b"") for line in commits.read_bytes().splitlines(keepends=True)
     ]
@@ -212,7 +209,7 @@ def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
     monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
 
     def last():
-        log = CommitLog(tmp_path / "checkpoints" / "00000" / "commits.jsonl")
+        log = CommitLog(tmp_path / "checkpoints/00000/commits.jsonl")
         return max(commit.seconds for commit in log.commits.values())
 
     with crashed_in_the_middle(tmp_path):
@@ -229,12 +226,12 @@ def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
 @pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
 def test_a_finished_rank_that_starts_again_has_the_same_stats(tmp_path, server, kind):
     write_input(tmp_path, files=2)
-    stats, saved = tmp_path / "logs" / "stats.json", []
+    stats, saved = tmp_path / "logs/stats.json", []
     for _ in range(2):
         steps = pipeline(tmp_path, server)
         kind(steps, tasks=2, workers=1, logging_dir=str(tmp_path / "logs")).run()
         saved.append(json.loads(stats.read_text()))
-        for marker in (tmp_path / "logs" / "completions").iterdir():
+        for marker in (tmp_path / "logs/completions").iterdir():
             marker.unlink()
     assert saved[0][2] == saved[1][2]
     assert saved[0][0]["stats"] == saved[1][0]["stats"]
@@ -252,7 +249,7 @@ class Scored(PipelineStep):
     name = "scored"
     type = "filter"
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data, rank=0, world_size=1):
         for document in data:
             self.stat_update("score", value=np.float64(0.5))
             self.stat_update("ratio", value=float("inf"))
@@ -300,7 +297,7 @@ def test_readers_that_count_need_nothing_added(tmp_path, server):
 def test_an_input_that_grew_after_its_end_was_committed(tmp_path, server):
     write_input(tmp_path, files=1)
     run(pipeline(tmp_path, server))
-    with (tmp_path / "input" / "0.jsonl").open("a") as file:
+    with (tmp_path / "input/0.jsonl").open("a") as file:
         file.writelines(
             json.dumps({"id": f"new {row}", "text": f"new row {row}"}) + "\n" for row in range(4)
         )
@@ -350,30 +347,3 @@ def test_a_retry_of_dead_letters_adds_to_the_stats(tmp_path, kind, reader):
         bad.clear()
         for retry in (True, False):
             expect(execute(retry), 12, 15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "reader",
-    [
-        lambda: HuggingFaceDatasetReader("org/data", {"split": "train"}, streaming=True),
-        lambda: JsonlReader("hf://datasets/org/data/data"),
-    ],
-    ids=["dataset", "files"],
-)
-def test_a_retry_of_dead_letters_opens_nothing_on_the_hub(hub, tmp_path, reader):
-    lines = [json.dumps({"id": str(row), "text": f"row {row}"}) for row in range(4)]
-    hub.put("org/data", {"data/0.jsonl": "\n".join(lines).encode()})
-    bad, logs = {"row 2"}, tmp_path / "logs"
-
-    def execute(retry):
-        step = runner(tmp_path, server, skip_bad_requests=True, retry_dead_letters=retry)
-        LocalPipelineExecutor([reader(), step], tasks=1, workers=1, logging_dir=str(logs)).run()
-
-    with FakeServer(status=rejects(bad)) as server:
-        execute(retry=False)
-        del hub.repos["dataset", "org/data"]
-        bad.clear()
-        execute(retry=True)
-    found = [entry["stats"] for entry in json.loads((logs / "stats.json").read_text())]
-    assert total(found[0]["documents"]) == total(found[1]["documents_processed"]) == 4

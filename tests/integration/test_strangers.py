@@ -2,15 +2,12 @@
 with the way out.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.testing import outputs
-from tests.jobs import ask, config, documents, fails_at, runner, writer
+from tests.jobs import ask, config, documents, runner, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
@@ -21,35 +18,6 @@ def put(folder, name=STRANGER):
     path.parent.mkdir(exist_ok=True)
     path.write_text('{"text": "text 0", "id": "id 0"}\n')
     return path
-
-
-def refused(what, folder, server, number=5, **changes):
-    """The message of a start that is refused before it asks anything."""
-    asked = server.asked.total()
-    with pytest.raises(OutputMismatch, match=what) as failed:
-        runner(folder, server, **changes).run(documents(number))
-    assert server.asked.total() == asked
-    return str(failed.value)
-
-
-def test_a_file_of_datatroves_beside_an_interrupted_run_is_refused_at_its_next_start(
-    tmp_path, server
-):
-    with pytest.raises(Exception, match="cannot make sense of id 2"):
-        runner(tmp_path, server, fails_at(["id 2"])).run(documents(5))
-    path = put(tmp_path)
-    said = refused(STRANGER, tmp_path, server, accept_changes=True)
-    assert "delete" in said
-    path.unlink()
-    runner(tmp_path, server, accept_changes=True).run(documents(5))
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
-
-
-def test_with_a_mirror_a_first_start_refuses_it_too(tmp_path, server):
-    path = put(tmp_path)
-    refused(STRANGER, tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror"))
-    path.unlink()
-    runner(tmp_path, server, checkpoints_remote_dir=str(tmp_path / "mirror")).run(documents(5))
 
 
 def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_not(
@@ -88,8 +56,3 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(tmp_path, server
 
 
 # two jobs that start at one moment, with checkpoints of their own and the same output files ------
-
-
-def job(folder, server, name):
-    """A runner whose checkpoint is that of the job ``name``; all jobs have one output folder."""
-    return runner(folder / name, server, output_writer=writer(folder))

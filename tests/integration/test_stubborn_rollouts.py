@@ -3,8 +3,6 @@
 Real processes and signals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys
@@ -20,7 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of
 from tests.jobs import ask, documents, ids, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 pytestmark = pytest.mark.slow
 STUBBORN = {
@@ -53,7 +51,7 @@ async def ask(document, generate):
 
 def job(folder, server, rollouts, drain):
     (folder / "my_rollouts.py").write_text(rollouts)
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="my_rollouts.ask")
+    text = job_yaml(endpoint(server), rollout="my_rollouts.ask")
     text = text.replace("workers: 1", "workers: 1\n    start_method: fork")
     text += f"          records_per_chunk: 10\n          drain_seconds: {drain}\n"
     write_job(folder, text, [f"text {number}" for number in range(4)])
@@ -75,7 +73,7 @@ def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(tmp_path, server, 
     assert process.left == []
     (tmp_path / "good").touch()
     asked = dict(server.asked)
-    again = Process(process.popen.args, tmp_path)  # type: ignore[arg-type]
+    again = Process(process.popen.args, tmp_path)
     assert again.end() == 0, again.log
     assert ids(tmp_path) == all_of(4)
     assert [server.asked[f"text {n}"] - asked.get(f"text {n}", 0) for n in range(4)] == [0, 0, 0, 1]
@@ -90,7 +88,7 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path, server, log
                 await asyncio.sleep(3600)
         return await ask(document, generate)
 
-    good: list[bool] = []
+    good = []
     with pytest.raises(DocumentFailed, match="it fails"):
         runner(tmp_path, server, rollout).run(documents(4))
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]

@@ -2,8 +2,6 @@
 process is left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -15,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,8 +23,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import routing
-from datatrove_ckpt.inference.client.answers import Completion
-from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -138,18 +133,16 @@ def config(**settings):
 class Run:
     """A pool of servers, and its client."""
 
-    def __init__(
-        self, client: CompletionClient, servers: ServerPool, watch: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, client, servers, watch):
         self.client = client
         self.servers = servers
         self.watch = watch
 
-    def ask(self, question: str) -> asyncio.Task[Completion]:
+    def ask(self, question):
         body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
         return asyncio.create_task(self.client.complete(body))
 
-    async def texts(self, tasks: list[asyncio.Task[Completion]]) -> list[str]:
+    async def texts(self, tasks):
         return [
             completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)
         ]
@@ -190,7 +183,7 @@ def break_engine():
 
 
 async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
-    happened: list[tuple[str, str, bool]] = []
+    happened = []
     async with running(config()) as run:
         run.client.sender.on_server = lambda what, name, url, why: (
             happened.append((what, name, bool(url))) or None
@@ -218,10 +211,10 @@ class Clock:
     It passes only when a test says so, so a busy machine never looks like a hang.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now
 
 
@@ -294,7 +287,7 @@ async def vllm_here(routes, monkeypatch, **settings):
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        port: int = runner.addresses[0][1]
+        port = runner.addresses[0][1]
         monkeypatch.setattr(server, "free_port", lambda: port)
         async with running(InferenceConfig("vllm", "m", **settings)) as started:
             yield started
@@ -311,25 +304,25 @@ class MuteVllm:
         tokens: counted so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked = asyncio.Event()
         self.answers = asyncio.Event()
         self.tokens = 5
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self):
         return [
             web.post("/v1/chat/completions", self._complete),
             web.get("/metrics", self._metrics),
         ]
 
-    async def _complete(self, request: web.Request) -> web.Response:
+    async def _complete(self, request):
         self.asked.set()
         await self.answers.wait()
         return web.json_response(
             {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}
         )
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _metrics(self, request):
         return web.Response(
             text=f"vllm:num_requests_running 1\nvllm:generation_tokens_total {self.tokens}\n"
         )
@@ -564,30 +557,30 @@ def master_port():
 class TwoNodes:
     """A task on two nodes, both of them this machine."""
 
-    def __init__(self, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, texts, monkeypatch):
         stand_in_for_vllm(TWO_PART_VLLM, monkeypatch)
         Path("node.py").write_text(NODE)
         Path("job.json").write_text(json.dumps({"port": master_port(), "texts": texts}))
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
         monkeypatch.setenv(KEY, KEY_OF_TEST)
 
-    def __enter__(self) -> TwoNodes:
+    def __enter__(self):
         self.nodes = [self._start(rank) for rank in (0, 1)]
         return self
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank):
         with Path(f"node-{rank}.log").open("wb") as log:
             environment = {**os.environ, "DATATROVE_NODE_RANK": str(rank)}
             return subprocess.Popen(
                 [sys.executable, "node.py"], env=environment, stdout=log, stderr=log
             )
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for node in self.nodes:
             node.kill()
             node.wait()
 
-    def codes(self) -> list[int]:
+    def codes(self):
         """Exit codes of both nodes, which must end.
 
         No process of the engine may be left two minutes later.
@@ -596,22 +589,22 @@ class TwoNodes:
         until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
         return codes
 
-    def parts(self, rank: int) -> list[int]:
+    def parts(self, rank):
         """Process ids of the engine's part on a node, one for each of its starts."""
         found = [line.split() for line in lines("parts")] if Path("parts").exists() else []
         return [int(pid) for pid, part in found if part == str(rank)]
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition):
         deadline = time.monotonic() + 300
         while not condition():
             assert time.monotonic() < deadline, self.log(0)
             time.sleep(0.02)
 
-    def until_waiting(self) -> None:
+    def until_waiting(self):
         """Until all requests are answered, except those that wait at the gate."""
         self.until(lambda: Path("done").exists())
 
-    def log(self, rank: int) -> str:
+    def log(self, rank):
         return Path(f"node-{rank}.log").read_text()
 
 

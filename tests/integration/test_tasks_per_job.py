@@ -4,8 +4,6 @@ time limit.
 tests/real/test_slurm.py has a real Slurm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -119,23 +117,13 @@ def test_a_signal_between_two_ranks_requeues_this_task_alone_and_the_next_attemp
     assert len(list((array / "output").glob("*.jsonl"))) == TASKS
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("preempted", [True, False])
-def test_sigterm_between_two_ranks_requeues_a_task_that_is_preempted(array, server, preempted):
-    since = "2026-11-20T07:26:38" if preempted else "None"  # None: scancel
-    (array / "record").write_text(f"JobId=17 JobState=RUNNING PreemptTime={since}\n")
-    assert attempt(array, server, "SIGTERM") == -signal.SIGTERM
-    assert requeued(array) == (["requeue 17_0"] if preempted else [])
-    assert completed(array) == ["00000"]
-
-
 # The time limit ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def reraised():
     """The signals that reach a requeue handler, as datatrove's executor sets one."""
-    got: list[int] = []
+    got = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     yield got
     signal.signal(signal.SIGUSR1, before)

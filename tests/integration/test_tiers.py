@@ -1,7 +1,5 @@
 """Price tiers: they change price and waiting, and neither the run nor the answers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """docs/tutorial.md and docs/recipes.md, line by line, as a person types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 its process.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

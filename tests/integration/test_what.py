@@ -2,22 +2,18 @@
 run.
 """
 
-from __future__ import annotations
-
-import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history_records import Start
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.testing import outputs
 from tests.mirrors import Job
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 
 @pytest.fixture
@@ -57,28 +53,6 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     assert set(server.asked) == {f"text {n}{end}" for n in (3, 4, 5) for end in ("", " again")}
     assert outputs(mirrored.folder / "output") == expected
     command("verify", mirrored.remote, "--full")
-
-
-@pytest.mark.slow
-def test_answers_on_a_mirror_survive_a_repair(tmp_path, command, server):
-    job, asked = Job(tmp_path), itertools.count(1)
-
-    def until_committed():
-        """The first chunk, before the answer at which the rank stops: the tenth."""
-        while next(asked) >= 10 and not read_commits(job.rank / "commits.jsonl"):
-            time.sleep(0.001)
-
-    job.run_until("text 4 again", until_committed)
-    job.lose_the_node()
-    (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
-    command("repair", job.remote)
-    job.run(server)
-    assert set(server.asked) == {
-        *(f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")),
-        "text 4 again",
-        "text 5",
-        "text 5 again",
-    }
 
 
 @pytest.mark.slow
@@ -123,7 +97,7 @@ def test_a_sealed_mirror_is_read_without_the_key_and_not_repaired(
 
 
 def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url)), ["a", "b"])
+    write_job(here, job_yaml(endpoint(server)), ["a", "b"])
     command("run", "job.yaml")
     expected = outputs(here / "output")
     command("verify", "job.yaml")

@@ -2,9 +2,6 @@
 what was checked.
 """
 
-from __future__ import annotations
-
-import asyncio
 import gc
 import json
 import os
@@ -13,18 +10,12 @@ import sys
 
 import pytest
 
-from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.errors import DocumentFailed
-from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.transport import ExchangeFailed
-from datatrove_ckpt.inference.servers import endpoints
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.process.screen import reporting_to
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, runner
+from tests.jobs import ask, documents, runner
 from tests.patience import until
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1}
 
@@ -50,7 +41,7 @@ def test_a_resume_says_what_is_done_and_which_answers_wait(tmp_path, server, log
 
 
 def test_before_its_first_document_a_rank_reads_the_input_and_waits_for_no_server(tmp_path, server):
-    states: list[str] = []
+    states = []
 
     def slow():
         until(lambda: states)
@@ -102,14 +93,14 @@ def test_a_script_shows_our_error_first_and_then_little_more(tmp_path, server, k
     assert place in "".join(lines[:first])
     assert len(lines[first:]) < 40
     assert "scheduler.py" not in ended.stderr
-    logs = [path.read_text() for path in (tmp_path / "logs" / "logs").iterdir()]
+    logs = [path.read_text() for path in (tmp_path / "logs/logs").iterdir()]
     assert f'job.py", line {LINE}, in rollout' in "".join(logs)
 
 
 def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     here, server, command, monkeypatch
 ):
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout="raises_in_line_3.ask")
+    text = job_yaml(endpoint(server), rollout="raises_in_line_3.ask")
     write_job(here, text, ["text"])
     code = "async def ask(document, generate):\n    text = None\n    text.strip()\n"
     (here / "raises_in_line_3.py").write_text(code)
@@ -117,7 +108,7 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
     said = command("run", "job.yaml", code=1).err
     error = said[said.rindex("error: ") :].splitlines()
     assert "no attribute 'strip', in raises_in_line_3.py, line 3 (ask). " in error[0]
-    log = here / "logs" / "logs" / "task_00000.log"
+    log = here / "logs/logs/task_00000.log"
     assert error[1:] == [
         f"The traceback is in the log of task 0: {log}",
         "The whole command: datatrove-ckpt run job.yaml --pipeline.1.accept_changes=true",
@@ -157,9 +148,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     code,
     said,
 ):
-    write_job(
-        here, job_yaml(ENDPOINT.replace("URL", server.url), rollout="forgets.ask"), ["a", "b", "c"]
-    )
+    write_job(here, job_yaml(endpoint(server), rollout="forgets.ask"), ["a", "b", "c"])
     ask = (
         "    answer = await generate({'messages': [{'role': 'user', 'content': document.text}]})\n"
     )
@@ -174,7 +163,7 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
 
 
 def test_tasks_without_documents_are_counted_once(here, server, command):
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=3), ["a"])
+    write_job(here, job_yaml(endpoint(server), tasks=3), ["a"])
     said = command("run", "job.yaml")
     assert " 2 of 3 tasks had no documents. " in said.out.splitlines()[-1]
     assert "No files found" not in said
@@ -182,7 +171,7 @@ def test_tasks_without_documents_are_counted_once(here, server, command):
 
 def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here, command):
     with FakeServer(hold_after=1) as server:
-        write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), tasks=2), "abc", "def")
+        write_job(here, job_yaml(endpoint(server), tasks=2), "abc", "def")
         words = ["run", "job.yaml", "--executor.workers=2"]
         script = (
             "import sys; from datatrove_ckpt.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -197,31 +186,8 @@ def test_a_second_run_names_the_command_to_stop_and_not_its_worker(here, command
         assert first.wait() == 0
 
 
-def test_an_endpoint_that_is_down_is_said_while_we_wait(
-    server,
-    log,
-    monkeypatch,
-    policy,
-):
-    causes = iter(["no connection", None])
-
-    async def get(*_):
-        if cause := next(causes):
-            raise ExchangeFailed(cause)
-        return Response(200, HiddenBytes(b"{}"))
-
-    monkeypatch.setattr(endpoints, "_get", get)
-    policy("ENDPOINT", first=0.0)
-    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
-    monkeypatch.setattr(endpoints, "ready_window", lambda config: 3600.0)
-    asyncio.run(ExternalServers(config(server)).start())
-    assert [line.split()[0] for line in log] == ["WARNING", "INFO"]
-    assert f"The server is unreachable ({server.url}: no connection); waiting, " in log[0]
-    assert "The server answers, after " in log[1]
-
-
 def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
-    down: list[bool] = [True]
+    down = [True]
 
     def status(payload, times):
         if "text 1" in payload["messages"][-1]["content"] and down:
@@ -229,10 +195,8 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
         return None
 
     with FakeServer(status=status) as server:
-        write_job(
-            here, job_yaml(ENDPOINT.replace("URL", server.url)), [f"text {n}" for n in range(4)]
-        )
-        with (here / "input" / "0.jsonl").open("a") as file:
+        write_job(here, job_yaml(endpoint(server)), [f"text {n}" for n in range(4)])
+        with (here / "input/0.jsonl").open("a") as file:
             file.write("\nno JSON\n")
         command("run", "job.yaml", code=1)
         down.clear()
@@ -244,5 +208,5 @@ def test_the_end_says_what_was_checked_skipped_and_sent_again(here, command):
         "file by size" in said
     )
     assert "none is gone or changed. To check the files: " in said
-    stats = json.loads((here / "logs" / "stats.json").read_text())[1]["stats"]
+    stats = json.loads((here / "logs/stats.json").read_text())[1]["stats"]
     assert stats["skipped_damaged_lines"]["total"] == 1

@@ -5,8 +5,6 @@ An editable install, which all other tests use, finds every file of the checkout
 not.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -29,7 +27,7 @@ def pip(tmp_path_factory):
         return [sys.executable, "-m", "pip"]
     folder = tmp_path_factory.mktemp("pip")
     run([sys.executable, "-m", "venv", str(folder)], folder)
-    return [str(folder / "bin" / "python"), "-m", "pip"]
+    return [str(folder / "bin/python"), "-m", "pip"]
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,11 @@
 """What an answer has beside its text: paid for once, kept through kills, written."""
 
-from __future__ import annotations
-
 import re
 
 import orjson
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt import InferenceResult
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, ServerRefused
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -34,9 +31,7 @@ def whole(server):
 
 
 async def ask_whole(document, generate):
-    result: InferenceResult = await generate(
-        {"messages": [{"role": "user", "content": document.text}], **QUESTION}
-    )
+    result = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
     assert result.response_id == "fake"
     assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
     assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
@@ -60,9 +55,7 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
 
 def test_a_plain_answer_is_written_as_datatrove_does(server, tmp_path):
     async def ask(document, generate):
-        result: InferenceResult = await generate(
-            {"messages": [{"role": "user", "content": document.text}]}
-        )
+        result = await generate({"messages": [{"role": "user", "content": document.text}]})
         assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == (
             "fake",
             (),
@@ -128,10 +121,9 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
     assert len(server.payloads) == 8 + 8 + refused
 
 
-@pytest.mark.parametrize("path", ["tokenize", "v1/embeddings", ""])
-def test_a_path_without_its_slash_is_refused(server, tmp_path, path):
+def test_a_path_without_its_slash_is_refused(server, tmp_path):
     async def ask(document, generate):
-        return await generate({"input": document.text}, path=path)
+        return await generate({"input": document.text}, path="tokenize")
 
     with pytest.raises(ConfigError, match=r"must begin with a slash.*test_whole_answers\.py"):
         runner(tmp_path, server, ask).run(documents(1))
@@ -152,31 +144,6 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server, tmp_pat
         ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"
     ):
         runner(tmp_path, server, ask).run(documents(1))
-
-
-def test_plain_and_whole_answers_share_a_parquet_file(whole, tmp_path):
-    import pyarrow.parquet
-
-    async def ask(document, generate):
-        if document.id == "id 1":
-            whole.message, whole.logprobs = {}, None
-            return await generate({"messages": [{"role": "user", "content": document.text}]})
-        whole.message, whole.logprobs = {"tool_calls": [CALL]}, LOGPROBS
-        return await ask_whole(document, generate)
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    config = {"max_concurrent_documents": 1}
-    runner(tmp_path, whole, ask, config=config, output_writer=writer).run(documents(3))
-    found = {
-        row["id"]: row["metadata"]["rollout_results"][0]
-        for row in pyarrow.parquet.read_table(tmp_path / "output").to_pylist()
-    }
-    assert (
-        found["id 1"]["tool_calls"] is found["id 1"]["logprobs"] is found["id 1"]["choices"] is None
-    )
-    assert found["id 1"]["text"]
-    assert found["id 0"]["tool_calls"] == found["id 2"]["tool_calls"] == [CALL]
-    assert found["id 0"]["logprobs"]["content"][0]["logprob"] == -0.5
 
 
 @pytest.mark.parametrize("order", ["called", "chosen", "certain", "refused"])
@@ -256,9 +223,7 @@ def _with_choices(*choices):
     [
         ([{"index": 1}, {"index": 0}], None),
         ([{"index": 0}, {"index": 0}], "indices"),
-        ([{"index": 0}, {"index": 2}], "indices"),
         ([{"index": 0}, {}], "no index"),
-        ([{"index": 0}, {"index": "1"}], "no index"),
         ([{"index": 0}, {"index": 1}, {"index": 2}], "3 of 2 choices"),
         ([{"index": 0}, {"index": 1, "finish_reason": "abort"}], "abort"),
         ([{"index": 0}, {"index": 1, "error": "overloaded"}], "overloaded"),
@@ -361,43 +326,23 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
     ("choice", "payload", "wrong"),
     [
         ({"message": {"content": None}, **ENDED}, {}, "has no tool_calls"),
-        ({"message": {"content": None, "tool_calls": None}, **ENDED}, {}, "has no tool_calls"),
         ({"message": {"content": "", "tool_calls": []}, **ENDED}, {}, "has no tool_calls"),
         ({"message": {"content": None, "tool_calls": "look()"}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"content": None, "tool_calls": CALL}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"content": None, "tool_calls": [None]}, **ENDED}, {}, "tool_calls are not"),
-        ({"message": {"content": None, "tool_calls": ["look"]}, **ENDED}, {}, "tool_calls are not"),
-        (
-            {"message": {"tool_calls": [{"function": {"arguments": "{}"}}]}, **ENDED},
-            {},
-            "tool_calls are not",
-        ),
         (
             {"message": {"tool_calls": [CALL, {"function": {"name": ""}}]}, **ENDED},
             {},
             "tool_calls are not",
         ),
-        (
-            {"message": {"content": "a", "tool_calls": [{"function": {"name": 1}}]}},
-            {},
-            "tool_calls are not",
-        ),
         ({"message": {"content": ""}}, {"tool_choice": "required"}, "tool_choice 'required'"),
-        ({}, {"logprobs": True}, "asks for logprobs"),
-        ({"logprobs": None}, {"logprobs": True}, "asks for logprobs"),
         ({"logprobs": {"content": None}}, {"logprobs": True}, "asks for logprobs"),
-        ({"message": {"content": "a", "tool_calls": None}}, {}, ""),
-        ({"message": {"content": "a", "tool_calls": []}}, {}, ""),
         # The model has nothing to say.
         ({"message": {"content": "", "tool_calls": []}}, {"tool_choice": "auto"}, ""),
         # SGLang's, of a call that it can't parse.
         ({"message": {"content": "<tool_call>{"}, **ENDED}, {}, ""),
-        ({"message": {"content": None, "tool_calls": [CALL]}}, {"tool_choice": "required"}, ""),
         ({"message": {"content": None, "tool_calls": [CALLED]}, **ENDED}, {}, ""),
         ({"message": {"content": ""}, "finish_reason": "length"}, {"tool_choice": "required"}, ""),
         ({"message": {"content": "", "refusal": "no"}, "logprobs": None}, {"logprobs": True}, ""),
         ({"message": {"content": ""}, "logprobs": None}, {"logprobs": True}, ""),
-        ({"logprobs": LOGPROBS}, {"logprobs": True, "n": 1}, ""),
         ({}, {"logprobs": False}, ""),
     ],
 )
@@ -459,19 +404,12 @@ def test_top_logprobs_of_plain_completions_have_the_form_of_a_chat():
     ]
 
 
-@pytest.mark.parametrize(
-    "status", ["failed", "queued", "in_progress", "cancelled", "completed", "incomplete"]
-)
+@pytest.mark.parametrize("status", ["failed", "in_progress", "completed", "incomplete"])
 def test_a_response_that_failed_is_no_answer(status):
     body = orjson.dumps({"object": "response", "status": status, "error": None, "output": []})
     parse = way_to("/v1/responses").parse
     if status in ("completed", "incomplete"):
-        assert parse(body).answer == {
-            "object": "response",
-            "status": status,
-            "error": None,
-            "output": [],
-        }
+        assert parse(body).answer["status"] == status
     else:
         with pytest.raises(RetryableError, match=status):
             parse(body)

@@ -2,8 +2,6 @@
 rank in success.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

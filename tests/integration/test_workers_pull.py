@@ -2,8 +2,6 @@
 killed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -168,46 +166,6 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, 
     assert_whole(server, command)
 
 
-@pytest.mark.slow
-def test_a_task_that_kills_its_workers_is_given_up_and_the_others_are_done(
-    server,
-):
-    write(server, at_once=1)
-    text = (
-        Path("job.yaml")
-        .read_text()
-        .replace("workers: 1\n", "workers: 1\n    max_rank_attempts: 1\n")
-    )
-    Path("job.yaml").write_text(text)
-    Path("bad").write_text("kills")
-    codes = []
-    while len(codes) < 5 and 3 not in codes:
-        process = worker()
-        process.communicate(timeout=120)
-        codes.append(process.returncode)
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 3]
-    assert complete() == {*range(TASKS)} - {3}
-    Path("bad").unlink()
-    ended(worker("--fail-on-dead-letters"))  # a run tries again what workers gave up
-    assert len(complete()) == TASKS
-
-
-def test_a_task_whose_document_fails_costs_one_try_and_run_names_it(server):
-    write(server)
-    Path("bad").write_text("fails")
-    both = worker(), worker()
-    texts = "".join(process.communicate(timeout=120)[0] for process in both)
-    assert {process.returncode for process in both} <= {0, 3}
-    assert texts.count("Task 3 is given up") == 1
-    assert complete() == {*range(TASKS)} - {3}
-    text = ended(worker(), 3)
-    assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
-    assert "task 3: DocumentFailed" in text
-    assert "ValueError" in ended(worker("--fail-on-dead-letters"), 1)
-    Path("bad").unlink()
-    ended(worker("--fail-on-dead-letters"))
-
-
 def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server, command):
     write(server)
     Path("bad").write_text("fails")
@@ -264,7 +222,7 @@ def test_beside_a_plain_run_a_worker_is_refused(server):
 
 def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypatch, log):
     """It needs none; only no worker can see it."""
-    given: list[object] = []
+    given = []
 
     def fails(url, owner, options):
         given.append(options)

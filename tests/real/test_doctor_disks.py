@@ -3,8 +3,6 @@
 Needs root and Linux.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Its figures say nothing here.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 

@@ -223,7 +223,7 @@ class Job:
             if not (self.checkpoints / "00000").exists():
                 return set()
             shutil.copytree(self.checkpoints / "00000", rank)
-            found: set[int] = set()
+            found = set()
             for commit in read_commits(rank / "commits.jsonl").values():
                 found.update(range(commit.first_ordinal, commit.next_ordinal))
             for path in rank.glob("chunk_*.jsonl"):
@@ -310,7 +310,7 @@ PLACES = [
 def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
     tmp_path, server, gate, expected, on_it
 ):
-    places: Counter[str] = Counter()
+    places = Counter()
     again = 0
     for kilobytes in SIZES[on_it]:
         server.asked.clear()
@@ -343,7 +343,7 @@ def fill(folder, leave):
 def after(server, answers, act):
     """Does something once so many requests were sent, in another thread."""
     over = threading.Event()
-    failures: list[BaseException] = []
+    failures = []
 
     def wait():
         try:
@@ -370,7 +370,7 @@ def after(server, answers, act):
 @pytest.mark.parametrize("on_it", PLACES)
 def test_a_file_system_that_turns_read_only_stops_the_rank(tmp_path, server, gate, expected, on_it):
     """With open files and all: ext4 does so when it finds itself damaged."""
-    places: Counter[str] = Counter()
+    places = Counter()
     again = 0
     moments = range(5, DOCUMENTS, 20)
     for moment in moments:

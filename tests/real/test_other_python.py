@@ -7,8 +7,6 @@ Installs the other interpreters with the package's dependencies once (see ``envi
 fails without them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

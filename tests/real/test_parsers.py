@@ -6,15 +6,12 @@ launch is tested up to the place where it would load the model, and its guard of
 itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import json
 import os
 import subprocess
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -166,16 +163,14 @@ def test_sglang_understands_the_fields_of_rollouts():
         "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
     }
     config = InferenceConfig("sglang", "org/model")
-    forms: list[dict[str, Any]] = [
+    forms = [
         {"json_schema": schema},
         {"regex": "a|b"},
         {"choice": ["a", "b (c)"]},
     ]
-    rollouts: list[Any] = [
-        for_config(PromptRollout(**form, answer_attempts=1), config) for form in forms
-    ]
+    rollouts = [for_config(PromptRollout(**form, answer_attempts=1), config) for form in forms]
     rollouts.append(ChunkedRollout(max_chars_per_part=4, carry="continue"))
-    payloads: list[dict[str, Any]] = []
+    payloads = []
 
     async def generate(payload):
         payloads.append(payload)

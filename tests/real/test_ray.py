@@ -7,8 +7,6 @@ prints a line per case: event, runs, documents, requests sent again, seconds fro
 end of the process, and the ranks that were marked complete at that moment. In the end all are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Pythons of this machine, and with the lowest versions of what the package needs.
     pytest tests/real/test_release.py
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

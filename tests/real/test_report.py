@@ -1,7 +1,5 @@
 """The report in a real Chromium: of a run of real processes that were killed three times."""
 
-from __future__ import annotations
-
 import html
 import json
 import os
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import orjson
 import pytest
@@ -140,8 +137,7 @@ def looked_at(folder, dark=False):
     (found,) = re.findall(
         'data-found="([^"]*)"', chromium(folder, scheme, "--dump-dom", "around.html")
     )
-    content: dict[str, Any] = json.loads(html.unescape(found))
-    return content
+    return json.loads(html.unescape(found))
 
 
 def test_the_page_shows_what_happened_with_the_figures_of_status(run):

@@ -192,7 +192,7 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
         bucket.open_upload(key)
     processes = JobProcesses(job, relay, tmp_path / "log")
     # Each process is killed where none was before it, and first cleans up after the one before it.
-    died_at: set[tuple[str, str, str]] = set()
+    died_at = set()
     left_open = shown = 0
 
     def is_new(request):

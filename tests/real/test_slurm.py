@@ -6,8 +6,6 @@ prints a line per case: event, attempts, documents, requests sent again, seconds
 the process end, and whether the rank was marked complete at that moment. In the end it always is.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

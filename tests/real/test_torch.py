@@ -4,8 +4,6 @@ out.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,10 +3,7 @@
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +12,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.torch import ReaderDataset
 
 pytestmark = [
@@ -53,8 +50,7 @@ def reader(request, tmp_path):
             ) as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
     kind = {"parquet": ParquetReader, "arrow": IpcReader}.get(request.param, JsonlReader)
-    made: SeekingReader = kind(folder.as_posix())
-    return made
+    return kind(folder.as_posix())
 
 
 def loader(reader, workers=0, **options):
@@ -97,7 +93,7 @@ def test_a_transform_gets_rows(reader):
 def test_what_cannot_work_is_refused(reader):
     with pytest.raises(ConfigError, match="has no column 'tokens'"):
         list(ReaderDataset(reader, columns=["tokens"]))
-    wrong: tuple[Any, ...] = ("input_ids", [], ["n", "n"])
+    wrong = ("input_ids", [], ["n", "n"])
     for columns in wrong:
         with pytest.raises(ConfigError, match="list of different names"):
             ReaderDataset(reader, columns=columns)

@@ -4,14 +4,9 @@ one is flipped.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +50,7 @@ def as_tokens(document):
     return list(document.text.encode())
 
 
-KINDS: dict[str, Callable[[Path], Any]] = {
+KINDS = {
     "ReaderDataset": rows,
     "Pack": lambda folder: Pack(Rows([[number] * 3 for number in range(9)]), 4),
     "Mix": lambda folder: Mix([Rows(range(5)), Rows(range(5, 9))], [1, 1], at_end="drop"),

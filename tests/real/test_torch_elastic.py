@@ -4,15 +4,10 @@ comes once.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -125,7 +120,7 @@ def counted(samples):
 CHANGES = [((1, 0), (2, 0)), ((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
 SAMPLES = [(name, number) for name, count in COUNTS.items() for number in range(count)]
 LETTERS = Counter({ord(name) * 1000 + number: 3 for name, number in SAMPLES})
-KINDS: dict[str, tuple[Callable[[Path, Place], Any], Counter[Any]]] = {
+KINDS = {
     "packed": (partial(packed, pad=0), Counter(range(1, sum(LONG) + 1))),
     "mixed": (mixed, Counter(f"{name}{number}" for name, number in SAMPLES)),
     "pack of mix": (
@@ -216,8 +211,8 @@ def test_a_mix_that_repeats_leaves_no_sample_out(folder, before, after, steps):
 def test_an_epoch_goes_on_with_one_topology_after_the_other(folder, tmp_path):
     for made, whole in KINDS.values():
         make = partial(made, folder)
-        states: Any = ()
-        read: list[Any] = []
+        states = ()
+        read = []
         for topology in ((2, 2), (1, 0), (1, 3), (3, 0)):
             some, states = stopped(make, topology, 2, states)
             read += some

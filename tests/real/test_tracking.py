@@ -3,8 +3,6 @@
 They come from PyPI: pip install mlflow-skinny wandb.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from datatrove_ckpt.cli import track

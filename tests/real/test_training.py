@@ -4,12 +4,9 @@ and workers.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -110,7 +107,7 @@ def test_a_readers_own_seed_shuffles_too(folder):
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_state_from_before_the_epoch_works(folder, seed):
-    options: dict[str, Any] = {"shuffle_seed": seed}
+    options = {"shuffle_seed": seed}
     first = dataset(folder, **options)
     state = json.loads(json.dumps(first.state_dict()))
     whole = [sample["text"] for sample in first]

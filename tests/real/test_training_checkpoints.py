@@ -74,7 +74,7 @@ def _the_tests_go_on(monkeypatch):
 
 @pytest.fixture
 def log():
-    lines: list[str] = []
+    lines = []
     sink = logger.add(lines.append, level="WARNING", format="{message}")
     yield lines
     logger.remove(sink)
@@ -94,7 +94,7 @@ class Training:
             JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers
         )
         self.new_loader()
-        self.losses: dict[int, tuple[float, float]] = {}
+        self.losses = {}
 
     def new_loader(self) -> None:
         self.loader = StatefulDataLoader(self.dataset, batch_size=5)
@@ -345,7 +345,7 @@ def test_conjugate_views_are_saved_as_they_are(tmp_path):
     )
     with checkpoints(tmp_path, asynchronous=True) as saved:
         saved.save(1, holder=holder)
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     checkpoints(tmp_path).restore_latest(holder=SimpleNamespace(load_state_dict=found.update))
     assert (found["one"], found["other"]) == (value, value.conj())
 
@@ -367,7 +367,7 @@ class Wrapped:
 
 @pytest.mark.parametrize("steps", [12, 16, 20])  # an epoch has 10
 def test_a_wrapped_loader_goes_on_in_its_epoch(documents, tmp_path, steps):
-    losses: dict[int, tuple[float, float]] = {}
+    losses = {}
     for until_step in (steps, 25):
         training = Training(documents)
         training.loader = Wrapped(training.loader)
@@ -536,7 +536,7 @@ def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path):
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../model", "", ".metadata"])
 def test_a_name_that_is_no_files_name_is_refused(tmp_path, name):
-    calls: list[Callable[[Any, Any], object]] = [
+    calls = [
         lambda saved, state: saved.save(1, **state),
         lambda saved, state: saved.restore_latest(**state),
         lambda saved, state: saved.rollback(to=1, **state),
@@ -987,7 +987,7 @@ def losses_of(run, rank=0):
     line.
     """
     lines = Path(run, f"losses-{rank}.jsonl").read_bytes().splitlines(keepends=True)
-    found: dict[int, list[float]] = {}
+    found = {}
     for line in lines:
         step, *values = json.loads(line)
         assert found.setdefault(step, values) == values

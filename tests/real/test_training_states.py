@@ -4,12 +4,9 @@ twice.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,7 +41,7 @@ def text(document):
 
 
 def dataset(folder, rank=0, ranks=1, **options):
-    changed: dict[str, Any] = {"shuffle_seed": 1, "batch_size": 4, "transform": text} | options
+    changed = {"shuffle_seed": 1, "batch_size": 4, "transform": text} | options
     return ReaderDataset(ParquetReader(folder), rank, ranks, **changed)
 
 
@@ -81,7 +78,7 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder):
 
 
 def rows(folder, rank=0, ranks=1, seed=1):
-    as_tokens: dict[str, Any] = {
+    as_tokens = {
         "batch_size": None,
         "transform": lambda one: list(one.text.encode()),
         "shuffle_seed": seed,

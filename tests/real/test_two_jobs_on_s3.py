@@ -60,7 +60,7 @@ def place(bucket, relay):
 
 
 def test_of_two_jobs_that_start_at_one_moment_one_alone_asks(tmp_path, place, servers):
-    ended: list[BaseException | None] = []
+    ended = []
     together = threading.Barrier(2)
 
     def start(name, number):
@@ -103,7 +103,7 @@ def test_s3_itself_refuses_the_second_of_two_files_that_are_sent_at_one_moment(
             both_have_looked.wait(60)
 
     relay.rule = rule
-    ended: list[BaseException | None] = []
+    ended = []
 
     def start(name, number):
         try:

@@ -8,8 +8,6 @@ no document re-requested after its answer. The tests spend most of their time in
 which import torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

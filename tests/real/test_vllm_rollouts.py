@@ -6,11 +6,8 @@ that was asked for.
 No test checks words: the model has 135M parameters. See environment.py for the set-up.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import Any
 
 import pytest
 from datatrove.data import Document
@@ -52,7 +49,7 @@ def url(tmp_path_factory):
 
 def results(folder, url, rollout, text="It rained in Paris in 1999.", **changes):
     """The result of each document."""
-    settings: dict[str, Any] = {
+    settings = {
         "endpoint_url": url,
         "model_max_context": 1024,
         "server_patience_seconds": 600.0,
@@ -84,7 +81,7 @@ def test_answers_follow_a_schema_in_its_order(tmp_path, url, engine):
 
 @pytest.mark.parametrize("use_chat", [True, False])
 def test_answers_match_a_regex_or_are_one_of_several(tmp_path, url, use_chat):
-    kind: Any = PromptRollout if use_chat else CompletionRollout
+    kind = PromptRollout if use_chat else CompletionRollout
     asks = {"prompt": "When? {text}", "engine": "vllm", "answer_attempts": 1}
     years = results(
         tmp_path / "regex", url, kind(**asks, regex="year [12][0-9]{3}"), use_chat=use_chat
@@ -115,7 +112,7 @@ def test_an_answer_is_continued_and_a_conversation_carried(tmp_path, url):
     text = "\n\n".join(f"Paragraph {number} tells how the bridge was built." for number in range(3))
     settings = {"max_chars_per_part": 60, "generation_params": {"max_tokens": 12}}
     for carry in ("continue", "conversation"):
-        rollout: Any = ChunkedRollout("Rewrite: {text}", carry=carry, **settings)
+        rollout = ChunkedRollout("Rewrite: {text}", carry=carry, **settings)
         for result in results(tmp_path / carry, url, rollout, text):
             assert result["text"].strip()
             assert 3 <= result["usage"]["completion_tokens"] <= 36

@@ -98,7 +98,7 @@ class Attempts:
 
     def asked_again(self) -> list[str]:
         """The requests that were sent although their answers were saved."""
-        kept: set[str] = set()
+        kept = set()
         again = []
         for line in self._events():
             event, _, request = line.partition(" ")
@@ -223,7 +223,7 @@ def vllms(tmp_path_factory):
             )
         )
         stack.callback(offline.kill)
-        found: dict[str, Any] = {}
+        found = {}
         for kind, more in flags.items():
             (folder / kind).mkdir()
             model = str(models / kind)

@@ -4,8 +4,6 @@ ranks and epochs.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

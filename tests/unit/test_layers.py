@@ -135,7 +135,7 @@ def room(name):
 def test_a_room_imports_what_its_row_names_and_rows_name_only_rooms_above_them():
     rooms = {room(name) for name in modules() if name not in NOT_ROOMS}
     assert rooms <= set(ROOMS), "a module has no place in the house: add a row to ROOMS"
-    above: set[str] = set()
+    above = set()
     for name, row in ROOMS.items():
         assert set(row.split()) <= above, name
         above.add(name)

@@ -48,7 +48,7 @@ class Model:
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
-        self.asked: list[Any] = []
+        self.asked = []
 
     async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
         self.asked.append(payload)
@@ -216,7 +216,7 @@ def test_a_judge_that_no_model_is_is_refused():
     with pytest.raises(ConfigError) as refused:
         for_config(JudgeRollout(judge_prompt="Rate {text}"), first)
     assert str(refused.value) == "judge: 'judge' is none of the models, which are writer, critic."
-    fitted: Any = for_config(JudgeRollout(judge_prompt="Rate {text}", judge="critic"), first)
+    fitted = for_config(JudgeRollout(judge_prompt="Rate {text}", judge="critic"), first)
     assert fitted.judge == "critic"
 
 
@@ -314,7 +314,7 @@ def test_a_column_called_answer_is_not_the_answer_of_the_model():
 def test_the_first_of_several_models_writes_and_another_one_judges():
     rollout = JudgeRollout("{text}", judge_prompt="Rate {answer}")
     models = {"writer": config(), "judge": config()}
-    fitted: Any = for_config(rollout, models_of(models)["writer"])
+    fitted = for_config(rollout, models_of(models)["writer"])
     assert fitted.judge == "judge"
     with pytest.raises(
         ConfigError, match=r"^judge: is the first model, which answers the prompt; name the writer"

@@ -2,8 +2,6 @@
 to any topology.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import chain, product
@@ -182,8 +180,8 @@ def test_workers_that_divide_the_shares_read_no_block_twice():
 def test_files_that_cannot_be_entered_are_each_read_from_the_beginning_to_the_end():
     table = BlockTable(blocks_of(*([100] * 30 for _ in range(40))), streams=range(40))
     order = order_by_rows(table, 1, 0, Window(rows=3200, bytes=None))
-    read: Counter[int] = Counter()
-    seen: dict[int, set[int]] = {}
+    read = Counter()
+    seen = {}
     for number, share in enumerate(order.shares):
         for window in range(len(share._ends)):
             pieces = share.window(window).pieces

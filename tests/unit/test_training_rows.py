@@ -1,14 +1,10 @@
 """What a worker of a training loop reads: files, plan and rows together, without torch."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader, SeekingReader
+from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.torch.dataset import ReaderDataset
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
@@ -27,9 +23,7 @@ from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]
-ROWS: list[dict[str, Any]] = [
-    {"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))
-]
+ROWS = [{"text": f"text {i}", "id": f"id {i}", "n": i} for i in range(sum(SIZES))]
 
 
 def write(folder, kind):
@@ -53,7 +47,7 @@ def reader(request, tmp_path):
     return write(tmp_path / "input", request.param)
 
 
-_INDEXES: WeakKeyDictionary[SeekingReader, Index] = WeakKeyDictionary()
+_INDEXES = WeakKeyDictionary()
 
 
 def index_of(reader):
@@ -68,7 +62,7 @@ def order_of(table, chosen):
 
 
 def settings(**changes):
-    usual: dict[str, Any] = {"seed": 1, "window": parse_window(20), "even": None, "batch": 1}
+    usual = {"seed": 1, "window": parse_window(20), "even": None, "batch": 1}
     return Settings(**(usual | changes))
 
 
@@ -97,7 +91,7 @@ def slots(ranks, workers):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_row_is_read_once(reader, ranks):
-    options: list[dict[str, Any]] = [
+    options = [
         {},
         {"seed": None},
         {"batch": 4},
@@ -116,7 +110,7 @@ def test_each_row_is_read_once(reader, ranks):
 
 
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
-    options: list[dict[str, Any]] = [{}, {"seed": None}]
+    options = [{}, {"seed": None}]
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
     for (before, after), changes in zip(changed, itertools.cycle(options), strict=False):
         read, states = Counter[str](), []
@@ -276,7 +270,7 @@ def write_new(folder, *names):
         pq.write_table(pa.Table.from_pylist(ROWS[:30]), folder / name, row_group_size=6)
 
 
-CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+CHANGES = {
     "gone": (
         lambda folder: (folder / "3.parquet").unlink(),
         r"there were 4 files of \d+ bytes, and there are 3 of",
@@ -329,7 +323,7 @@ def test_a_state_of_many_workers_and_files_is_small(tmp_path):
             f'{{"text": "{number}"}}\n' * 20
         )
     reader = JsonlReader(tmp_path.as_posix())
-    state: Any = None
+    state = None
     for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
         states = []
         for slot in slots(ranks, workers):
@@ -349,7 +343,7 @@ def test_a_state_of_many_workers_and_files_is_small(tmp_path):
         state = merge(states)
 
 
-_POOLS: list[Any] = []
+_POOLS = []
 """A pool must outlive all that was allocated in it."""
 
 

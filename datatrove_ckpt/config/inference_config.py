@@ -150,6 +150,8 @@ class InferenceConfig:
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
     limits_documents = False  # max_concurrent_documents was given
+    # The JSON schema that a ready-made rollout asks for, as text.
+    answer_schema = ""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -517,6 +519,15 @@ class Launch:
     def flags(self) -> Kwargs:
         """``model_kwargs``, with dashes in their names."""
         return dashed_names(self.config.model_kwargs)
+
+    @property
+    def schema(self) -> str:
+        """The JSON schemas of the answers, as far as the settings name them."""
+        schema = self.config.answer_schema
+        asked = self.config.default_generation_params.get("response_format")
+        if asked is not None:
+            schema += json.dumps(asked)
+        return schema
 
     @property
     def key_variable(self) -> HiddenDict:

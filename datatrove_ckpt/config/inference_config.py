@@ -579,8 +579,6 @@ class Engine:
         health_path: of the URL that answers 5xx, or nothing, when the server is dead.
         is_canned: its answers are canned: no model made them.
         leases_gpus: ranks on one node share out their GPUs by locks.
-        cache: of an engine whose servers may not share their cache folder: the variable that names
-            the folder, and the folder's name in ~/.cache.
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
@@ -598,7 +596,6 @@ class Engine:
     health_path: ClassVar[str] = "health"
     is_canned: ClassVar[bool] = False
     leases_gpus: ClassVar[bool] = False
-    cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     ways: ClassVar[Mapping[str, WayTo]] = {}

@@ -45,8 +45,6 @@ class Vllm(Engine):
     package = "vllm"
     takes_interpreter = True
     leases_gpus = True
-    # For results of torch.compile. Servers that start together write the same files.
-    cache = ("VLLM_CACHE_ROOT", "vllm")
     metrics = MetricNames(
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",

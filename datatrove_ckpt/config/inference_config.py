@@ -157,6 +157,8 @@ class InferenceConfig:
     models = tuple[str, ...]()
     neighbours = 0  # other models' servers on these cores
     limits_documents = False  # max_concurrent_documents was given
+    # The JSON schema that a ready-made rollout asks for, as text.
+    answer_schema = ""
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -554,6 +556,15 @@ class Launch:
         return dashed_names(self.config.model_kwargs)
 
     @property
+    def schema(self) -> str:
+        """The JSON schemas of the answers, as far as the settings name them."""
+        schema = self.config.answer_schema
+        asked = self.config.default_generation_params.get("response_format")
+        if asked is not None:
+            schema += json.dumps(asked)
+        return schema
+
+    @property
     def key_variable(self) -> HiddenDict:
         return HiddenDict({API_KEY_VARIABLE: self.api_key.reveal()})
 
@@ -603,8 +614,6 @@ class Engine:
         health_path: of the URL that answers 5xx, or nothing, when the server is dead.
         is_canned: its answers are canned: no model made them.
         leases_gpus: ranks on one node share out their GPUs by locks.
-        cache: of an engine whose servers may not share their cache folder: the variable that names
-            the folder, and the folder's name in ~/.cache.
         metrics: None: it has none.
         task_flags: ``model_kwargs`` that a task of the short form needs, by its name.
         ways: how to ask for what is no text, by the names of ``generate``'s methods. One that is
@@ -622,7 +631,6 @@ class Engine:
     health_path: ClassVar[str] = "health"
     is_canned: ClassVar[bool] = False
     leases_gpus: ClassVar[bool] = False
-    cache: ClassVar[tuple[str, str] | None] = None
     metrics: ClassVar[MetricNames | None] = None
     task_flags: ClassVar[Mapping[str, Kwargs]] = {}
     ways: ClassVar[Mapping[str, WayTo]] = {}

@@ -9,6 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import orjson
 import xxhash
 from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
@@ -70,6 +72,7 @@ from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
+from datatrove_ckpt.rollouts.answers import ends_in_blanks
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -373,6 +376,8 @@ class Requests:
             is_empty = _is_empty(result.text, result.finish_reason)
         if is_cut_off:
             answers.cut_off += 1
+            if ends_in_blanks(str(result.text)):
+                _warn_of_blanks()
         if way.path in _GENERATING:
             if is_empty:
                 answers.empty += 1
@@ -596,6 +601,14 @@ def _hand_over(
     except BaseException as error:
         rank.shutdown.abort(error)
         raise
+
+
+@lru_cache(maxsize=1)
+def _warn_of_blanks() -> None:
+    logger.warning(
+        "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
+        '"Answers of a given form" in docs/rollouts.md.'
+    )
 
 
 def _is_empty(text: str | list[object], reason: str | None) -> bool:

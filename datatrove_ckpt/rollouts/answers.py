@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
 
+_MANY_BLANKS = 64
 _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
@@ -136,6 +137,11 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "
         "so that answers are only checked."
     )
+
+
+def ends_in_blanks(text: str) -> bool:
+    """Returns whether a model has written nothing but whitespace for some time."""
+    return len(text) - len(text.rstrip()) >= _MANY_BLANKS
 
 
 @lru_cache(maxsize=16)

@@ -16,7 +16,13 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answers import CANNED, AnswerForm, InvalidAnswer, engine_of
+from datatrove_ckpt.rollouts.answers import (
+    CANNED,
+    AnswerForm,
+    InvalidAnswer,
+    ends_in_blanks,
+    engine_of,
+)
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 
@@ -229,6 +235,8 @@ class OneRequest(WholeText):
             else:
                 self.form_for = self.engine or engine_of(config.server_type, self.form)
             self.form.fields(self.form_for)
+            if self.json_schema is not None:
+                config.answer_schema = orjson.dumps(self.json_schema).decode()
             self._refuse_unread(
                 ("n",), "generation_params", {**config.default_generation_params, **self._params()}
             )
@@ -301,6 +309,8 @@ class OneRequest(WholeText):
             if not problem:
                 result.text = text
                 return result
+            if result.finish_reason == "length" and ends_in_blanks(result.text):
+                problem = "it ends in blanks up to max_tokens"
             last = f"{problem} (finish_reason {result.finish_reason})"
             if shows and result.finish_reason != "length":
                 payload = _with_error(payload, str(result.text), problem)

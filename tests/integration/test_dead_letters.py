@@ -192,15 +192,6 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
     execute(retry=True)
 
 
-def test_the_closing_line_begins_with_it_if_every_document_is_dead(here, command):
-    with FakeServer(status=rejects(["Say a", "Say b", "Say c"])) as server:
-        text = job_yaml(endpoint(server), tasks=2)
-        write_job(here, text + "          skip_bad_requests: true\n", "ab", "c")
-        line = command("run", "job.yaml").out
-    assert line.startswith("No document was answered: RequestRejected: BadRequestError: HTTP 400: ")
-    assert ". 0 of 3 documents are in 0 files in " in line
-
-
 def test_dead_letters_need_a_checkpoint(tmp_path, server):
     with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
         type(runner(tmp_path, server))(ask, runner(tmp_path, server).config, runner(tmp_path, server).output_writer,

@@ -235,6 +235,8 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
             "length" if number in (2, 3) else "tool_calls" if number == 5 else "stop"
         )
         server.message = {"tool_calls": [{"function": {"name": "look"}}]} if number == 5 else {}
+        if number == 2:
+            return "fine" + "\n" * 99
         return "" if number in (3, 5, 7) else "fine"
 
     monkeypatch.setattr(server, "_answer", answer)
@@ -247,6 +249,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     said = command("run", "job.yaml")
     assert "2 of 9 answers were cut off at max_tokens (raise max_tokens" in said
     assert " and 2 of 9 answers are empty. " in said
+    assert "ended in blanks until max_tokens cut it off" in said
     monkeypatch.setattr(server, "_status", lambda payload, times: None)
     said = command("run", "job.yaml", "--retry-dead-letters")
     assert "10 of 10 documents" in said

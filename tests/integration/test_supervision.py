@@ -264,7 +264,6 @@ async def test_a_server_that_answers_now_and_then_does_not_hang(clock):
 def stand_in_for_vllm(program, monkeypatch):
     write_program(Path("bin/vllm"), program)
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(Path("cache").absolute()))
 
 
 @pytest.fixture

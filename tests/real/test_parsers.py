@@ -146,6 +146,86 @@ def test_sglang_accepts_every_command():
         assert values["enable_metrics"]
 
 
+ANSWER = {
+    "type": "object",
+    "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
+}
+# With the default backend vLLM gives these to another one than xgrammar.
+NOT_FOR_XGRAMMAR = [
+    {"type": "integer", "multipleOf": 2},
+    {"type": "array", "uniqueItems": True},
+    {"type": "array", "contains": {"type": "integer"}, "maxContains": 2},
+    {"type": "string", "format": "regex"},
+    {"type": "string", "pattern": "^a+$", "maxLength": 3},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "propertyNames": {"pattern": "^a"},
+    },
+    {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "patternProperties": {"^a": {"type": "string"}},
+    },
+]
+_XGRAMMAR_REFUSES = """
+import json, sys
+from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+print("REFUSED", json.dumps([has_xgrammar_unsupported_json_features(one) for one in json.load(sys.stdin)]))
+"""
+
+
+def with_schema(server_type, schema, **settings):
+    config = InferenceConfig(server_type, "org/model", model_max_context=4096, **settings)
+    for_config(PromptRollout("{text}", json_schema=schema), config)
+    return config
+
+
+def test_vllm_gets_and_takes_what_keeps_json_free_of_blanks_where_xgrammar_knows_the_schema():
+    own = {"structured-outputs-config": {"backend": "guidance"}}
+    dotted = {"structured-outputs-config.backend": "guidance"}
+    asked = {"response_format": {"type": "json_object"}}
+    plain = InferenceConfig("vllm", "org/model", default_generation_params=asked)
+    made = [with_schema("vllm", ANSWER), plain]
+    made += [with_schema("vllm", ANSWER, model_kwargs=kwargs) for kwargs in (own, dotted)]
+    made += [with_schema("vllm", schema) for schema in NOT_FOR_XGRAMMAR]
+    made.append(InferenceConfig("vllm", "org/model"))
+    argvs = [command_of(config).argv[3:] for config in made]
+    found = []
+    for values in parsed(environment.vllm_python(), _VLLM, argvs):
+        assert "error" not in values, values
+        found.append(values["structured_outputs_config"])
+    for free in found[:2]:
+        assert "backend='xgrammar'" in free
+        assert "disable_any_whitespace=True" in free
+    for users in found[2:4]:
+        assert "backend='guidance'" in users
+        assert "disable_any_whitespace=False" in users
+    for other in found[4:]:
+        assert "backend='auto'" in other
+        assert "disable_any_whitespace=False" in other
+    command = [environment.vllm_python(), "-c", _XGRAMMAR_REFUSES]
+    schemas = json.dumps([ANSWER, *NOT_FOR_XGRAMMAR])
+    done = subprocess.run(command, input=schemas, capture_output=True, text=True, check=False)
+    refused = json.loads(done.stdout.partition("REFUSED ")[2])
+    assert refused == [False] + [True] * len(NOT_FOR_XGRAMMAR)
+
+
+def test_sglang_gets_and_takes_what_keeps_json_free_of_blanks():
+    own = {"constrained-json-whitespace-pattern": " ?"}
+    made = [
+        with_schema("sglang", ANSWER),
+        with_schema("sglang", ANSWER, model_kwargs=own),
+        InferenceConfig("sglang", "org/model"),
+    ]
+    argvs = [command_of(config).argv[2:] for config in made]
+    found = []
+    for values in parsed(environment.sglang_python(), _SGLANG, argvs):
+        assert "error" not in values, values
+        found.append(values["constrained_json_disable_any_whitespace"])
+    assert found == [True, False, False]
+
+
 _SGLANG_REQUESTS = """
 import json, sys
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -158,13 +238,9 @@ for payload in json.load(sys.stdin):
 
 
 def test_sglang_understands_the_fields_of_rollouts():
-    schema = {
-        "type": "object",
-        "properties": {"why": {"type": "string"}, "answer": {"type": "integer"}},
-    }
     config = InferenceConfig("sglang", "org/model")
     forms = [
-        {"json_schema": schema},
+        {"json_schema": ANSWER},
         {"regex": "a|b"},
         {"choice": ["a", "b (c)"]},
     ]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.engines import llamacpp
@@ -29,6 +31,7 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.llamacpp import flags_set
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
+from datatrove_ckpt.rollouts import PromptRollout
 
 SECRET = "the-secret-key"
 KEY = Key(SECRET)
@@ -44,6 +47,10 @@ def config(server_type="vllm", **settings):
 def command_of(config, found=None, nodes=SINGLE_NODE):
     """Without a look at what is installed."""
     return config.engine.command(Launch(config, found, 4321, KEY, nodes))
+
+
+def runner(config, rollout):
+    return InferenceRunner(rollout, config, JsonlWriter("out", "${rank}_${chunk_index}.jsonl"))
 
 
 def launch(config, nodes=SINGLE_NODE):
@@ -275,6 +282,25 @@ def test_settings_become_the_flags_of_their_engine(engine, settings, nodes, end)
     argv = " ".join(command_of(config(engine, **settings), None, nodes).argv)
     assert argv.endswith(f" {end}")
     assert "parallel" not in argv or "tp" in settings
+
+
+def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
+    """The engines' own parsers are in tests/real/test_parsers.py."""
+    schema = {"type": "object", "properties": {"score": {"type": "integer"}}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    known = {
+        "vllm": '--structured-outputs-config {"backend": "xgrammar", "disable_any_whitespace": true}',
+        "sglang": "--constrained-json-disable-any-whitespace",
+    }
+    for engine, flags in known.items():
+        form = config(engine)
+        runner(form, PromptRollout(json_schema=schema))
+        for made in (form, config(engine, default_generation_params=asked)):
+            assert flags in " ".join(command_of(made).argv)
+        free = config(engine)
+        runner(free, PromptRollout(regex="a+"))
+        for made in (free, config(engine)):
+            assert flags not in " ".join(command_of(made).argv)
 
 
 def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch, log):

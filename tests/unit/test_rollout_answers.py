@@ -159,6 +159,17 @@ def test_an_invalid_answer_fails_with_what_is_wrong(settings, given, problem):
         answer(PromptRollout(**settings, answer_attempts=2), "???", given)
 
 
+def test_an_answer_that_was_cut_off_in_blanks_is_named_as_that():
+    rollout = PromptRollout(json_schema=SCHEMA, answer_attempts=1)
+    for blanks, problem in (
+        ("\n  " * 40, "it ends in blanks up to max_tokens"),
+        ("\n", "it is not JSON"),
+    ):
+        server = Answers('{"why":' + blanks, reason="length")
+        with pytest.raises(InvalidAnswer, match=f"The last one: {problem}"):
+            asyncio.run(rollout(document(), server))
+
+
 def test_a_reference_out_of_the_schema_is_never_downloaded():
     rollout = PromptRollout(json_schema={"$ref": "http://127.0.0.1:1/schema.json"})
     with pytest.raises(ConfigError, match=r"^json_schema: a \$ref leads outside of the schema: "):

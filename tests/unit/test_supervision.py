@@ -246,7 +246,6 @@ async def test_when_no_server_will_come_back_every_request_fails():
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
     monkeypatch.setattr(node, "_LEASE_TIMEOUT", 0.0)
     for name in ("DATATROVE_EXECUTOR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -459,23 +458,6 @@ def test_a_server_needs_as_many_gpus_as_it_will_use():
     assert needed(tp=2, dp=3, pp=2) == 12
     assert needed(tp=2, model_kwargs={"tensor_parallel_size": 4}) == 4
     assert needed(server_type="sglang", tp=4, dp=2, model_kwargs={"enable-dp-attention": True}) == 4
-
-
-def test_no_two_running_vllm_servers_share_a_cache_and_the_next_run_finds_it_again():
-    async def play():
-        async with leased_gpus(config(replicas=2)) as one, leased_gpus(config()) as other:
-            folders = [lease.env["VLLM_CACHE_ROOT"] for lease in [*one, *other]]
-            assert len(set(folders)) == 3
-            return folders
-
-    assert asyncio.run(play()) == asyncio.run(play())
-
-
-def test_a_cache_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path, log):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "file"))
-    asyncio.run(gpus())
-    assert "common cache folder" in log[0]
 
 
 # metrics -----------------------------------------------------------------------------------------

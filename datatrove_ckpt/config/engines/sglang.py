@@ -56,6 +56,7 @@ class SGLang(Engine):
         config = launch.config
         nodes = launch.nodes
         start = (launch.python, str(_LAUNCHER), "--model-path", config.model_name_or_path)
+        given = launch.flags
         flags: dict[str, object] = {
             "host": HOST,
             "port": launch.port,
@@ -66,12 +67,13 @@ class SGLang(Engine):
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tp-size", "dp-size", "pp-size"),
         }
+        if launch.schema and not any(name.startswith("constrained-json") for name in given):
+            flags["constrained-json-disable-any-whitespace"] = True  # see Vllm.command
         if nodes.count > 1:
             flags |= {
                 "node-rank": nodes.rank,
                 "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}",
             }
-        given = launch.flags
         takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
         env = HiddenDict(
             USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import sys
 from importlib.util import find_spec
@@ -30,6 +31,11 @@ from datatrove_ckpt.config.ways import VLLM_WAYS
 # datatrove's scripts ask vLLM for Ray. Ours connect nodes by vLLM's own flags, beside which it
 # refuses Ray.
 _RAY = ("distributed-executor-backend", "ray")
+# What xgrammar refuses in a schema, and vLLM's "auto" then gives to another backend.
+_NOT_FOR_XGRAMMAR = re.compile(
+    r'"(multipleOf|uniqueItems|contains|minContains|maxContains|format|pattern'
+    r'|patternProperties|propertyNames)"'
+)
 # vLLM then converts a model that generates by itself.
 _TASK_FLAGS = {"embed": {"runner": "pooling"}, "classify": {"runner": "pooling"}}
 
@@ -39,8 +45,6 @@ class Vllm(Engine):
     package = "vllm"
     takes_interpreter = True
     leases_gpus = True
-    # For results of torch.compile. Servers that start together write the same files.
-    cache = ("VLLM_CACHE_ROOT", "vllm")
     metrics = MetricNames(
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -111,6 +115,13 @@ class Vllm(Engine):
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
         }
+        if launch.schema and not _NOT_FOR_XGRAMMAR.search(launch.schema):
+            # Between its fields JSON allows blanks without end, with which models fill max_tokens.
+            # vLLM takes the setting for the whole server, and not with the backend "auto".
+            flags["structured-outputs-config"] = {
+                "backend": "xgrammar",
+                "disable_any_whitespace": True,
+            }
         if nodes.count > 1:
             flags |= {
                 "node-rank": nodes.rank,

@@ -221,22 +221,17 @@ def runtime_folder(part: str = "") -> Path:
 
 # Leases a server its share of the node.
 #
-# **GPUs.** With ``replicas`` or several models the GPUs that this process sees are divided. Slurm
+# With ``replicas`` or several models the GPUs that this process sees are divided. Slurm
 # and Ray give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see
 # all of them. There, each server locks its GPUs by a file lock per GPU, which becomes free exactly
 # when its holder has ended. The server's processes inherit the lock, so GPUs count as taken until
 # the last of them has freed its memory.
-#
-# **vLLM's cache.** Servers that start together write the same files of torch.compile in
-# ~/.cache/vllm. datatrove lets the others wait for the first. Here every server has its own cache
-# folder, the first free one.
 
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
 _SILENT_WAIT = 5.0  # seconds
-_MAX_CACHES = 256
 
 
 @dataclass
@@ -279,10 +274,6 @@ async def lease_gpus(
             leases[config.name] = [GpuLease() for _ in range(config.replicas)]
     try:
         await _share_gpus(configs, leases)
-        for config in configs:
-            if (cache := config.engine.cache) is not None:
-                for lease in leases.get(config.name, ()):
-                    await asyncio.to_thread(_add_cache_folder, lease, *cache)
     except BaseException:
         for lease in chain(*leases.values()):
             lease.close()
@@ -403,26 +394,3 @@ def _try_lock(path: Path) -> int | None:
             return None
         raise
     return descriptor
-
-
-def _add_cache_folder(lease: GpuLease, variable: str, name: str) -> None:
-    """Locks a cache folder that no other running server uses.
-
-    The arguments are ``Engine.cache``.
-    """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
-    root = Path(os.environ.get(variable) or default) / "datatrove-ckpt"
-    try:
-        for index in range(_MAX_CACHES):
-            folder = root / f"{socket.gethostname()}_{index}"
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = _try_lock(folder / "lock")
-            if lock is not None:
-                lease.add_lock(lock)
-                lease.env[variable] = str(folder)
-                return
-    except OSError as error:  # no write permission, or a file system without locks
-        logger.warning(
-            f"{name} uses its common cache folder: {error}. Servers that start together may write "
-            "to the same files."
-        )

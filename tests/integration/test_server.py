@@ -301,7 +301,7 @@ def plain(backend):
 async def test_an_endpoint_that_refuses_the_key_is_refused_at_once():
     async with started_server(dummy(), 0) as backend:
         config = InferenceConfig("endpoint", "m", endpoint_url=backend.url, api_key="wrong")
-        with pytest.raises(ServerRefused, match=r"HTTP 401.*api_key"):
+        with pytest.raises(ServerRefused, match=r"api_key_env.*HTTP 401"):
             await make_server(config, 0).start()
 
 

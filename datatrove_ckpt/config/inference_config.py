@@ -99,6 +99,9 @@ class InferenceConfig:
             documents share it; each is cached, retried and counted for its own.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
             server, where ranks, replicas or several models share them.
+        provider_batches: requests go to the provider as files (``/v1/batches``), for half the
+            price, and are answered within a day. Needs checkpoints; each request in a row is
+            another pass over the input.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -144,6 +147,7 @@ class InferenceConfig:
     accept_null_finish_reason: bool = False
     texts_per_request: int = 1
     gpus: int | None = None
+    provider_batches: bool = False
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -205,6 +209,14 @@ class InferenceConfig:
                     f"launches itself ({with_metrics}). For server_type {self.server_type!r}, set "
                     "a number."
                 )
+        if not isinstance(self.provider_batches, bool):
+            raise ConfigError("provider_batches: takes true or false.")
+        if self.provider_batches and (self.servers != 1 or self.server_type != "endpoint"):
+            raise ConfigError(
+                'provider_batches: needs server_type "endpoint" with one endpoint_url.'
+            )
+        if self.provider_batches and self.texts_per_request > 1:
+            raise ConfigError("provider_batches: texts_per_request must be 1.")
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = engines_where(lambda engine: engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")

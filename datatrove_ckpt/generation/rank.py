@@ -10,9 +10,11 @@ import asyncio
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import GeneratorType
 from typing import TYPE_CHECKING
 
 from datatrove.data import Document, Media
@@ -20,7 +22,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -68,6 +70,7 @@ from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import Rollout
 
 if TYPE_CHECKING:
+    from datatrove_ckpt.generation.provider_passes import ProviderPasses
     from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
@@ -135,7 +138,7 @@ class _Run:
             return
         with naming_mirror(step, step.checkpoints_root):
             restore_from_mirror(step, rank, self.preemption)
-            self._take(self.data, step.checkpoints_root)
+            self._take_in_passes(self.data, step.checkpoints_root)
 
     def _retry(self) -> None:
         step = self.step
@@ -146,10 +149,26 @@ class _Run:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
-        self._take(retry.documents(), retry.root, retry.prefix)
+        self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
-    def _take(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
-        """Takes the rank, and then makes what publishes its output: see ``RankLease``."""
+    def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
+        """Takes the rank again with the input read anew, until no request waits for a batch."""
+        uses_batches = any(model.provider_batches for model in self.step.models.values())
+        if not uses_batches and not (rank_folder(root, self.rank) / BATCHES).exists():
+            self._take(data, root, prefix)
+            return
+        again = repeatable(data)
+        is_first = True
+        while self._take(again(), root, prefix, is_first):
+            is_first = False
+
+    def _take(
+        self, data: Iterable[Document], root: Path, prefix: str = "", is_first: bool = True
+    ) -> bool:
+        """Takes the rank, and then makes what publishes its output: see ``RankLease``.
+
+        Returns whether another pass must follow.
+        """
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -172,7 +191,7 @@ class _Run:
             interruptible(output_folder.check_moved),
             placed_later=output_folder.hub is not None,
             sync_seconds=step.sync_seconds,
-            retry_errors=step.retry_errors,
+            retry_errors=step.retry_errors and is_first,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=self._open_mirror(folder, identity),
@@ -182,7 +201,8 @@ class _Run:
         numbers = RankNumbers(rank, step.checkpoints_root, folder)
         lease = manager.take()
         output = ChunkOutput(output_folder, lease, step.hub_pace)
-        self._process(data, OpenCheckpoint(manager, lease, output), numbers, output)
+        checkpoint = OpenCheckpoint(manager, lease, output)
+        return self._process(data, checkpoint, numbers, output, identity.digest)
 
     def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
         """Returns what copies a rank's folder from now on; None without a mirror.
@@ -245,7 +265,9 @@ class _Run:
         checkpoint: Checkpoint,
         numbers: RankNumbers,
         output: ChunkOutput | None = None,
-    ) -> None:
+        identity: str = "",
+    ) -> bool:
+        """Returns whether requests were parked, so that another pass must follow."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -266,15 +288,15 @@ class _Run:
                 names = output.names
             else:
                 names = FileNames(step.output_writer, rank)
-            main = self._generate(data, checkpoint, progress, names)
+            main = self._generate(data, checkpoint, progress, names, identity)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
-                (event_loop if host is None else host).run(main)
-            if output is not None:
+                again = (event_loop if host is None else host).run(main)
+            if output is not None and not again:
                 with preemption.interruptible():
                     output.check_complete()
-            completed = True
+            completed = not again
         except BaseExceptionGroup as group:
             error = first_of(group)
             raise error from error.__cause__
@@ -285,9 +307,13 @@ class _Run:
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
         checkpoint.raise_failure()
+        if again:
+            shutdown.check()
+            return True
         if output is not None:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
+        return False
 
     def _lend(
         self, servers: ServerHost, config: InferenceConfig, progress: RankReporter
@@ -305,10 +331,15 @@ class _Run:
         checkpoint: Checkpoint,
         progress: RankReporter,
         names: FileNames,
-    ) -> None:
+        identity: str,
+    ) -> bool:
+        """Returns whether requests were parked."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
+        passes = await self._settle_earlier(checkpoint, progress, identity)
+        if progress.waits_for_batches:
+            return True
         dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
         taken = None
@@ -348,10 +379,13 @@ class _Run:
                     else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
+                    parking=await passes.parking() if passes is not None else None,
+                    run_digest=identity,
                 )
                 await scheduler.run(documents)
                 ends_well = True
-                documents.add_earlier_stats()
+                if not scheduler.parked:
+                    documents.add_earlier_stats()
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -361,6 +395,72 @@ class _Run:
                     await servers.close(ends_well)
             finally:
                 documents.close()
+        if scheduler.parked:
+            assert passes is not None
+            assert scheduler.parking is not None
+            progress.waits_for_batches = True
+            scheduler.parking.finish()
+            await passes.settle()
+        return scheduler.parked > 0
+
+    async def _settle_earlier(
+        self, checkpoint: Checkpoint, progress: RankReporter, identity: str
+    ) -> ProviderPasses | None:
+        """Collects the answers of batches of earlier passes, and notes whether there were any.
+
+        Returns None if this run parks no requests.
+        """
+        step = self.step
+        models = step.models
+        if isinstance(checkpoint, NullCheckpoint):
+            return None
+        parks = any(model.provider_batches for model in models.values())
+        if not parks and not checkpoint.has_batches:
+            return None
+        from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
+
+        passes = ProviderPasses(
+            models, checkpoint, self.preemption.shutdown, identity, step.no_wait
+        )
+        progress.waits_for_batches = await passes.settle()
+        return passes if parks else None
+
+
+def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
+    """Returns what makes these documents anew, from the steps before the runner.
+
+    Raises:
+        ConfigError: a step is a function, which cannot be called again.
+    """
+    if isinstance(data, list | tuple):
+        return lambda: map(deepcopy, data)
+    if not isinstance(data, GeneratorType):
+        return lambda: data
+    calls: list[tuple[Callable[..., Iterable[Document]], dict[str, object]]] = []
+    documents: object = data
+    while isinstance(documents, GeneratorType):
+        code = documents.gi_code
+        names = getattr(documents.gi_frame, "f_locals", {})
+        run = getattr(names.get("self"), code.co_name, None)
+        if run is None or getattr(run, "__code__", None) is not code:
+            raise ConfigError(
+                f"provider_batches: reads the input once for each pass, and {code.co_name} cannot "
+                "be called again. Make it a PipelineStep."
+            )
+        known = code.co_varnames[1 : code.co_argcount]
+        calls.append((run, {name: names[name] for name in known}))
+        documents = names.get("data")
+    first = documents
+
+    def again() -> Iterable[Document]:
+        made = first
+        for run, arguments in reversed(calls):
+            if "data" in arguments:
+                arguments = {**arguments, "data": made}
+            made = run(**arguments)
+        return made  # type: ignore[return-value]
+
+    return again
 
 
 def shared_servers() -> ServerHost | None:

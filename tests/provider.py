@@ -5,6 +5,7 @@ It bills each answer once it is made: a batch that is created twice is paid for 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections import Counter
@@ -171,3 +172,11 @@ class FakeProvider(FakeServer):
         batch = self.batches[request.match_info["id"]]
         batch["status"] = "cancelled"
         return self._reply(request, batch)
+
+    def state(self) -> Any:
+        """What the provider knows: for tests that go back to an earlier moment."""
+        return copy.deepcopy((self.billed, self.files, self.batches, self._looks))
+
+    def restore(self, state: Any) -> None:
+        self.billed, self.files, self.batches, self._looks = copy.deepcopy(state)
+        self._listed = {name: time.monotonic() + self.list_lag for name in self.batches}

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+from itertools import count
 
 import pytest
 
-from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import ConfigError, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
-from tests.jobs import ask, documents, letters, rows, runner
+from datatrove_ckpt.inference.client.provider_batches import BatchProvider
+from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
+from tests.jobs import documents, letters, rows, runner
+from tests.power_loss import PowerLossDisk
 from tests.provider import FAILED, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -24,6 +30,7 @@ def _soon(monkeypatch):
 
 async def three(document, generate):
     """Two requests at one time, and a third with their answers."""
+
     async def one(text):
         return (await generate({"messages": [{"role": "user", "content": text}]})).text
 
@@ -41,3 +48,159 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
     assert len(provider.billed) == 15
     assert set(provider.billed.values()) == {1}
     assert len(provider.batches) == 2
+
+
+def test_answers_that_are_missing_are_asked_for_again(tmp_path):
+    """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
+    with FakeProvider() as provider:
+        draws = random.Random(0)
+
+        def outcome(request):
+            if request["custom_id"].rpartition("-")[2] != "1":
+                return None
+            return draws.choice([None, "expired", FAILED])
+
+        provider.outcome = outcome
+        provider.list_lag = 0.1
+        provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
+        runner(tmp_path / "online", provider).run(documents(30))
+        runner(tmp_path / "batch", provider, config=BATCHES).run(documents(30))
+    assert rows(tmp_path / "batch") == rows(tmp_path / "online")
+    assert len(provider.payloads) == 30
+    assert len(provider.billed) == 30
+    assert set(provider.billed.values()) == {1}
+
+
+@pytest.mark.parametrize("status", ["expired", "cancelled"])
+def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
+    with FakeProvider() as provider:
+        provider.status = status
+        runner(tmp_path, provider, config=BATCHES).run(documents(5))
+    assert len(rows(tmp_path)) == 5
+    assert set(provider.billed.values()) == {1}
+
+
+def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path):
+    rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
+    with FakeProvider() as provider:
+        provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
+        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+    (letter,) = letters(tmp_path)
+    assert letter["id"] == "id 1"
+    assert "too long for this model" in letter["error"]
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
+    with FakeProvider() as provider:
+        provider.refuse = lambda batch: [{"code": "model_not_found", "message": "no such model"}]
+        with pytest.raises(Exception, match="no such model"):
+            runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+        provider.refuse = lambda batch: []
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert not letters(tmp_path)
+    assert set(provider.billed.values()) == {1}
+
+
+def test_answers_that_the_provider_has_lost_are_paid_for_again_with_an_error(tmp_path, log):
+    with FakeProvider() as provider:
+        provider.hide_output = True
+        shown = provider._shown
+
+        def look(batch):
+            provider.hide_output = len(provider.batches) == 1
+            return shown(batch)
+
+        provider._shown = look
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert set(provider.billed.values()) == {2}
+    assert "paid for again" in "".join(log)
+
+
+async def unrepeatable(document, generate):
+    text = f"{document.text} {random.random()}"
+    return await generate({"messages": [{"role": "user", "content": text}]})
+
+
+def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
+    with FakeProvider() as provider:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="each pass would be paid for"):
+                runner(tmp_path, provider, unrepeatable, config=BATCHES).run(documents(3))
+        assert len(provider.billed) == 3
+        letter = {"on_document_error": "dead_letter"}
+        runner(tmp_path, provider, unrepeatable, config=BATCHES, **letter).run(documents(3))
+    assert len(provider.billed) == 3
+    assert len(letters(tmp_path)) == 3
+
+
+def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
+    monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
+    with FakeProvider() as provider:
+        runner(tmp_path, provider, config=BATCHES).run(documents(7))
+        sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
+    assert sizes == [3, 3, 1]
+    assert len(rows(tmp_path)) == 7
+    assert set(provider.billed.values()) == {1}
+
+
+def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        step = runner(tmp_path, provider, three, config=BATCHES)
+        step.no_wait = True
+        for _ in range(2):
+            with pytest.raises(WaitsForBatches, match="batch_"):
+                step.run(documents(4))
+        provider.steps = 0
+        runner(tmp_path, provider, three).run(documents(4))
+    assert len(rows(tmp_path)) == 4
+    assert len(provider.billed) == 8
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.payloads) == 4
+
+
+def test_no_kill_pays_for_an_answer_twice(tmp_path, monkeypatch, code_described_once):
+    """A kill, and a power loss, before each effect on the disk and at the provider."""
+
+    def crashing(method):
+        async def call(self, *arguments):
+            if isinstance(files.disk, WatchedDisk):
+                files.disk.happen("copy", (), method.__name__, lambda: None)
+            return await method(self, *arguments)
+
+        return call
+
+    for name in ("upload", "create", "delete"):
+        monkeypatch.setattr(BatchProvider, name, crashing(getattr(BatchProvider, name)))
+    folder = tmp_path / "job"
+    points = []
+    with FakeProvider() as provider:
+        provider.list_lag = 0.1
+        runner(tmp_path / "online", provider, three).run(documents(3))
+        expected = rows(tmp_path / "online")
+        nothing = provider.state()
+        for number in count():
+            for kind in (CrashingDisk, PowerLossDisk):
+                provider.restore(nothing)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                disk = kind(number, folder)
+                with disk_in_place(disk):
+                    runner(folder, provider, three, config=BATCHES).run(documents(3))
+                if disk.crashed_at is None:
+                    break
+                points.append(disk.crashed_at)
+                at_crash = provider.state()
+                for survivor in disk.survivors():
+                    provider.restore(at_crash)
+                    runner(folder, provider, three, config=BATCHES).run(documents(3))
+                    where = (kind.__name__, disk.crashed_at, survivor)
+                    assert rows(folder) == expected, where
+                    assert len(provider.billed) == 9, where
+                    assert set(provider.billed.values()) == {1}, where
+            if disk.crashed_at is None:
+                break
+    assert {"upload", "create"} <= {point.partition(" ")[2] for point in points}

@@ -111,8 +111,6 @@ class Batch:
     tag: str = ""
     file: str = ""
     id: str = ""
-    created: float = 0.0
-    answers: int = 0
     at: float = 0.0
 
     @property
@@ -135,9 +133,7 @@ def _read(folder: Path) -> tuple[dict[int, Batch], int]:
     for line in read_lines(folder / BATCHES):
         content = orjson.loads(line.body)
         batch = batches.setdefault(content["number"], Batch(content["number"]))
-        for name, value in content.items():
-            if hasattr(batch, name) and name != "is_open":
-                setattr(batch, name, value)
+        vars(batch).update(content)
         size = line.offset + line.length
     return batches, size
 
@@ -193,8 +189,7 @@ class BatchLog:
         self._log.append(seal(orjson.dumps(content)))
         self._log.sync()
         batch = self.batches.setdefault(number, Batch(number))
-        for name, value in content.items():
-            setattr(batch, name, value)
+        vars(batch).update(content)
         if not batch.is_open:
             files.disk.remove(self.path(number))
 

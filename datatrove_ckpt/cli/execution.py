@@ -26,6 +26,7 @@ from datatrove_ckpt.errors import (
     ConfigError,
     TooManyDeadLetters,
     UnexpectedExit,
+    WaitsForBatches,
 )
 from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
@@ -45,6 +46,8 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     """
     plan = RunPlan(executor)
     check_steps(plan)
+    if arguments.no_wait:
+        _do_not_wait(plan)
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
             raise ConfigError(
@@ -146,7 +149,7 @@ def _checked_run(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.
             raise
         advise(own, plan)
         code = 1  # scripts know it
-        if arguments.worker:
+        if arguments.worker or isinstance(own, WaitsForBatches):
             code = code_of_rank(own)
         return fail(own, code)
     finally:
@@ -227,6 +230,19 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
             f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
             "again to resume."
         )
+
+
+def _do_not_wait(plan: RunPlan) -> None:
+    """Raises:
+    ConfigError: the first of several tasks would end the others.
+    """
+    if plan.tasks > 1:
+        raise ConfigError(
+            "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
+            "it out."
+        )
+    for runner in plan.runners:
+        runner.step.no_wait = True
 
 
 def _retry_dead_letters(plan: RunPlan) -> None:

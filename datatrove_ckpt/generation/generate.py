@@ -73,7 +73,6 @@ from datatrove_ckpt.rollouts.media import media_key, split_media
 
 if TYPE_CHECKING:
     from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
-    from datatrove_ckpt.generation.scheduler import DocumentTasks
 
 _Arguments = TypeVarTuple("_Arguments")
 _ANSWER = "batch_answer"
@@ -117,6 +116,10 @@ class Model:
     is_dead: bool = False
 
 
+class Documents(Protocol):
+    def cancel(self, ordinal: int) -> bool: ...
+
+
 class RankContext(Protocol):
     """The ``Scheduler``, for a request."""
 
@@ -125,10 +128,12 @@ class RankContext(Protocol):
     checkpoint: Checkpoint
     observer: RankReporter
     drain: Drain
-    documents: DocumentTasks
     parking: Parking | None
     shutdown: Shutdown
     has_ended: bool
+
+    @property
+    def documents(self) -> Documents: ...
 
     async def wait_for_storage(self) -> None: ...
 

@@ -148,7 +148,8 @@ class Parking:
     def _finish(self, destination: _Destination) -> None:
         file = self._open.pop(destination)
         self._hand_over(file)
-        number, requests = file.number, file.requests
+        number = file.number
+        requests = file.requests
         self._checkpoint.change_later(
             lambda rank: _log(rank).filled(number, *destination, requests, self._run)
         )
@@ -323,7 +324,7 @@ class ProviderPasses:
         return True
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
-        await self._note(batch, "created", id=remote.id, created=time.time())
+        await self._note(batch, "created", id=remote.id)
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this rank.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
@@ -379,7 +380,7 @@ class ProviderPasses:
                 )
         await self._change(partial(_put, rows))
         await self._change(lambda rank: rank.sync())
-        await self._note(batch, "read", answers=answers)
+        await self._note(batch, "read")
         missing = batch.requests - answers
         again = f"; {plural_is(missing, 'request')} sent again" if missing > 0 else ""
         logger.info(

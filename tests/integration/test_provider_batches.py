@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from itertools import count
 
 import pytest
 
@@ -36,6 +35,11 @@ async def three(document, generate):
 
     first, second = await asyncio.gather(one(document.text), one(f"again {document.text}"))
     return await one(f"{first} {second}")
+
+
+async def two_in_a_row(document, generate):
+    first = await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate({"messages": [{"role": "user", "content": first.text}]})
 
 
 def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
@@ -162,45 +166,62 @@ def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
     assert len(provider.payloads) == 4
 
 
-def test_no_kill_pays_for_an_answer_twice(tmp_path, monkeypatch, code_described_once):
-    """A kill, and a power loss, before each effect on the disk and at the provider."""
+# The log, the files of requests, rows, and what is asked of the provider.
+OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.full)]
+)
+def test_no_kill_pays_for_an_answer_twice(tmp_path, monkeypatch, code_described_once, kind):
+    """A kill, or a power loss, before each effect of batches on the disk and at the provider."""
 
     def crashing(method):
         async def call(self, *arguments):
             if isinstance(files.disk, WatchedDisk):
-                files.disk.happen("copy", (), method.__name__, lambda: None)
+                files.disk.happen("sync", (tmp_path,), method.__name__, lambda: None)
             return await method(self, *arguments)
 
+        call.__name__ = method.__name__
         return call
 
     for name in ("upload", "create", "delete"):
         monkeypatch.setattr(BatchProvider, name, crashing(getattr(BatchProvider, name)))
     folder = tmp_path / "job"
-    points = []
+
+    def attempt():
+        job = {"config": BATCHES, "records_per_chunk": 3}
+        runner(folder, provider, two_in_a_row, **job).run(documents(2))
+
+    def attempt_on(disk):
+        folder.mkdir(exist_ok=True)
+        with disk_in_place(disk):
+            attempt()
+        return disk
+
     with FakeProvider() as provider:
         provider.list_lag = 0.1
-        runner(tmp_path / "online", provider, three).run(documents(3))
-        expected = rows(tmp_path / "online")
         nothing = provider.state()
-        for number in count():
-            for kind in (CrashingDisk, PowerLossDisk):
-                provider.restore(nothing)
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                disk = kind(number, folder)
-                with disk_in_place(disk):
-                    runner(folder, provider, three, config=BATCHES).run(documents(3))
-                if disk.crashed_at is None:
-                    break
-                points.append(disk.crashed_at)
-                at_crash = provider.state()
-                for survivor in disk.survivors():
-                    provider.restore(at_crash)
-                    runner(folder, provider, three, config=BATCHES).run(documents(3))
-                    where = (kind.__name__, disk.crashed_at, survivor)
-                    assert rows(folder) == expected, where
-                    assert len(provider.billed) == 9, where
-                    assert set(provider.billed.values()) == {1}, where
-            if disk.crashed_at is None:
-                break
-    assert {"upload", "create"} <= {point.partition(" ")[2] for point in points}
+        whole = attempt_on(CrashingDisk(10**9, folder))
+        expected = rows(folder)
+        points = [
+            number
+            for number, label in enumerate(whole.happened)
+            if label.partition(" ")[2].startswith(OF_BATCHES)
+        ]
+        for number in points:
+            provider.restore(nothing)
+            shutil.rmtree(folder)
+            folder.mkdir()
+            disk = attempt_on(kind(number, folder))
+            at_crash = provider.state()
+            for survivor in disk.survivors():
+                provider.restore(at_crash)
+                attempt()
+                where = (number, disk.crashed_at, survivor)
+                assert rows(folder) == expected, where
+                assert len(provider.billed) == 4, where
+                assert set(provider.billed.values()) == {1}, where
+    assert {"sync upload", "sync create"} <= set(whole.happened)
+    assert len(points) > 30

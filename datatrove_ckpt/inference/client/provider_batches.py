@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, NoReturn
 
 import aiohttp
@@ -46,7 +46,6 @@ class RemoteBatch:
     id: str
     status: str
     files: tuple[str, ...] = ()
-    counts: JsonObject = field(default_factory=dict)
     errors: tuple[tuple[str, str], ...] = ()
 
 
@@ -142,9 +141,6 @@ class BatchProvider:
     async def retrieve(self, batch: str) -> RemoteBatch:
         return _batch(await self._ask("GET", f"batches/{batch}"))
 
-    async def cancel(self, batch: str) -> RemoteBatch:
-        return _batch(await self._ask("POST", f"batches/{batch}/cancel"))
-
     async def lines(self, file: str) -> AsyncIterator[bytes]:
         """Yields the lines of a file.
 
@@ -222,6 +218,5 @@ def _batch(answer: JsonObject) -> RemoteBatch:
         str(answer["id"]),
         str(answer.get("status")),
         tuple(str(file) for file in files if file),
-        answer.get("request_counts") or {},
         tuple((str(one.get("code")), str(one.get("message"))) for one in errors),
     )

@@ -32,7 +32,6 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
@@ -57,10 +56,6 @@ class RequestId(NamedTuple):
     ordinal: int
     key: AnswerKey
     attempt: int
-
-    @classmethod
-    def of(cls, slot: ChunkSlot, key: AnswerKey, attempt: int) -> RequestId:
-        return cls(slot.chunk.index, slot.ordinal, key, attempt)
 
     @classmethod
     def parse(cls, text: object) -> RequestId | None:
@@ -192,6 +187,7 @@ class BatchLog:
         vars(batch).update(content)
         if not batch.is_open:
             files.disk.remove(self.path(number))
+            files.disk.remove_dir(self._folder)
 
     @property
     def next_number(self) -> int:

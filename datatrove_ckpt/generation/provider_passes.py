@@ -8,11 +8,13 @@ is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resu
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import orjson
 from loguru import logger
@@ -36,11 +38,11 @@ from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
     ServerRefused,
-    ServerUnavailable,
     WaitsForBatches,
 )
 from datatrove_ckpt.inference.client.answers import RetryableError, Way
 from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.provider_batches import (
     ENDED,
     BatchProvider,
@@ -64,28 +66,24 @@ _BLOCK_BYTES = 1 << 18
 _BACKLOG_BYTES = 1 << 26
 _BACKLOG_SECONDS = 0.05
 _ROWS = 500
+_FAILURES = 5  # for the wait after one
 _SHOWN = 2000
 _NEVER_SENT = frozenset({"batch_expired", "batch_cancelled"})
 _FULL = "token_limit_exceeded"
 
 
-class _Destination(NamedTuple):
-    """What all requests of a batch share."""
-
+@dataclass
+class _File:
+    number: int
     model: str
     path: str
-
-
-class _OpenFile:
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.requests = 0
-        self.size = 0
-        self.block = bytearray()
+    requests: int = 0
+    size: int = 0
+    block: bytearray = field(default_factory=bytearray)
 
 
 class Parking:
-    """The files of requests of one pass. On the event loop.
+    """The files of requests of one pass. On the event loop. A pass that is cut off leaves none.
 
     Args:
         run: digest of the run's identity.
@@ -93,11 +91,11 @@ class Parking:
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, run: str, next_number: int) -> None:
-        self.requests = 0
         self._checkpoint = checkpoint
         self._run = run
         self._next_number = next_number
-        self._open: dict[_Destination, _OpenFile] = {}
+        self._files: list[_File] = []
+        self._open: dict[tuple[str, str], _File] = {}
         # Two counters, each written by one thread only.
         self._handed_over = 0
         self._written = 0
@@ -118,43 +116,34 @@ class Parking:
             raise ConfigError(
                 "provider_batches: requests of a batch have no extra_headers and no extra_query."
             )
-        destination = _Destination(model, f"/v1/{way.path}")
+        path = f"/v1/{way.path}"
         content = b"".join(body) if isinstance(body, Body) else body
+        request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempt)
         line = b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n' % (
-            str(RequestId.of(slot, key, attempt)).encode(),
-            destination.path.encode(),
+            str(request_id).encode(),
+            path.encode(),
             content,
         )
-        file = self._open.get(destination)
-        if file is not None and file.size + len(line) > MOST_BYTES:
-            self._finish(destination)
-            file = None
-        if file is None:
-            file = self._open[destination] = _OpenFile(self._next_number)
+        file = self._open.get((model, path))
+        if file is None or file.requests >= MOST_REQUESTS or file.size + len(line) > MOST_BYTES:
+            file = self._open[model, path] = _File(self._next_number, model, path)
+            self._files.append(file)
             self._next_number += 1
         file.block += line
         file.size += len(line)
         file.requests += 1
-        self.requests += 1
-        if file.requests >= MOST_REQUESTS:
-            self._finish(destination)
-        elif len(file.block) >= _BLOCK_BYTES:
+        if len(file.block) >= _BLOCK_BYTES:
             self._hand_over(file)
 
     def finish(self) -> None:
-        for destination in list(self._open):
-            self._finish(destination)
+        for file in self._files:
+            self._hand_over(file)
+            self._checkpoint.change_later(partial(self._filled, file))
 
-    def _finish(self, destination: _Destination) -> None:
-        file = self._open.pop(destination)
-        self._hand_over(file)
-        number = file.number
-        requests = file.requests
-        self._checkpoint.change_later(
-            lambda rank: _log(rank).filled(number, *destination, requests, self._run)
-        )
+    def _filled(self, file: _File, rank: RankFiles) -> None:
+        _log(rank).filled(file.number, file.model, file.path, file.requests, self._run)
 
-    def _hand_over(self, file: _OpenFile) -> None:
+    def _hand_over(self, file: _File) -> None:
         block = bytes(file.block)
         file.block.clear()
         self._handed_over += len(block)
@@ -190,8 +179,7 @@ class ProviderPasses:
         self._no_wait = no_wait
         self._providers: dict[str, BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
-        self._failing_since: float | None = None
-        self._failures = 0
+        self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
         number = await self._change(lambda rank: _log(rank).next_number)
@@ -232,7 +220,7 @@ class ProviderPasses:
             for batch in batches:
                 try:
                     has_advanced |= await self._advance(batch)
-                    self._failing_since = None
+                    self._outage = None
                 except RetryableError as error:
                     await self._failed(error, batch)
             if has_advanced:
@@ -245,21 +233,12 @@ class ProviderPasses:
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
 
     async def _failed(self, error: RetryableError, batch: Batch) -> None:
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-            self._failures = 0
-            logger.warning(f"The provider of batch {batch.number} fails ({error}); waiting.")
-        self._failures += 1
-        patience = self._configs[batch.model].server_patience_seconds
+        if self._outage is None:
+            patience = self._configs[batch.model].server_patience_seconds
+            self._outage = Outage(patience, time.monotonic, batch.model)
         # A provider that takes no more batches takes them when others have ended.
-        if now - self._failing_since > patience and not error.server_is_limited:
-            raise ServerUnavailable(
-                f"The provider of batches has failed for {now - self._failing_since:.0f} s "
-                f"(server_patience_seconds={patience:g}). The last failure: {error}. Batches that "
-                "were created go on. Run the same command again later."
-            )
-        await asyncio.sleep(retrying.SERVER.wait(self._failures, error.asked_wait))
+        self._outage.failed(error, lambda: math.inf)
+        await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
         provider = self._providers.get(batch.model)
@@ -281,6 +260,11 @@ class ProviderPasses:
 
     async def _advance(self, batch: Batch) -> bool:
         """Does the next effect. Returns False if that is for later."""
+        config = self._configs.get(batch.model)
+        parks = config is not None and config.provider_batches and batch.run == self._run
+        if batch.state in ("filled", "uploaded") and not parks:
+            await self._note(batch, "dropped")  # settings or code have changed since
+            return True
         provider = await self._provider(batch)
         if batch.state == "filled":
             return await self._upload(provider, batch)
@@ -317,8 +301,11 @@ class ProviderPasses:
         except OutcomeUnknown as error:
             logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
             return False
-        except (RetryableError, ServerRefused, FileGone):  # it was not
+        except RetryableError:  # it was not
             await self._note(batch, "uploaded")
+            raise
+        except ServerRefused:  # perhaps the provider no longer has the file
+            await self._note(batch, "filled")
             raise
         await self._created(batch, remote)
         return True

@@ -33,6 +33,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import unix_seconds
+from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
@@ -43,7 +44,6 @@ ANSWER = "batch_answer"
 FAILURE = "batch_failure"
 """Likewise: why there is no answer, for a request that is to be sent again."""
 _ID = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
-_OPEN = frozenset({"filled", "uploaded", "creating", "created"})
 
 
 class RequestId(NamedTuple):
@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def is_open(self) -> bool:
-        return self.state in _OPEN
+        return self.state not in ("read", "dropped")
 
 
 def read_batches(folder: Path) -> dict[int, Batch]:
@@ -139,7 +139,8 @@ class BatchLog:
     Making it removes files that no line names, and a torn line.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fence: Fence) -> None:
+        self._fence = fence
         self._folder = folder / BATCHES_FOLDER
         self.batches, size = _read(folder)
         path = folder / BATCHES
@@ -177,7 +178,11 @@ class BatchLog:
     def note(self, number: int, state: str, **fields: object) -> None:
         """Appends a line, and syncs it: before the effect that it announces, after the one that it
         reports.
+
+        Raises:
+            Fenced: another process has taken the rank over.
         """
+        self._fence.check(thorough=True)
         if state == "filled":  # again: a new name, which no earlier request to the provider has
             fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
         content: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}

@@ -255,11 +255,6 @@ class OpenCheckpoint:
         if error is not None:
             raise error
 
-    @property
-    def has_batches(self) -> bool:
-        """Whether an attempt had batches of requests at a provider."""
-        return self._files.batches is not None
-
     # any thread ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
@@ -267,12 +262,12 @@ class OpenCheckpoint:
         self.on_change()
 
     def change(self, change: Callable[[RankFiles], T]) -> T:
-        """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.fenced``."""
-        return self._storage.ask(partial(self._files.fenced, change))
+        """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
+        return self._storage.ask(partial(change, self._files))
 
     def change_later(self, change: Callable[[RankFiles], None]) -> None:
         """Like ``change``, without waiting. Its failure stops the rank."""
-        self._storage.call(partial(self._files.fenced, change))
+        self._storage.call(partial(change, self._files))
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""

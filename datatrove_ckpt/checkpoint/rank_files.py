@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
@@ -45,8 +46,6 @@ from datatrove_ckpt.process.worker import worker_slot
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import BatchLog
-
-T = TypeVar("T")
 
 # A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at
 # the instant says which of its bytes belong to the snapshot, and they can be read later. The
@@ -171,15 +170,12 @@ class RankFiles:
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
         self._shard_written = False
-        self.batches: BatchLog | None = None
-        """None: this run has no batches at a provider."""
-        if (self.folder / BATCHES).exists():
-            self.open_batches()
 
-    def open_batches(self) -> None:
+    @cached_property
+    def batches(self) -> BatchLog:
         from datatrove_ckpt.checkpoint.batch_log import BatchLog  # few runs need it
 
-        self.batches = BatchLog(self.folder)
+        return BatchLog(self.folder, self.fence)
 
     def close(self, completed: bool) -> None:
         try:
@@ -311,15 +307,6 @@ class RankFiles:
         self._dirty.pop(journal.path, None)
         self.cache.drop_chunk(chunk.index)
 
-    def fenced(self, change: Callable[[RankFiles], T]) -> T:
-        """Makes a change of the rank's batches.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
-        self.fence.check(thorough=True)
-        return change(self)
-
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read.
 
@@ -395,7 +382,7 @@ class RankFiles:
         retried = self.folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
-        if self.batches is not None:
+        if (self.folder / BATCHES).exists():
             sizes[BATCHES] = self.batches.size
         # Not before: a snapshot's files only grow, and this one is replaced once.
         if self._shard_written:

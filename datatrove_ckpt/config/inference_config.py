@@ -211,12 +211,12 @@ class InferenceConfig:
                 )
         if not isinstance(self.provider_batches, bool):
             raise ConfigError("provider_batches: takes true or false.")
-        if self.provider_batches and (self.servers != 1 or self.server_type != "endpoint"):
+        is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
+        if self.provider_batches and not is_plain:
             raise ConfigError(
-                'provider_batches: needs server_type "endpoint" with one endpoint_url.'
+                'provider_batches: needs server_type "endpoint", one endpoint_url, and '
+                "texts_per_request 1."
             )
-        if self.provider_batches and self.texts_per_request > 1:
-            raise ConfigError("provider_batches: texts_per_request must be 1.")
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = engines_where(lambda engine: engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")

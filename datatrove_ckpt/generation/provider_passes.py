@@ -23,7 +23,6 @@ from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
     Batch,
-    BatchLog,
     RequestId,
     kept_for_rollout,
 )
@@ -47,7 +46,6 @@ from datatrove_ckpt.inference.client.provider_batches import (
     ENDED,
     BatchProvider,
     FileGone,
-    OutcomeUnknown,
     RemoteBatch,
 )
 from datatrove_ckpt.inference.client.urls import needs_proxy
@@ -69,6 +67,7 @@ _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
 _NEVER_SENT = frozenset({"batch_expired", "batch_cancelled"})
+_TOO_MANY = 429
 _FULL = "token_limit_exceeded"
 
 
@@ -110,11 +109,10 @@ class Parking:
         """Raises:
         ConfigError: a batch cannot have this request.
         """
-        if way.path.startswith("/"):
-            raise ConfigError(f"provider_batches: a batch has no requests to {way.path}.")
-        if way.extras:
+        if way.path.startswith("/") or way.extras:
             raise ConfigError(
-                "provider_batches: requests of a batch have no extra_headers and no extra_query."
+                "provider_batches: a batch has requests to paths below /v1, without extra_headers "
+                "and extra_query."
             )
         path = f"/v1/{way.path}"
         content = b"".join(body) if isinstance(body, Body) else body
@@ -141,7 +139,7 @@ class Parking:
             self._checkpoint.change_later(partial(self._filled, file))
 
     def _filled(self, file: _File, rank: RankFiles) -> None:
-        _log(rank).filled(file.number, file.model, file.path, file.requests, self._run)
+        rank.batches.filled(file.number, file.model, file.path, file.requests, self._run)
 
     def _hand_over(self, file: _File) -> None:
         block = bytes(file.block)
@@ -149,7 +147,7 @@ class Parking:
         self._handed_over += len(block)
 
         def write(rank: RankFiles) -> None:
-            _log(rank).write(file.number, block)
+            rank.batches.write(file.number, block)
             self._written += len(block)
 
         self._checkpoint.change_later(write)
@@ -182,7 +180,7 @@ class ProviderPasses:
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
-        number = await self._change(lambda rank: _log(rank).next_number)
+        number = await self._change(lambda rank: rank.batches.next_number)
         return Parking(self._checkpoint, self._run, number)
 
     async def settle(self) -> bool:
@@ -272,10 +270,7 @@ class ProviderPasses:
             return await self._create(provider, batch)
         if batch.state == "creating":
             return await self._find(provider, batch)
-        try:
-            remote = await provider.retrieve(batch.id)
-        except FileGone as error:  # it may be too new
-            raise RetryableError(f"there is no batch {batch.id}: {error}") from None
+        remote = await provider.retrieve(batch.id)
         if remote.status not in ENDED:
             return False
         if remote.status == "failed":
@@ -284,7 +279,7 @@ class ProviderPasses:
         return True
 
     async def _upload(self, provider: BatchProvider, batch: Batch) -> bool:
-        path = await self._change(lambda rank: _log(rank).path(batch.number))
+        path = await self._change(lambda rank: rank.batches.path(batch.number))
         if not path.exists():  # another node has it
             await self._note(batch, "dropped")
             return True
@@ -298,12 +293,12 @@ class ProviderPasses:
         await asyncio.to_thread(self._checkpoint.lease.check_spending)
         try:
             remote = await provider.create(batch.file, batch.path, batch.tag)
-        except OutcomeUnknown as error:
+        except RetryableError as error:
+            if error.status == _TOO_MANY:
+                await self._note(batch, "uploaded")
+                raise
             logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
             return False
-        except RetryableError:  # it was not
-            await self._note(batch, "uploaded")
-            raise
         except ServerRefused:  # perhaps the provider no longer has the file
             await self._note(batch, "filled")
             raise
@@ -381,17 +376,10 @@ class ProviderPasses:
         return await asyncio.to_thread(self._checkpoint.change, change)
 
     async def _note(self, batch: Batch, state: str, **fields: object) -> None:
-        await self._change(lambda rank: _log(rank).note(batch.number, state, **fields))
+        await self._change(lambda rank: rank.batches.note(batch.number, state, **fields))
 
     async def _open(self) -> list[Batch]:
-        return await self._change(lambda rank: [] if rank.batches is None else rank.batches.open)
-
-
-def _log(rank: RankFiles) -> BatchLog:
-    if rank.batches is None:
-        rank.open_batches()
-    assert rank.batches is not None
-    return rank.batches
+        return await self._change(lambda rank: rank.batches.open)
 
 
 def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
@@ -428,11 +416,5 @@ def _row(line: bytes, run: str) -> CachedRequest | None:
 
 def _said(batches: list[Batch]) -> str:
     requests = sum(batch.requests for batch in batches)
-    return (
-        f"At the provider, in {count_batches(len(batches))}: {plural(requests, 'request')} of this "
-        f"rank ({', '.join(batch.id or f'number {batch.number}' for batch in batches[:5])})."
-    )
-
-
-def count_batches(number: int) -> str:
-    return "1 batch" if number == 1 else f"{number} batches"
+    names = ", ".join(batch.id or f"number {batch.number}" for batch in batches[:5])
+    return f"Batches are open, with {plural(requests, 'request')} of this rank: {names}."

@@ -70,7 +70,6 @@ from datatrove_ckpt.readers.step_stats import StepStats
 from datatrove_ckpt.rollouts import Rollout
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.generation.provider_passes import ProviderPasses
     from datatrove_ckpt.mirror.mirror import RemoteMirror
 
 
@@ -118,6 +117,7 @@ class _Run:
     rank: int
     world_size: int
     preemption: Preemption
+    has_batches: bool = False
 
     def lead(self) -> None:
         step = self.step
@@ -153,8 +153,9 @@ class _Run:
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
-        uses_batches = any(model.provider_batches for model in self.step.models.values())
-        if not uses_batches and not (rank_folder(root, self.rank) / BATCHES).exists():
+        self.has_batches = any(model.provider_batches for model in self.step.models.values())
+        self.has_batches |= (rank_folder(root, self.rank) / BATCHES).exists()
+        if not self.has_batches:
             self._take(data, root, prefix)
             return
         again = repeatable(data)
@@ -337,9 +338,17 @@ class _Run:
         step = self.step
         rank = self.rank
         preemption = self.preemption
-        passes = await self._settle_earlier(checkpoint, progress, identity)
-        if progress.waits_for_batches:
-            return True
+        passes = None
+        if self.has_batches:
+            from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
+
+            assert isinstance(checkpoint, OpenCheckpoint)
+            passes = ProviderPasses(
+                step.models, checkpoint, preemption.shutdown, identity, step.no_wait
+            )
+            progress.waits_for_batches = await passes.settle()
+            if progress.waits_for_batches:
+                return True
         dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
         taken = None
@@ -402,28 +411,6 @@ class _Run:
             scheduler.parking.finish()
             await passes.settle()
         return scheduler.parked > 0
-
-    async def _settle_earlier(
-        self, checkpoint: Checkpoint, progress: RankReporter, identity: str
-    ) -> ProviderPasses | None:
-        """Collects the answers of batches of earlier passes, and notes whether there were any.
-
-        Returns None if this run parks no requests.
-        """
-        step = self.step
-        models = step.models
-        if isinstance(checkpoint, NullCheckpoint):
-            return None
-        parks = any(model.provider_batches for model in models.values())
-        if not parks and not checkpoint.has_batches:
-            return None
-        from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
-
-        passes = ProviderPasses(
-            models, checkpoint, self.preemption.shutdown, identity, step.no_wait
-        )
-        progress.waits_for_batches = await passes.settle()
-        return passes if parks else None
 
 
 def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:

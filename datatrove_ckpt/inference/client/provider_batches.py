@@ -6,7 +6,6 @@ effects. Files are streamed in both directions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import IO, NoReturn
@@ -28,9 +27,7 @@ _BLOCK = 1 << 16
 _PAGE = 100
 _SHOWN = 2000
 _EARLIER_SECONDS = 3600  # how far the clocks of this machine and the provider may differ
-_OF_ONE = re.compile(r"/(files|batches)/")
 _NOT_FOUND = 404
-_TOO_MANY = 429
 ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
 
 
@@ -50,11 +47,7 @@ class RemoteBatch:
 
 
 class FileGone(Exception):
-    """The provider does not have a file, or a batch."""
-
-
-class OutcomeUnknown(Exception):
-    """A batch was requested, and there is no answer: it may exist."""
+    """The provider no longer has a file."""
 
 
 class BatchProvider:
@@ -97,8 +90,8 @@ class BatchProvider:
     async def create(self, file: str, path: str, tag: str) -> RemoteBatch:
         """Creates a batch: from here on it costs money.
 
-        Raises:
-            OutcomeUnknown: the batch may exist. Find it before it is created again.
+        After a ``RetryableError`` whose status is not 429, the batch may exist: find it before it
+        is created again.
         """
         body = {
             "input_file_id": file,
@@ -106,14 +99,7 @@ class BatchProvider:
             "completion_window": "24h",
             "metadata": {"datatrove_ckpt": tag},
         }
-        try:
-            return _batch(await self._ask("POST", "batches", json=body))
-        except RetryableError as error:
-            if error.status == _TOO_MANY:
-                raise
-            raise OutcomeUnknown(str(error)) from None
-        except KeyError:
-            raise OutcomeUnknown("the answer has no id") from None
+        return _batch(await self._ask("POST", "batches", json=body))
 
     async def find(self, tag: str, file: str, since: float) -> RemoteBatch | None:
         """Looks for a batch in the list of all batches.
@@ -195,9 +181,11 @@ class BatchProvider:
         status = response.status
         text = self._redact((await response.read())[: 8 * _SHOWN].decode(errors="replace"))
         text = " ".join(text.split())[:_SHOWN]
-        if status == _NOT_FOUND and _OF_ONE.search(str(url)):
+        is_missing = status == _NOT_FOUND
+        if is_missing and "/files/" in str(url):
             raise FileGone(text)
-        if status in retrying.SERVER.retried:
+        # A new batch may be missing for a while.
+        if status in retrying.SERVER.retried or (is_missing and "/batches/" in str(url)):
             raise RetryableError(
                 f"HTTP {status} from {url}: {text}",
                 asked_wait=asked_wait(response.headers),
@@ -212,6 +200,8 @@ class BatchProvider:
 
 
 def _batch(answer: JsonObject) -> RemoteBatch:
+    if "id" not in answer:
+        raise RetryableError("the answer has no id")
     errors = (answer.get("errors") or {}).get("data") or ()
     files = [answer.get(name) for name in ("output_file_id", "error_file_id")]
     return RemoteBatch(

@@ -72,7 +72,7 @@ _FULL = "token_limit_exceeded"
 
 
 @dataclass
-class _File:
+class _RequestFile:
     number: int
     model: str
     path: str
@@ -93,8 +93,8 @@ class Parking:
         self._checkpoint = checkpoint
         self._run = run
         self._next_number = next_number
-        self._files: list[_File] = []
-        self._open: dict[tuple[str, str], _File] = {}
+        self._files: list[_RequestFile] = []
+        self._open: dict[tuple[str, str], _RequestFile] = {}
         # Two counters, each written by one thread only.
         self._handed_over = 0
         self._written = 0
@@ -124,7 +124,7 @@ class Parking:
         )
         file = self._open.get((model, path))
         if file is None or file.requests >= MOST_REQUESTS or file.size + len(line) > MOST_BYTES:
-            file = self._open[model, path] = _File(self._next_number, model, path)
+            file = self._open[model, path] = _RequestFile(self._next_number, model, path)
             self._files.append(file)
             self._next_number += 1
         file.block += line
@@ -138,10 +138,10 @@ class Parking:
             self._hand_over(file)
             self._checkpoint.change_later(partial(self._filled, file))
 
-    def _filled(self, file: _File, rank: RankFiles) -> None:
+    def _filled(self, file: _RequestFile, rank: RankFiles) -> None:
         rank.batches.filled(file.number, file.model, file.path, file.requests, self._run)
 
-    def _hand_over(self, file: _File) -> None:
+    def _hand_over(self, file: _RequestFile) -> None:
         block = bytes(file.block)
         file.block.clear()
         self._handed_over += len(block)

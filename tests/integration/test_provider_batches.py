@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+from unittest.mock import patch
 
+import orjson
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import ConfigError, WaitsForBatches
+from datatrove_ckpt.errors import ConfigError, ServerRefused, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider
 from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
@@ -225,3 +227,47 @@ def test_no_kill_pays_for_an_answer_twice(tmp_path, monkeypatch, code_described_
                 assert set(provider.billed.values()) == {1}, where
     assert {"sync upload", "sync create"} <= set(whole.happened)
     assert len(points) > 30
+
+
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command):
+    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
+    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        job = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
+        for _ in range(2):
+            assert "batch_2" in command("run", *job, "--no-wait", code=75)
+        assert "batch_2 of rank 0: 4 requests, created" in command("status", "job")
+        provider.steps = 0
+        command("run", *job, "--no-wait")
+        assert "batch_2" not in command("status", "job")
+        command("verify", "job")
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.billed) == 4
+    assert not provider.payloads
+
+
+def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path):
+    """The node is lost right after the provider has created the batch."""
+    with FakeProvider() as provider:
+        provider.list_lag = 0.1
+        mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
+        create = BatchProvider.create
+        first = runner(tmp_path / "first", provider, config=BATCHES, **mirror)
+        second = runner(tmp_path / "second", provider, config=BATCHES, **mirror)
+
+        async def lost(self, *arguments):
+            await create(self, *arguments)
+            shutil.copytree(tmp_path / "mirror", tmp_path / "at the loss")
+            raise ServerRefused("the node is lost")
+
+        with patch.object(BatchProvider, "create", lost), pytest.raises(Exception, match="lost"):
+            first.run(documents(3))
+        shutil.rmtree(tmp_path / "mirror")
+        (tmp_path / "at the loss").rename(tmp_path / "mirror")
+        second.accept_changes = True  # another output folder
+        second.run(documents(3))
+    assert len(rows(tmp_path / "second")) == 3
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 1

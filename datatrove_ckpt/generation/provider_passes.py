@@ -160,6 +160,7 @@ class ProviderPasses:
         configs: of the rank's models, by name.
         run: digest of the run's identity.
         no_wait: end with ``WaitsForBatches`` once all batches are created.
+        watch: what runs beside a wait: progress, the job's time limit.
     """
 
     def __init__(
@@ -169,12 +170,14 @@ class ProviderPasses:
         shutdown: Shutdown,
         run: str,
         no_wait: bool,
+        watch: Callable[[], list[asyncio.Task[None]]],
     ) -> None:
         self._configs = configs
         self._checkpoint = checkpoint
         self._shutdown = shutdown
         self._run = run
         self._no_wait = no_wait
+        self._watch = watch
         self._providers: dict[str, BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._outage: Outage | None = None
@@ -195,6 +198,7 @@ class ProviderPasses:
             return False
         working = asyncio.create_task(self._settle())
         stopping = asyncio.create_task(self._shutdown.requested())
+        tasks = [working, stopping, *self._watch()]
         try:
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -204,9 +208,9 @@ class ProviderPasses:
             working.result()
             return True
         finally:
-            for task in (working, stopping):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(working, stopping, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for provider in self._providers.values():
                 await provider.close()
             self._providers.clear()

@@ -339,12 +339,17 @@ class _Run:
         rank = self.rank
         preemption = self.preemption
         passes = None
+
+        def watch() -> list[asyncio.Task[None]]:
+            watching = progress.report(), preemption.watch_time_limit()
+            return [*map(asyncio.create_task, watching)]
+
         if self.has_batches:
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             assert isinstance(checkpoint, OpenCheckpoint)
             passes = ProviderPasses(
-                step.models, checkpoint, preemption.shutdown, identity, step.no_wait
+                step.models, checkpoint, preemption.shutdown, identity, step.no_wait, watch
             )
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
@@ -363,10 +368,7 @@ class _Run:
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
-        watchers = [
-            asyncio.create_task(progress.report()),
-            asyncio.create_task(preemption.watch_time_limit()),
-        ]
+        watchers = watch()
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(

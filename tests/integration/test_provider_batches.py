@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
+import signal
 from unittest.mock import patch
 
 import orjson
@@ -270,4 +272,23 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path):
         second.run(documents(3))
     assert len(rows(tmp_path / "second")) == 3
     assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 1
+
+
+def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
+    with FakeProvider() as provider:
+        shown = provider._shown
+
+        def stop(batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return batch
+
+        provider._shown = stop
+        with pytest.raises(SystemExit):
+            runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        assert "They stay there; the same command collects" in "".join(log)
+        assert not rows(tmp_path)
+        provider._shown = shown
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1

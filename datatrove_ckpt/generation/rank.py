@@ -14,10 +14,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import GeneratorType
 from typing import TYPE_CHECKING
 
 from datatrove.data import Document, Media
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
@@ -419,35 +419,24 @@ def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
     """Returns what makes these documents anew, from the steps before the runner.
 
     Raises:
-        ConfigError: a step is a function, which cannot be called again.
+        ConfigError: they come from a function or an iterator. Read again, it would be empty.
     """
-    if isinstance(data, list | tuple):
-        return lambda: map(deepcopy, data)
-    if not isinstance(data, GeneratorType):
-        return lambda: data
-    calls: list[tuple[Callable[..., Iterable[Document]], dict[str, object]]] = []
-    documents: object = data
-    while isinstance(documents, GeneratorType):
-        code = documents.gi_code
-        names = getattr(documents.gi_frame, "f_locals", {})
-        run = getattr(names.get("self"), code.co_name, None)
-        if run is None or getattr(run, "__code__", None) is not code:
-            raise ConfigError(
-                f"provider_batches: reads the input once for each pass, and {code.co_name} cannot "
-                "be called again. Make it a PipelineStep."
-            )
-        known = code.co_varnames[1 : code.co_argcount]
-        calls.append((run, {name: names[name] for name in known}))
-        documents = names.get("data")
-    first = documents
+    steps = [(step, names) for step, _, names in steps_before(data)]
+    first = data
+    if steps:
+        first = steps[-1][1].get("data") or ()
+    is_step = [isinstance(step, PipelineStep) for step, _ in steps]
+    if isinstance(first, Iterator) or not all(is_step):
+        raise ConfigError(
+            "provider_batches: reads the input once for each pass, and here it comes from a "
+            "function or an iterator. Make that a PipelineStep, or give a list."
+        )
 
     def again() -> Iterable[Document]:
-        made = first
-        for run, arguments in reversed(calls):
-            if "data" in arguments:
-                arguments = {**arguments, "data": made}
-            made = run(**arguments)
-        return made  # type: ignore[return-value]
+        made = map(deepcopy, first) if isinstance(first, list) else first
+        for step, names in reversed(steps):
+            made = step.run(made, names["rank"], names["world_size"])
+        return made
 
     return again
 

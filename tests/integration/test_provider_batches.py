@@ -11,11 +11,13 @@ from unittest.mock import patch
 
 import orjson
 import pytest
+from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import ConfigError, ServerRefused, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
 from tests.jobs import documents, letters, rows, runner
 from tests.power_loss import PowerLossDisk
@@ -292,3 +294,31 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
         runner(tmp_path, provider, config=BATCHES).run(documents(3))
     assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1
+
+
+class WithoutTwo(PipelineStep):
+    name = "without two"
+    type = "filter"
+
+    def run(self, data, rank=0, world_size=1):
+        for document in data:
+            if document.text != "text 2":
+                yield document
+
+
+def test_each_pass_reads_the_pipeline_anew(tmp_path):
+    """A seeking reader and a filter; what cannot be read again is refused before it is paid for."""
+    lines = [orjson.dumps({"text": f"text {index}", "id": f"id {index}"}) for index in range(5)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+    with FakeProvider() as provider:
+        step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
+        for read in (iter(documents(3)), (one for one in documents(3))):
+            with pytest.raises(ConfigError, match="function or an iterator"):
+                step.run(read)
+        read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
+        step.run(read)
+    assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 1", "id 3", "id 4"]
+    assert len(provider.billed) == 8
+    assert set(provider.billed.values()) == {1}

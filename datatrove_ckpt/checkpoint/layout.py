@@ -34,6 +34,10 @@ Written when the input has ended.
 """
 KEPT_ANSWERS = "answers.jsonl"
 """Answers of committed documents, if the user keeps them."""
+BATCHES = "batches.jsonl"
+"""The rank's batches of requests at a provider, see ``batch_log``."""
+BATCHES_FOLDER = "batches"
+"""Their requests, until the answers are there."""
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
 FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
@@ -56,7 +60,15 @@ Its output folder knows it by that, see ``output/owner.py``.
 """
 RETRY_INPUT = "input.jsonl"
 """In the folder of a retry: the dead letters that it processes."""
-CHECKPOINT_LINES = (COMMITS, DEAD_LETTERS, KEPT_ANSWERS, HISTORY, PUBLISHING, RETRY_INPUT)
+CHECKPOINT_LINES = (
+    COMMITS,
+    DEAD_LETTERS,
+    KEPT_ANSWERS,
+    HISTORY,
+    PUBLISHING,
+    RETRY_INPUT,
+    BATCHES,
+)
 """Files of JSON lines that are no journals."""
 RETRIES = "retry-*"
 """Pattern of the folders of retries, below ``checkpoints_local_dir``."""

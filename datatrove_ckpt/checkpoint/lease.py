@@ -41,6 +41,12 @@ class RankLease:
         if self.mirror is not None:
             self.mirror.check(not self.files.log.commits, self.stopping)
 
+    def check_spending(self) -> None:
+        """Raises what forbids to pay for a batch now. The mirror has everything of before."""
+        self.check()
+        if self.mirror is not None:
+            self.mirror.save(self.stopping)
+
     def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
         """``read_rank``, but of this rank from memory: others write to its files only where locks
         do not work.

@@ -13,6 +13,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import (
@@ -57,6 +58,7 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.process.shutdown import Shutdown
 
+T = TypeVar("T")
 # With more complete chunks than this waiting to be published, admission waits: journals would pile
 # up on the disk. On the hub they may pile up until the disk is nearly full: its limits can hold up
 # commits for an hour.
@@ -258,6 +260,14 @@ class OpenCheckpoint:
     def fail(self, error: BaseException) -> None:
         self.error = error
         self.on_change()
+
+    def change(self, change: Callable[[RankFiles], T]) -> T:
+        """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
+        return self._storage.ask(partial(change, self._files))
+
+    def change_later(self, change: Callable[[RankFiles], None]) -> None:
+        """Like ``change``, without waiting. Its failure stops the rank."""
+        self._storage.call(partial(change, self._files))
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""

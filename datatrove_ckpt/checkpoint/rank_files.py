@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
@@ -27,6 +28,7 @@ from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
     COMMITS,
     DEAD_LETTERS,
     HISTORY,
@@ -41,6 +43,9 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
 from datatrove_ckpt.process.worker import worker_slot
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import BatchLog
 
 # A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at
 # the instant says which of its bytes belong to the snapshot, and they can be read later. The
@@ -102,6 +107,14 @@ class Mirror(Protocol):
             Stopping: the rank ends.
         """
 
+    def save(self, stopping: threading.Event) -> None:
+        """Returns once the mirror has everything that is in the checkpoint now.
+
+        Raises:
+            StorageFailed: it cannot be uploaded.
+            Stopping: the rank ends.
+        """
+
     def stop(self, completed: bool) -> None:
         """Called when nothing more will be written and the files still exist.
 
@@ -157,6 +170,12 @@ class RankFiles:
         self._dirty: dict[Path, ChunkJournal] = {}
         self._next_sync = 0.0
         self._shard_written = False
+
+    @cached_property
+    def batches(self) -> BatchLog:
+        from datatrove_ckpt.checkpoint.batch_log import BatchLog  # few runs need it
+
+        return BatchLog(self.folder, self.fence)
 
     def close(self, completed: bool) -> None:
         try:
@@ -363,6 +382,8 @@ class RankFiles:
         retried = self.folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
+        if (self.folder / BATCHES).exists():
+            sizes[BATCHES] = self.batches.size
         # Not before: a snapshot's files only grow, and this one is replaced once.
         if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size

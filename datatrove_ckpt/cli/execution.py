@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     ConfigError,
     TooManyDeadLetters,
     UnexpectedExit,
+    WaitsForBatches,
 )
 from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
@@ -47,6 +48,8 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
     """
     plan = RunPlan(executor)
     check_steps(plan)
+    if arguments.no_wait:
+        plan = _not_waiting(executor, plan)
     if arguments.cancel:
         if not isinstance(executor, JobsPipelineExecutor):
             raise ConfigError(
@@ -151,7 +154,7 @@ def _checked_run(
             raise
         advise(own, plan)
         code = 1  # scripts know it
-        if arguments.worker:
+        if arguments.worker or isinstance(own, WaitsForBatches):
             code = code_of_rank(own)
         return fail(own, code)
     finally:
@@ -237,6 +240,22 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
             f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
             "again to resume."
         )
+
+
+def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
+    """Returns the plan by which a rank ends while its batches are at the provider.
+
+    Raises:
+        ConfigError: the first of several tasks would end the others.
+    """
+    if plan.tasks > 1:
+        raise ConfigError(
+            "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
+            "it out."
+        )
+    for runner in plan.runners:
+        executor.pipeline[runner.index] = runner.step.changed(no_wait=True)
+    return RunPlan(executor)
 
 
 def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:

@@ -267,6 +267,10 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
         "run tasks that no other process runs, until there is none; start any number of them",
     ),
     _flag("--cancel", "cancel the Hugging Face Jobs of this run, start none"),
+    _flag(
+        "--no-wait",
+        "end with exit code 75 while batches are at the provider (provider_batches)",
+    ),
     _flag("--fail-on-dead-letters", "exit code 1 if dead letters are left at the end"),
 )
 def run() -> None:
@@ -285,6 +289,7 @@ def run() -> None:
       2  a mistake in CONFIG or on the command line; nothing was started
          with --worker also: the checkpoint or the input is another run's, so no task can go on
       3  with --worker: no task is free, but some were given up; they are named
+      75  with --no-wait: batches are at the provider; the same command collects their answers
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
          with --worker also 143: stopped early without a signal, by a time limit or a notice
     """

@@ -7,6 +7,7 @@ the libraries below fsspec.
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 import signal
@@ -37,6 +38,7 @@ from datatrove_ckpt.errors import (
     RequestFailed,
     ServerError,
     StorageFailed,
+    WaitsForBatches,
     causes,
 )
 from datatrove_ckpt.errors.doors import written
@@ -542,10 +544,12 @@ def code_of_rank(error: BaseException) -> int:
     Kubernetes.
 
     2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few
-    times.
+    times; 75 means "later", as in sysexits.
     """
     if isinstance(error, Preempted):  # a time limit or a notice
         return 128 + signal.SIGTERM
+    if isinstance(error, WaitsForBatches):
+        return os.EX_TEMPFAIL
     if READING.passes(error):  # the hub, or S3, is away
         return 1
     if isinstance(error, ConfigError | CheckpointMismatch):

@@ -105,6 +105,9 @@ class InferenceConfig:
             "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
             from its cache; they cost as the others unless said. "tiers": by how much the prices of
             an answer in this ``service_tier`` are multiplied.
+        provider_batches: requests go to the provider as files (``/v1/batches``), for half the
+            price, and are answered within a day. Needs checkpoints; each request in a row is
+            another pass over the input.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -151,6 +154,7 @@ class InferenceConfig:
     texts_per_request: int = 1
     gpus: int | None = None
     prices: JsonObject | None = None
+    provider_batches: bool = False
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -215,6 +219,14 @@ class InferenceConfig:
                     f"launches itself ({with_metrics}). For server_type {self.server_type!r}, set "
                     "a number."
                 )
+        if not isinstance(self.provider_batches, bool):
+            raise ConfigError("provider_batches: takes true or false.")
+        is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
+        if self.provider_batches and not is_plain:
+            raise ConfigError(
+                'provider_batches: needs server_type "endpoint", one endpoint_url, and '
+                "texts_per_request 1."
+            )
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = engines_where(lambda engine: engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")

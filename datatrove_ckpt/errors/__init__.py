@@ -22,6 +22,7 @@ CkptError
 ├── GivenUp                    tasks wait until somebody corrects their cause
 ├── WorkerDied
 ├── Preempted                  the same command resumes
+├── WaitsForBatches            --no-wait: the same command collects the answers
 ├── ServerError
 │   ├── ServerStartFailed
 │   ├── ServerDied             it has no restart left
@@ -269,6 +270,13 @@ class Preempted(CkptError):
     """A signal or the job's time limit stopped the rank early.
 
     Finished work is saved; the same command resumes.
+    """
+
+
+class WaitsForBatches(CkptError):
+    """Batches of requests are at the provider, and ``--no-wait`` ends the run meanwhile.
+
+    Run the same command again later: it collects the answers.
     """
 
 

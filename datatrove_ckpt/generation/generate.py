@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple
 
 import numpy as np
 import orjson
@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.redaction import shown
+from datatrove_ckpt.common.redaction import redact, shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import (
@@ -58,10 +58,12 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
+    RetryableError,
     Way,
     as_asked,
     kept_whole,
     token_counts,
+    unfinished,
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
@@ -75,7 +77,15 @@ from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.answers import ends_in_blanks
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
+if TYPE_CHECKING:
+    from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
+
 _Arguments = TypeVarTuple("_Arguments")
+_ANSWER = "batch_answer"
+_OF_BATCH = frozenset({_ANSWER, "batch_failure"})
+"""See ``checkpoint/batch_log.py``."""
+_PARKED_SECONDS = 0.05
+_CANCELLED_AGAIN_SECONDS = 1.0
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
@@ -113,6 +123,10 @@ class Model:
     is_dead: bool = False
 
 
+class Documents(Protocol):
+    def cancel(self, ordinal: int) -> bool: ...
+
+
 class RankContext(Protocol):
     """The ``Scheduler``, for a request."""
 
@@ -121,16 +135,26 @@ class RankContext(Protocol):
     checkpoint: Checkpoint
     observer: RankReporter
     drain: Drain
+    parking: Parking | None
     shutdown: Shutdown
     has_ended: bool
 
+    @property
+    def documents(self) -> Documents: ...
+
     async def wait_for_storage(self) -> None: ...
+
+
+class Parked(Exception):
+    """The document ends unrecorded: its requests are parked for a batch."""
 
 
 class Answers:
     """One document's answers: those that are cached, and what its rollouts took.
 
     Attributes:
+        parked: its requests that wait for a batch.
+        batch_answers: how many answers of batches the rollout has come to.
         rejections: its requests that the server has rejected.
         failure: stops the rank.
         hashes, payloads: of the last request of each rollout.
@@ -154,6 +178,8 @@ class Answers:
         self.tokens: list[int] = []
         self.failed = self.cut_off = self.empty = 0
         self.near: dict[Router, Target] = {}
+        self.parked = 0
+        self.batch_answers = 0
         self._rank = rank
         self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
         self._pending = 0
@@ -204,6 +230,40 @@ class Answers:
     def count_failed(self, rollout_idx: int) -> None:
         self.failed += 1
         self.requests[rollout_idx] += 1
+
+    def park(self) -> None:
+        """Counts a parked request. The document is dropped when it does nothing more: the rollout
+        may send more requests at the same time.
+        """
+        loop = asyncio.get_running_loop()
+        self._parked_at = loop.time()
+        self.parked += 1
+        if self.parked == 1:
+            loop.call_later(_PARKED_SECONDS, self._drop)
+
+    def _drop(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._parked_at + _PARKED_SECONDS - loop.time()
+        if left > 0 or self._pending:
+            loop.call_later(max(left, _PARKED_SECONDS / 2), self._drop)
+        elif self._rank.documents.cancel(self.slot.ordinal):
+            loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
+
+    def is_repeatable(self, run: str) -> bool:
+        """Whether the rollout has come to a request of its last pass, if that has an answer.
+
+        Args:
+            run: digest of the run's identity: the same code has parked the request.
+        """
+        if self.batch_answers or self._cached is None or not self._cached.done():
+            return True
+        rows = [answer.result for answer in self._cached.result().values()]
+        return not any(
+            row is not None
+            and (fields := orjson.loads(row)).keys() & _OF_BATCH
+            and fields.get("run") == run
+            for row in rows
+        )
 
     def request_started(self) -> None:
         self._pending += 1
@@ -342,9 +402,9 @@ class Requests:
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
-                result = await self._send(
-                    key, body, sent, payload, as_asked(way, sent) if generates else way
-                )
+                if generates:
+                    way = as_asked(way, sent)
+                result = await self._send(key, body, sent, payload, way, answer)
             else:
                 self._rank.observer.own.cached += 1
                 self._check_size(result, sent, way)
@@ -387,24 +447,22 @@ class Requests:
         answers.tokens += token_counts(result.usage or {})
 
     async def _send(
-        self, key: AnswerKey, body: AnyBody, sent: Payload, payload: Payload, way: Way
+        self,
+        key: AnswerKey,
+        body: AnyBody,
+        sent: Payload,
+        payload: Payload,
+        way: Way,
+        cached: Answer | None,
     ) -> Result:
         rank = self._rank
         model = self._model
         try:
-            self._answers.request_started()
-            try:
-                if model.client.done():
-                    client = model.client.result()
-                else:
-                    client = await model.observer.until(model.client)
-                if model.batches is not None and way.is_shared:
-                    completion = await model.batches.complete(client, sent, way, self._answers)
-                else:
-                    request = Request(client.sender, self._answers.doc_id, self._answers.near)
-                    completion = await client.complete(body, way, request)
-            finally:
-                self._answers.request_finished()
+            completion = None
+            if cached is not None or rank.parking is not None:
+                completion = await self._batched(key, body, way, cached)
+            if completion is None:
+                completion = await self._complete(body, sent, way)
         except (RequestError, ServerError, TooManyOpenFiles) as error:
             rank.observer.own.failed += 1
             if isinstance(error, RequestRejected):
@@ -429,6 +487,67 @@ class Requests:
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
         return _result(fields, response_id, name)
+
+    async def _complete(self, body: AnyBody, sent: Payload, way: Way) -> Completion:
+        model = self._model
+        self._answers.request_started()
+        try:
+            if model.client.done():
+                client = model.client.result()
+            else:
+                client = await model.observer.until(model.client)
+            if model.batches is not None and way.is_shared:
+                return await model.batches.complete(client, sent, way, self._answers)
+            request = Request(client.sender, self._answers.doc_id, self._answers.near)
+            return await client.complete(body, way, request)
+        finally:
+            self._answers.request_finished()
+
+    async def _batched(
+        self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
+    ) -> Completion | None:
+        """Returns the answer of a batch; None if the request is to be sent now. Else parks it, and
+        never returns.
+
+        Raises:
+            RequestFailed: no batch has answered it.
+        """
+        config = self._config
+        answers = self._answers
+        fields: JsonObject = {}
+        if cached is not None and cached.result is not None:
+            fields = orjson.loads(cached.result)
+        attempts = 0
+        if not _OF_BATCH.isdisjoint(fields):
+            answers.batch_answers += 1
+            attempts = fields["attempt"]
+            cause = fields.get("batch_failure")
+            if _ANSWER in fields:
+                try:
+                    completion = way.parse(orjson.dumps(fields[_ANSWER]))
+                    if completion.finish_reason or config.accept_null_finish_reason:
+                        completion.service_tier = "batch"  # its price
+                        return completion
+                    raise unfinished(None)
+                except RetryableError as error:
+                    error.quote(redact)
+                    cause = str(error)
+            if config.provider_batches and attempts >= config.request_max_attempts:
+                raise RequestFailed(
+                    f"Given up after {attempts} batches "
+                    f"(request_max_attempts={attempts}). Last cause: {cause}"
+                )
+        parking = self._rank.parking
+        if parking is not None and config.provider_batches:
+            await parking.wait_for_storage()
+            try:
+                parking.park(config.name, answers.slot, key, attempts + 1, way, body)
+            except ConfigError as error:
+                answers.fail(error)
+                raise
+            answers.park()
+            await wait_until_cancelled()
+        return None
 
     def _digest(self, payload: Payload, way: Way) -> str:
         """Hashes payload, way and model.
@@ -661,6 +780,8 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     """
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
+        if not _OF_BATCH.isdisjoint(fields):
+            return None
         result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
         if result.finish_reason or config.accept_null_finish_reason:
             return result

@@ -147,6 +147,7 @@ class RankReporter:
         self.answers: deque[tuple[float, int, int]] = deque()
         self._spread = Spread()
         self._lock = threading.Lock()  # metrics are read in other threads
+        self.waits_for_batches = False
         checkpoint.last_records = self.last_records
 
     # what happens --------------------------------------------------------------------------------
@@ -355,6 +356,8 @@ class RankReporter:
     def _end(self, completed: bool) -> End:
         if completed:
             return End(why="done")
+        if self.waits_for_batches:
+            return End(why="stopped", what="a pass over the input, for batches of requests")
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
         return End(why="error", what=_described(sys.exception()))

@@ -10,17 +10,19 @@ import asyncio
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datatrove.data import Document, Media
+from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder, refuse_resharded
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -110,6 +112,7 @@ class _Run:
     rank: int
     world_size: int
     preemption: Preemption
+    has_batches: bool = False
 
     def lead(self) -> None:
         step = self.step
@@ -130,7 +133,7 @@ class _Run:
             return
         with naming_mirror(step, step.checkpoints_root):
             restore_from_mirror(step, rank, self.preemption)
-            self._take(self.data, step.checkpoints_root)
+            self._take_in_passes(self.data, step.checkpoints_root)
 
     def _retry(self) -> None:
         step = self.step
@@ -141,10 +144,27 @@ class _Run:
             logger.info(f"Rank {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
-        self._take(retry.documents(), retry.root, retry.prefix)
+        self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
-    def _take(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
-        """Takes the rank, and then makes what publishes its output: see ``RankLease``."""
+    def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
+        """Takes the rank again with the input read anew, until no request waits for a batch."""
+        self.has_batches = any(model.provider_batches for model in self.step.models.values())
+        self.has_batches |= (rank_folder(root, self.rank) / BATCHES).exists()
+        if not self.has_batches:
+            self._take(data, root, prefix)
+            return
+        again = repeatable(data)
+        is_first = True
+        while self._take(again(), root, prefix, is_first):
+            is_first = False
+
+    def _take(
+        self, data: Iterable[Document], root: Path, prefix: str = "", is_first: bool = True
+    ) -> bool:
+        """Takes the rank, and then makes what publishes its output: see ``RankLease``.
+
+        Returns whether another pass must follow.
+        """
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -167,7 +187,7 @@ class _Run:
             interruptible(output_folder.check_moved),
             placed_later=output_folder.hub is not None,
             sync_seconds=step.sync_seconds,
-            retry_errors=step.retry_errors,
+            retry_errors=step.retry_errors and is_first,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=self._open_mirror(folder, identity),
@@ -177,7 +197,8 @@ class _Run:
         numbers = RankNumbers(rank, step.checkpoints_root, folder)
         lease = manager.take()
         output = ChunkOutput(output_folder, lease, step.hub_pace)
-        self._process(data, OpenCheckpoint(manager, lease, output), numbers, output)
+        checkpoint = OpenCheckpoint(manager, lease, output)
+        return self._process(data, checkpoint, numbers, output, identity.digest)
 
     def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
         """Returns what copies a rank's folder from now on; None without a mirror.
@@ -240,7 +261,9 @@ class _Run:
         checkpoint: Checkpoint,
         numbers: RankNumbers,
         output: ChunkOutput | None = None,
-    ) -> None:
+        identity: str = "",
+    ) -> bool:
+        """Returns whether requests were parked, so that another pass must follow."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -261,15 +284,15 @@ class _Run:
                 names = output.names
             else:
                 names = FileNames(step.output_writer, rank)
-            main = self._generate(data, checkpoint, progress, names)
+            main = self._generate(data, checkpoint, progress, names, identity)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
-                (event_loop if host is None else host).run(main)
-            if output is not None:
+                again = (event_loop if host is None else host).run(main)
+            if output is not None and not again:
                 with preemption.interruptible():
                     output.check_complete()
-            completed = True
+            completed = not again
         except BaseExceptionGroup as group:
             error = first_of(group)
             if progress.has_answers():  # with those that came while it stopped
@@ -282,9 +305,13 @@ class _Run:
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
         checkpoint.raise_failure()
+        if again:
+            shutdown.check()
+            return True
         if output is not None:
             output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
+        return False
 
     def _lend(
         self, servers: ServerHost, config: InferenceConfig, progress: RankReporter
@@ -306,10 +333,28 @@ class _Run:
         checkpoint: Checkpoint,
         progress: RankReporter,
         names: FileNames,
-    ) -> None:
+        identity: str,
+    ) -> bool:
+        """Returns whether requests were parked."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
+        passes = None
+
+        def watch() -> list[asyncio.Task[None]]:
+            watching = progress.report(), preemption.watch_time_limit()
+            return [*map(asyncio.create_task, watching)]
+
+        if self.has_batches:
+            from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
+
+            assert isinstance(checkpoint, OpenCheckpoint)
+            passes = ProviderPasses(
+                step.models, checkpoint, preemption.shutdown, identity, step.no_wait, watch
+            )
+            progress.waits_for_batches = await passes.settle()
+            if progress.waits_for_batches:
+                return True
         dead = checkpoint.resumed.finished.dead
         kept = step.checkpoints_local_dir is not None
         taken = None
@@ -324,10 +369,7 @@ class _Run:
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
-        watchers = [
-            asyncio.create_task(progress.report()),
-            asyncio.create_task(preemption.watch_time_limit()),
-        ]
+        watchers = watch()
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
@@ -349,10 +391,13 @@ class _Run:
                     else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
+                    parking=await passes.parking() if passes is not None else None,
+                    run_digest=identity,
                 )
                 await scheduler.run(documents)
                 ends_well = True
-                documents.add_earlier_stats()
+                if not scheduler.parked:
+                    documents.add_earlier_stats()
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -362,6 +407,39 @@ class _Run:
                     await servers.close(ends_well)
             finally:
                 documents.close()
+        if scheduler.parked:
+            assert passes is not None
+            assert scheduler.parking is not None
+            progress.waits_for_batches = True
+            scheduler.parking.finish()
+            await passes.settle()
+        return scheduler.parked > 0
+
+
+def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
+    """Returns what makes these documents anew, from the steps before the runner.
+
+    Raises:
+        ConfigError: they come from a function or an iterator. Read again, it would be empty.
+    """
+    steps = [(step, names) for step, _, names in steps_before(data)]
+    first = data
+    if steps:
+        first = steps[-1][1].get("data") or ()
+    is_step = [isinstance(step, PipelineStep) for step, _ in steps]
+    if isinstance(first, Iterator) or not all(is_step):
+        raise ConfigError(
+            "provider_batches: reads the input once for each pass, and here it comes from a "
+            "function or an iterator. Make that a PipelineStep, or give a list."
+        )
+
+    def again() -> Iterable[Document]:
+        made = map(deepcopy, first) if isinstance(first, list) else first
+        for step, names in reversed(steps):
+            made = step.run(made, names["rank"], names["world_size"])
+        return made
+
+    return again
 
 
 def shared_servers() -> ServerHost | None:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from datatrove.data import Document
 from loguru import logger
@@ -28,11 +28,19 @@ from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CheckpointError, CkptError, DocumentNotSerializable, causes, named
+from datatrove_ckpt.errors import (
+    CheckpointError,
+    CkptError,
+    ConfigError,
+    DocumentNotSerializable,
+    causes,
+    named,
+)
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
-from datatrove_ckpt.generation.generate import Answers, Drain, Model, Requests
+from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
@@ -46,6 +54,9 @@ from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.generation.provider_passes import Parking
 
 # How many documents may be in work at once.
 #
@@ -160,6 +171,8 @@ class Scheduler:
     check_document: Callable[[Document, int], None]
     check_first: Callable[[Document], None]
     media: ByteBudget
+    parking: Parking | None = None
+    run_digest: str = ""
     check_writable: Callable[[bytes, str], bool] | None = None
     drop_media: Callable[[Document], None] | None = None
 
@@ -167,6 +180,7 @@ class Scheduler:
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
         self.has_ended = False
+        self.parked = 0
         self._dropped = 0
         self._takes_vectors = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
@@ -192,7 +206,7 @@ class Scheduler:
         self._storage_free: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self, documents: DocumentSource) -> None:
-        """Returns when every document is committed.
+        """Returns when every document is committed, or ``parked``.
 
         Raises:
             BaseExceptionGroup: the first failure, and perhaps others that followed from it. The
@@ -225,9 +239,14 @@ class Scheduler:
                 raise
             finally:
                 await self.documents.end(self.shutdown.is_fast)
-            self.checkpoint.end_of_input(documents.shard())
-            while not self.checkpoint.all_committed:
-                await self.next_change()
+            if self.parked:
+                self.checkpoint.hurry()
+                while self.checkpoint.publishing:
+                    await self.next_change()
+            else:
+                self.checkpoint.end_of_input(documents.shard())
+                while not self.checkpoint.all_committed:
+                    await self.next_change()
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
@@ -325,6 +344,8 @@ class Scheduler:
             self.observer.own.documents += 1
             if self._dropped == self.observer.own.documents == _MANY:
                 logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
+        except Parked:
+            self.parked += 1
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.shutdown.abort()
             raise
@@ -361,6 +382,8 @@ class Scheduler:
             else:
                 results = await self._run_rollouts(document, requests)
             self._raise_if_stopping(answers)
+            if answers.parked:
+                raise self._not_repeatable()
             kept = [result for result in results if result is not None]
             if self.drop_media is not None:
                 self.drop_media(document)
@@ -373,8 +396,11 @@ class Scheduler:
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping(answers)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
+            error: BaseException = raised
+            if answers.parked:
+                error = self._not_repeatable()
             note_sent(answers.payloads)
             note_sent([getattr(cause, "payload", None) for cause in causes(error)])
             letter = self.failures.letter_or_raise(
@@ -396,6 +422,16 @@ class Scheduler:
             raise asyncio.CancelledError
         if answers.failure is not None:
             raise answers.failure
+        if answers.parked and answers.is_repeatable(self.run_digest):
+            raise Parked
+
+    def _not_repeatable(self) -> ConfigError:
+        return ConfigError(
+            f"{written.rollout_fn}: {name_of(self.rollout_fn)} did not use an answer of its last "
+            "pass, and sent other requests, so each pass would be paid for. With "
+            "provider_batches, a rollout must send the same requests for a document each time: "
+            "no random numbers, no time in its prompts (a seed may come from document.id)"
+        )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
         # The first rollout that raises cancels the others, whose further requests would be wasted.
@@ -454,6 +490,11 @@ class DocumentTasks:
     def done(self, ordinal: int) -> None:
         # A callback of the task would take a turn of the event loop of its own.
         self._tasks.pop(ordinal, None)
+
+    def cancel(self, ordinal: int) -> bool:
+        """Cancels the task of a document. Returns whether there was one."""
+        task = self._tasks.get(ordinal)
+        return task is not None and task.cancel()
 
     async def end(self, fast: bool) -> None:
         """Cancels the tasks that are left, several times if need be; ``fast``: for one second

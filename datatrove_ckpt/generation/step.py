@@ -89,6 +89,7 @@ class Step(PipelineStep):
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     door: Door = field(default=Door(), init=False)
+    no_wait: bool = field(default=False, init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
@@ -176,13 +177,18 @@ class Step(PipelineStep):
                         "be no copy."
                     )
             return
+        self._check_without_checkpoints()
+
+    def _check_without_checkpoints(self) -> None:
+        if any(model.provider_batches for model in self.models.values()):
+            raise ConfigError(_NEEDS_CHECKPOINTS.format("provider_batches: answers are"))
         if self.on_document_error != "stop" or self.retry_dead_letters:
             raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
         if self.answers_from is not None:
             raise ConfigError(
                 _NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are")
             )
-        if remote is not None:
+        if self.checkpoints_remote_dir is not None:
             raise ConfigError(
                 "checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too."
             )

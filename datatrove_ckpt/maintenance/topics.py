@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
+from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
@@ -37,6 +38,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "skipped", totals.skipped.text
     if totals.done.dead > 0:
         yield "dead", _dead(state, totals)
+    yield from _batches(state)
     if state.missing:
         yield "missing", f"not started: {ranges(state.missing)}"
     if state.gone:
@@ -55,6 +57,21 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if retried.states["running"]:
             text = f"{text}; {plural(retried.states['running'], 'rank')} at work"
         yield "retries", text
+
+
+def _batches(state: RunState) -> Iterator[tuple[str, str]]:
+    for rank in state.ranks:
+        if (rank.folder / BATCHES).exists():
+            from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
+
+            for batch in read_batches(rank.folder).values():
+                if batch.is_open:
+                    yield (
+                        "batches",
+                        f"{batch.id or f'number {batch.number}'} of rank {rank.rank}: "
+                        f"{plural(batch.requests, 'request')}, {batch.state} "
+                        f"{duration(max(1.0, state.read_at - batch.at))} ago",
+                    )
 
 
 def _workers(state: RunState) -> Iterator[tuple[str, str]]:

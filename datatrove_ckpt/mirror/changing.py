@@ -118,6 +118,7 @@ def _is_uploaded(url: str) -> bool:
 
 def _snapshot(folder: Path) -> Snapshot:
     names = [layout.COMMITS, layout.DEAD_LETTERS, layout.RETRY_INPUT, layout.SHARD, layout.HISTORY]
+    names.append(layout.BATCHES)
     paths = [*(folder / name for name in names)]
     paths += [layout.journal_path(folder, index) for index in layout.journal_indices(folder)]
     sizes = {path.name: path.stat().st_size for path in paths if path.exists()}

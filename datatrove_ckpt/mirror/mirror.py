@@ -100,6 +100,9 @@ class RemoteMirror:
             target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
         )
         self._uploads: Uploads | None = None
+        # Uploads that have begun, and the last one of them that is complete.
+        self._begun = 0
+        self._saved = 0
         self._failures = 0
         self._failure = "no answer"
 
@@ -157,6 +160,21 @@ class RemoteMirror:
             if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
                 raise Stopping
         return False
+
+    def save(self, stopping: threading.Event) -> None:
+        """See ``Mirror``."""
+        wanted = self._begun + 1
+        self._wake.put(True)
+        # By no clock, as above.
+        for _ in range(math.ceil(retrying.STORAGE.patience / _POLL_SECONDS)):
+            if self._saved >= wanted:
+                return
+            if stopping.wait(_POLL_SECONDS) or not self._thread.is_alive():
+                raise Stopping
+        raise StorageFailed(
+            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}), and a batch "
+            "that is paid for must be known there. Correct that, and run the same command again."
+        )
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain, so that little is left for ``stop``.
@@ -281,6 +299,7 @@ class RemoteMirror:
         uploads = self._uploads
         last = self._stopping
         start = time.monotonic()
+        self._begun += 1
         with ExitStack() as stack:
             self._raise_if_interrupted(last)
             snapshot, grown = self._take_snapshot(uploads, stack)
@@ -299,6 +318,7 @@ class RemoteMirror:
         self._raise_if_interrupted(last)
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
+        self._saved = self._begun
 
     def _put_job(self) -> None:
         if self.job is not None:

@@ -1,0 +1,199 @@
+"""BatchLog: the batches of requests that a rank has at a provider: none is paid for twice.
+
+Requests that the request cache does not have are *parked*: each is a line of a file in
+``batches/``, and its document is dropped from memory unrecorded, as a kill drops it. The
+answers become rows of the request cache, and the next pass over the input is a resume.
+
+The order of effects, each safe to repeat, and what the next attempt does after a crash behind it:
+
+    1. write the requests; sync       no line names the file: it is removed; they park again
+    2. "filled"; sync                 upload
+    3. upload                         upload again; an input file costs nothing
+    4. "uploaded"; sync               create
+    5. "creating"; sync; mirror       look for the batch; see 6
+    6. create                         the money: look in the provider's list, for ``list_lag``
+                                      seconds; not found: delete the input file, so that a late
+                                      request fails, and go back to 2
+    7. "created"; sync                wait
+    8. rows of the request cache      read again, put again
+    9. "read"; sync; remove the file  the next pass
+
+The custom id of a request is the key of its row, so a row needs no other file.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.clock import unix_seconds
+from datatrove_ckpt.checkpoint.identity import Fence
+from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER
+from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
+from datatrove_ckpt.common import JsonObject
+
+ANSWER = "batch_answer"
+"""In the JSON of a row: the body of an answer that no rollout has used yet."""
+FAILURE = "batch_failure"
+"""Likewise: why there is no answer, for a request that is to be sent again."""
+_ID = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
+
+
+class RequestId(NamedTuple):
+    """The custom id of a request, at most 64 characters of ``[0-9a-f-]``.
+
+    ``attempt``: how often the request was in a batch, from 1.
+    """
+
+    chunk_index: int
+    ordinal: int
+    key: AnswerKey
+    attempt: int
+
+    @classmethod
+    def parse(cls, text: object) -> RequestId | None:
+        found = _ID.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            return None
+        chunk, ordinal, rollout, occurrence, attempt = map(int, found.group(1, 2, 3, 5, 6))
+        return cls(chunk, ordinal, AnswerKey(rollout, found[4], occurrence), attempt)
+
+    def __str__(self) -> str:
+        rollout, payload_hash, occurrence = self.key
+        return (
+            f"{self.chunk_index}-{self.ordinal}-{rollout}-{payload_hash}-{occurrence}-"
+            f"{self.attempt}"
+        )
+
+    def row(self, answer: Answer) -> CachedRequest:
+        return CachedRequest(self.chunk_index, self.ordinal, "", self.key, answer)
+
+
+def kept_for_rollout(kind: str, value: object, attempt: int, run: str) -> Answer:
+    """Returns what the request cache keeps until the rollout has come to this request again.
+
+    Earlier versions see an answer without a finish_reason, and send the request again.
+    """
+    fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
+    return Answer(orjson.dumps({**fields, "attempt": attempt, "run": run}), None)
+
+
+@dataclass
+class Batch:
+    """A batch of requests.
+
+    Attributes:
+        state: "filled", "uploaded", "creating", "created"; then "read" or "dropped".
+        run: digest of the identity of the run that parked the requests.
+        tag: finds the batch in the provider's list.
+        file, id: the provider's names of the requests' file, and of the batch.
+        at: when it came to this state, in Unix seconds.
+    """
+
+    number: int
+    state: str = ""
+    model: str = ""
+    path: str = ""
+    requests: int = 0
+    run: str = ""
+    tag: str = ""
+    file: str = ""
+    id: str = ""
+    at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self.state not in ("read", "dropped")
+
+
+def read_batches(folder: Path) -> dict[int, Batch]:
+    """Returns the batches of a rank's folder, by number.
+
+    Raises:
+        CheckpointCorrupt, StorageFailed: the log is damaged, or cannot be read.
+    """
+    return _read(folder)[0]
+
+
+def _read(folder: Path) -> tuple[dict[int, Batch], int]:
+    batches: dict[int, Batch] = {}
+    size = 0
+    for line in read_lines(folder / BATCHES):
+        content = orjson.loads(line.body)
+        batch = batches.setdefault(content["number"], Batch(content["number"]))
+        vars(batch).update(content)
+        size = line.offset + line.length
+    return batches, size
+
+
+class BatchLog:
+    """``batches.jsonl`` of one rank, and its files of requests. Belongs to the storage thread.
+
+    Making it removes files that no line names, and a torn line.
+    """
+
+    def __init__(self, folder: Path, fence: Fence) -> None:
+        self._fence = fence
+        self._folder = folder / BATCHES_FOLDER
+        self.batches, size = _read(folder)
+        path = folder / BATCHES
+        if path.exists() and path.stat().st_size > size:
+            files.disk.truncate(path, size)
+        self._log = files.AppendFile(path)
+        if self._folder.is_dir():
+            for found in sorted(self._folder.iterdir()):
+                batch = self.batches.get(int(found.stem)) if found.stem.isdigit() else None
+                if batch is None or not batch.is_open:
+                    files.disk.remove(found)
+
+    @property
+    def size(self) -> int:
+        return self._log.size
+
+    @property
+    def open(self) -> list[Batch]:
+        return [batch for batch in self.batches.values() if batch.is_open]
+
+    def path(self, number: int) -> Path:
+        return self._folder / f"{number:05d}.jsonl"
+
+    def write(self, number: int, requests: bytes) -> None:
+        """Does a part of step 1."""
+        files.disk.make_dirs(self._folder, files.PRIVATE_FOLDER)
+        files.disk.append(self.path(number), requests)
+
+    def filled(self, number: int, model: str, path: str, requests: int, run: str) -> None:
+        files.disk.sync(self.path(number))
+        files.disk.sync_dir(self._folder)
+        files.disk.forget(self.path(number))
+        self.note(number, "filled", model=model, path=path, requests=requests, run=run)
+
+    def note(self, number: int, state: str, **fields: object) -> None:
+        """Appends a line, and syncs it: before the effect that it announces, after the one that it
+        reports.
+
+        Raises:
+            Fenced: another process has taken the rank over.
+        """
+        self._fence.check(thorough=True)
+        if state == "filled":  # again: a new name, which no earlier request to the provider has
+            fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
+        content: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
+        self._log.append(seal(orjson.dumps(content)))
+        self._log.sync()
+        batch = self.batches.setdefault(number, Batch(number))
+        vars(batch).update(content)
+        if not batch.is_open:
+            files.disk.remove(self.path(number))
+            files.disk.remove_dir(self._folder)
+
+    @property
+    def next_number(self) -> int:
+        return max(self.batches, default=0) + 1

@@ -1,0 +1,424 @@
+"""Parked requests: what a rank with ``provider_batches`` does with requests without an answer.
+
+A pass over the input parks them in files (``Parking``). After it, ``ProviderPasses.settle`` uploads
+the files, creates batches, waits, and puts the answers into the request cache. The order of effects
+is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import orjson
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.batch_log import (
+    ANSWER,
+    FAILURE,
+    Batch,
+    RequestId,
+    kept_for_rollout,
+)
+from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
+from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    ServerRefused,
+    WaitsForBatches,
+)
+from datatrove_ckpt.inference.client.answers import RetryableError, Way
+from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.client import Outage
+from datatrove_ckpt.inference.client.provider_batches import (
+    ENDED,
+    BatchProvider,
+    FileGone,
+    RemoteBatch,
+)
+from datatrove_ckpt.inference.client.urls import needs_proxy
+from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.process.shutdown import Shutdown
+
+T = TypeVar("T")
+
+MOST_REQUESTS = 50_000  # of a batch
+MOST_BYTES = 190_000_000
+POLL_SECONDS = 60.0
+LIST_LAG_SECONDS = 60.0
+"""A batch that was created may be missing in the provider's list for so long."""
+LOOK_SECONDS = 5.0
+_BLOCK_BYTES = 1 << 18
+_BACKLOG_BYTES = 1 << 26
+_BACKLOG_SECONDS = 0.05
+_ROWS = 500
+_FAILURES = 5  # for the wait after one
+_SHOWN = 2000
+_NEVER_SENT = frozenset({"batch_expired", "batch_cancelled"})
+_TOO_MANY = 429
+_FULL = "token_limit_exceeded"
+
+
+@dataclass
+class _RequestFile:
+    number: int
+    model: str
+    path: str
+    requests: int = 0
+    size: int = 0
+    block: bytearray = field(default_factory=bytearray)
+
+
+class Parking:
+    """The files of requests of one pass. On the event loop. A pass that is cut off leaves none.
+
+    Args:
+        run: digest of the run's identity.
+        next_number: of the first new batch.
+    """
+
+    def __init__(self, checkpoint: OpenCheckpoint, run: str, next_number: int) -> None:
+        self._checkpoint = checkpoint
+        self._run = run
+        self._next_number = next_number
+        self._files: list[_RequestFile] = []
+        self._open: dict[tuple[str, str], _RequestFile] = {}
+        # Two counters, each written by one thread only.
+        self._handed_over = 0
+        self._written = 0
+
+    async def wait_for_storage(self) -> None:
+        while self._handed_over - self._written > _BACKLOG_BYTES:  # noqa: ASYNC110 (rare)
+            await asyncio.sleep(_BACKLOG_SECONDS)
+
+    def park(
+        self, model: str, slot: ChunkSlot, key: AnswerKey, attempt: int, way: Way, body: AnyBody
+    ) -> None:
+        """Raises:
+        ConfigError: a batch cannot have this request.
+        """
+        if way.path.startswith("/") or way.extras:
+            raise ConfigError(
+                "provider_batches: a batch has requests to paths below /v1, without extra_headers "
+                "and extra_query."
+            )
+        path = f"/v1/{way.path}"
+        content = b"".join(body) if isinstance(body, Body) else body
+        request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempt)
+        line = b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n' % (
+            str(request_id).encode(),
+            path.encode(),
+            content,
+        )
+        file = self._open.get((model, path))
+        if file is None or file.requests >= MOST_REQUESTS or file.size + len(line) > MOST_BYTES:
+            file = self._open[model, path] = _RequestFile(self._next_number, model, path)
+            self._files.append(file)
+            self._next_number += 1
+        file.block += line
+        file.size += len(line)
+        file.requests += 1
+        if len(file.block) >= _BLOCK_BYTES:
+            self._hand_over(file)
+
+    def finish(self) -> None:
+        for file in self._files:
+            self._hand_over(file)
+            self._checkpoint.change_later(partial(self._filled, file))
+
+    def _filled(self, file: _RequestFile, rank: RankFiles) -> None:
+        rank.batches.filled(file.number, file.model, file.path, file.requests, self._run)
+
+    def _hand_over(self, file: _RequestFile) -> None:
+        block = bytes(file.block)
+        file.block.clear()
+        self._handed_over += len(block)
+
+        def write(rank: RankFiles) -> None:
+            rank.batches.write(file.number, block)
+            self._written += len(block)
+
+        self._checkpoint.change_later(write)
+
+
+class ProviderPasses:
+    """The batches of one rank.
+
+    Args:
+        configs: of the rank's models, by name.
+        run: digest of the run's identity.
+        no_wait: end with ``WaitsForBatches`` once all batches are created.
+        watch: what runs beside a wait: progress, the job's time limit.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, InferenceConfig],
+        checkpoint: OpenCheckpoint,
+        shutdown: Shutdown,
+        run: str,
+        no_wait: bool,
+        watch: Callable[[], list[asyncio.Task[None]]],
+    ) -> None:
+        self._configs = configs
+        self._checkpoint = checkpoint
+        self._shutdown = shutdown
+        self._run = run
+        self._no_wait = no_wait
+        self._watch = watch
+        self._providers: dict[str, BatchProvider] = {}
+        self._unknown_since: dict[int, float] = {}
+        self._outage: Outage | None = None
+
+    async def parking(self) -> Parking:
+        number = await self._change(lambda rank: rank.batches.next_number)
+        return Parking(self._checkpoint, self._run, number)
+
+    async def settle(self) -> bool:
+        """Returns when no batch is open: whether there was one.
+
+        Raises:
+            Preempted: a stop was requested. Batches stay at the provider.
+            WaitsForBatches: see ``no_wait``.
+            ServerRefused, ServerUnavailable: the provider fails.
+        """
+        if not await self._open():
+            return False
+        working = asyncio.create_task(self._settle())
+        stopping = asyncio.create_task(self._shutdown.requested())
+        tasks = [working, stopping, *self._watch()]
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                stays = "They stay there; the same command collects the answers."
+                logger.warning(f"{_said(await self._open())} {stays}")
+                self._shutdown.raise_preempted()
+            working.result()
+            return True
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for provider in self._providers.values():
+                await provider.close()
+            self._providers.clear()
+
+    async def _settle(self) -> None:
+        logger.info(_said(await self._open()))
+        while batches := await self._open():
+            has_advanced = False
+            for batch in batches:
+                try:
+                    has_advanced |= await self._advance(batch)
+                    self._outage = None
+                except RetryableError as error:
+                    await self._failed(error, batch)
+            if has_advanced:
+                continue
+            created = all(batch.state == "created" for batch in batches)
+            if self._no_wait and created:
+                raise WaitsForBatches(
+                    f"{_said(batches)} The same command collects the answers (--no-wait)."
+                )
+            await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
+
+    async def _failed(self, error: RetryableError, batch: Batch) -> None:
+        if self._outage is None:
+            patience = self._configs[batch.model].server_patience_seconds
+            self._outage = Outage(patience, time.monotonic, batch.model)
+        # A provider that takes no more batches takes them when others have ended.
+        self._outage.failed(error, lambda: math.inf)
+        await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
+
+    async def _provider(self, batch: Batch) -> BatchProvider:
+        provider = self._providers.get(batch.model)
+        if provider is None:
+            config = self._configs.get(batch.model)
+            if config is None or config.server_type != "endpoint":
+                raise CheckpointMismatch(
+                    f"Batch {batch.id or batch.number} of this run is at a provider, and the "
+                    "config has no endpoint for it. Restore that, and run the same command again."
+                )
+            servers = ExternalServers(config)
+            await servers.start()
+            url = servers.urls[0]
+            provider = BatchProvider(url, servers.api_key, needs_proxy([url]))
+            self._providers[batch.model] = provider
+        return provider
+
+    # one batch -----------------------------------------------------------------------------------
+
+    async def _advance(self, batch: Batch) -> bool:
+        """Does the next effect. Returns False if that is for later."""
+        config = self._configs.get(batch.model)
+        parks = config is not None and config.provider_batches and batch.run == self._run
+        if batch.state in ("filled", "uploaded") and not parks:
+            await self._note(batch, "dropped")  # settings or code have changed since
+            return True
+        provider = await self._provider(batch)
+        if batch.state == "filled":
+            return await self._upload(provider, batch)
+        if batch.state == "uploaded":
+            return await self._create(provider, batch)
+        if batch.state == "creating":
+            return await self._find(provider, batch)
+        remote = await provider.retrieve(batch.id)
+        if remote.status not in ENDED:
+            return False
+        if remote.status == "failed":
+            return await self._refused(batch, remote)
+        await self._collect(provider, batch, remote)
+        return True
+
+    async def _upload(self, provider: BatchProvider, batch: Batch) -> bool:
+        path = await self._change(lambda rank: rank.batches.path(batch.number))
+        if not path.exists():  # another node has it
+            await self._note(batch, "dropped")
+            return True
+        with await asyncio.to_thread(path.open, "rb") as content:
+            file = await provider.upload(content, f"{batch.tag}.jsonl")
+        await self._note(batch, "uploaded", file=file)
+        return True
+
+    async def _create(self, provider: BatchProvider, batch: Batch) -> bool:
+        await self._note(batch, "creating")
+        await asyncio.to_thread(self._checkpoint.lease.check_spending)
+        try:
+            remote = await provider.create(batch.file, batch.path, batch.tag)
+        except RetryableError as error:
+            if error.status == _TOO_MANY:
+                await self._note(batch, "uploaded")
+                raise
+            logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
+            return False
+        except ServerRefused:  # perhaps the provider no longer has the file
+            await self._note(batch, "filled")
+            raise
+        await self._created(batch, remote)
+        return True
+
+    async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
+        await self._note(batch, "created", id=remote.id)
+        logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this rank.")
+
+    async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
+        """Looks for a batch that may have been created."""
+        now = time.monotonic()
+        since = self._unknown_since.setdefault(batch.number, now)
+        remote = await provider.find(batch.tag, batch.file, batch.at)
+        if remote is not None:
+            del self._unknown_since[batch.number]
+            await self._created(batch, remote)
+            return True
+        if now - since < LIST_LAG_SECONDS:
+            return False
+        # A request to create it that is late fails then.
+        await provider.delete(batch.file)
+        del self._unknown_since[batch.number]
+        await self._note(batch, "filled")
+        return True
+
+    async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
+        """A batch that failed as a whole has cost nothing."""
+        causes = "; ".join(f"{code}: {message}" for code, message in remote.errors[:3])
+        others = [one for one in await self._open() if one.state == "created"]
+        if len(others) > 1 and any(code == _FULL for code, _ in remote.errors):
+            await self._note(batch, "uploaded", id="")
+            return False
+        await self._note(batch, "dropped")
+        raise ServerRefused(
+            f"The provider refused batch {remote.id} as a whole: {causes[:_SHOWN]}. Nothing of it "
+            "was paid for, and no document is blamed. Correct the cause, and run the same command "
+            "again."
+        )
+
+    async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> None:
+        rows: list[CachedRequest] = []
+        answers = lines = 0
+        for file in remote.files:
+            try:
+                async for line in provider.lines(file):
+                    row = _row(line, batch.run)
+                    lines += 1
+                    if row is None:
+                        continue
+                    answers += 1
+                    rows.append(row)
+                    if len(rows) >= _ROWS:
+                        await self._change(partial(_put, rows))
+                        rows = []
+            except FileGone as error:
+                logger.error(
+                    f"Batch {remote.id}: the provider no longer has the file {file} of its "
+                    f"answers ({error}). Its requests are sent again, and paid for again."
+                )
+        await self._change(partial(_put, rows))
+        await self._change(lambda rank: rank.sync())
+        await self._note(batch, "read")
+        missing = batch.requests - answers
+        again = f"; {plural_is(missing, 'request')} sent again" if missing > 0 else ""
+        logger.info(
+            f"Batch {remote.id} is {remote.status}: {plural(answers, 'answer')} of "
+            f"{plural(batch.requests, 'request')}{again}."
+        )
+
+    # the storage thread --------------------------------------------------------------------------
+
+    async def _change(self, change: Callable[[RankFiles], T]) -> T:
+        return await asyncio.to_thread(self._checkpoint.change, change)
+
+    async def _note(self, batch: Batch, state: str, **fields: object) -> None:
+        await self._change(lambda rank: rank.batches.note(batch.number, state, **fields))
+
+    async def _open(self) -> list[Batch]:
+        return await self._change(lambda rank: rank.batches.open)
+
+
+def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
+    rank.write([row for row in rows if row.chunk_index not in rank.log.commits], {})
+
+
+def _row(line: bytes, run: str) -> CachedRequest | None:
+    """Returns the row for a line of a batch's files; None if the request was not sent."""
+    content: object = None
+    with suppress(orjson.JSONDecodeError):
+        content = orjson.loads(line)
+    if not isinstance(content, dict):
+        if line.strip():
+            logger.warning("A line of a batch's answers is not JSON. Its request is sent again.")
+        return None
+    request = RequestId.parse(content.get("custom_id"))
+    if request is None:
+        logger.warning(f"A batch has an answer that is not of this run: {line[:100]!r}")
+        return None
+    response: JsonObject = content.get("response") or {}
+    error: JsonObject = content.get("error") or {}
+    status = response.get("status_code")
+    body = response.get("body")
+    if status == 200 and isinstance(body, dict):
+        return request.row(kept_for_rollout(ANSWER, body, request.attempt, run))
+    if error.get("code") in _NEVER_SENT:
+        return None
+    text = orjson.dumps(body or error).decode()[:_SHOWN]
+    if status in retrying.REJECTED:
+        return request.row(Answer(None, f"{status} {text}"))
+    cause = f"HTTP {status}: {text}"
+    return request.row(kept_for_rollout(FAILURE, cause, request.attempt, run))
+
+
+def _said(batches: list[Batch]) -> str:
+    requests = sum(batch.requests for batch in batches)
+    names = ", ".join(batch.id or f"number {batch.number}" for batch in batches[:5])
+    return f"Batches are open, with {plural(requests, 'request')} of this rank: {names}."

@@ -1,0 +1,324 @@
+"""Provider batches: the same bytes as without them, and each answer is paid for once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+from unittest.mock import patch
+
+import orjson
+import pytest
+from datatrove.pipeline.base import PipelineStep
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.errors import ConfigError, ServerRefused, WaitsForBatches
+from datatrove_ckpt.generation import provider_passes
+from datatrove_ckpt.inference.client.provider_batches import BatchProvider
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
+from tests.jobs import documents, letters, rows, runner
+from tests.power_loss import PowerLossDisk
+from tests.provider import FAILED, FakeProvider
+
+BATCHES = {"provider_batches": True}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(provider_passes, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(provider_passes, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(provider_passes, "LIST_LAG_SECONDS", 0.3)
+
+
+async def three(document, generate):
+    """Two requests at one time, and a third with their answers."""
+
+    async def one(text):
+        return (await generate({"messages": [{"role": "user", "content": text}]})).text
+
+    first, second = await asyncio.gather(one(document.text), one(f"again {document.text}"))
+    return await one(f"{first} {second}")
+
+
+async def two_in_a_row(document, generate):
+    first = await generate({"messages": [{"role": "user", "content": document.text}]})
+    return await generate({"messages": [{"role": "user", "content": first.text}]})
+
+
+def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
+    with FakeProvider() as provider:
+        runner(tmp_path / "online", provider, three).run(documents(5))
+        online = len(provider.payloads)
+        runner(tmp_path / "batch", provider, three, config=BATCHES).run(documents(5))
+    assert len(provider.payloads) == online == 15
+    assert rows(tmp_path / "batch") == rows(tmp_path / "online")
+    assert len(provider.billed) == 15
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 2
+
+
+def test_answers_that_are_missing_are_asked_for_again(tmp_path):
+    """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
+    with FakeProvider() as provider:
+        draws = random.Random(0)
+
+        def outcome(request):
+            if request["custom_id"].rpartition("-")[2] != "1":
+                return None
+            return draws.choice([None, "expired", FAILED])
+
+        provider.outcome = outcome
+        provider.list_lag = 0.1
+        provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
+        runner(tmp_path / "online", provider).run(documents(30))
+        runner(tmp_path / "batch", provider, config=BATCHES).run(documents(30))
+    assert rows(tmp_path / "batch") == rows(tmp_path / "online")
+    assert len(provider.payloads) == 30
+    assert len(provider.billed) == 30
+    assert set(provider.billed.values()) == {1}
+
+
+@pytest.mark.parametrize("status", ["expired", "cancelled"])
+def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
+    with FakeProvider() as provider:
+        provider.status = status
+        runner(tmp_path, provider, config=BATCHES).run(documents(5))
+    assert len(rows(tmp_path)) == 5
+    assert set(provider.billed.values()) == {1}
+
+
+def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path):
+    rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
+    with FakeProvider() as provider:
+        provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
+        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+    (letter,) = letters(tmp_path)
+    assert letter["id"] == "id 1"
+    assert "too long for this model" in letter["error"]
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
+    with FakeProvider() as provider:
+        provider.refuse = lambda batch: [{"code": "model_not_found", "message": "no such model"}]
+        with pytest.raises(Exception, match="no such model"):
+            runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+        provider.refuse = lambda batch: []
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert not letters(tmp_path)
+    assert set(provider.billed.values()) == {1}
+
+
+def test_answers_that_the_provider_has_lost_are_paid_for_again_with_an_error(tmp_path, log):
+    with FakeProvider() as provider:
+        provider.hide_output = True
+        shown = provider._shown
+
+        def look(batch):
+            provider.hide_output = len(provider.batches) == 1
+            return shown(batch)
+
+        provider._shown = look
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert set(provider.billed.values()) == {2}
+    assert "paid for again" in "".join(log)
+
+
+async def unrepeatable(document, generate):
+    text = f"{document.text} {random.random()}"
+    return await generate({"messages": [{"role": "user", "content": text}]})
+
+
+def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
+    with FakeProvider() as provider:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="each pass would be paid for"):
+                runner(tmp_path, provider, unrepeatable, config=BATCHES).run(documents(3))
+        assert len(provider.billed) == 3
+        letter = {"on_document_error": "dead_letter"}
+        runner(tmp_path, provider, unrepeatable, config=BATCHES, **letter).run(documents(3))
+    assert len(provider.billed) == 3
+    assert len(letters(tmp_path)) == 3
+
+
+def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
+    monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
+    with FakeProvider() as provider:
+        runner(tmp_path, provider, config=BATCHES).run(documents(7))
+        sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
+    assert sizes == [3, 3, 1]
+    assert len(rows(tmp_path)) == 7
+    assert set(provider.billed.values()) == {1}
+
+
+def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        step = runner(tmp_path, provider, three, config=BATCHES)
+        step.no_wait = True
+        for _ in range(2):
+            with pytest.raises(WaitsForBatches, match="batch_"):
+                step.run(documents(4))
+        provider.steps = 0
+        runner(tmp_path, provider, three).run(documents(4))
+    assert len(rows(tmp_path)) == 4
+    assert len(provider.billed) == 8
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.payloads) == 4
+
+
+# The log, the files of requests, rows, and what is asked of the provider.
+OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.full)]
+)
+def test_no_kill_pays_for_an_answer_twice(tmp_path, monkeypatch, code_described_once, kind):
+    """A kill, or a power loss, before each effect of batches on the disk and at the provider."""
+
+    def crashing(method):
+        async def call(self, *arguments):
+            if isinstance(files.disk, WatchedDisk):
+                files.disk.happen("sync", (tmp_path,), method.__name__, lambda: None)
+            return await method(self, *arguments)
+
+        call.__name__ = method.__name__
+        return call
+
+    for name in ("upload", "create", "delete"):
+        monkeypatch.setattr(BatchProvider, name, crashing(getattr(BatchProvider, name)))
+    folder = tmp_path / "job"
+
+    def attempt():
+        job = {"config": BATCHES, "records_per_chunk": 3}
+        runner(folder, provider, two_in_a_row, **job).run(documents(2))
+
+    def attempt_on(disk):
+        folder.mkdir(exist_ok=True)
+        with disk_in_place(disk):
+            attempt()
+        return disk
+
+    with FakeProvider() as provider:
+        provider.list_lag = 0.1
+        nothing = provider.state()
+        whole = attempt_on(CrashingDisk(10**9, folder))
+        expected = rows(folder)
+        points = [
+            number
+            for number, label in enumerate(whole.happened)
+            if label.partition(" ")[2].startswith(OF_BATCHES)
+        ]
+        for number in points:
+            provider.restore(nothing)
+            shutil.rmtree(folder)
+            folder.mkdir()
+            disk = attempt_on(kind(number, folder))
+            at_crash = provider.state()
+            for survivor in disk.survivors():
+                provider.restore(at_crash)
+                attempt()
+                where = (number, disk.crashed_at, survivor)
+                assert rows(folder) == expected, where
+                assert len(provider.billed) == 4, where
+                assert set(provider.billed.values()) == {1}, where
+    assert {"sync upload", "sync create"} <= set(whole.happened)
+    assert len(points) > 30
+
+
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command):
+    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
+    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        job = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
+        for _ in range(2):
+            assert "batch_2" in command("run", *job, "--no-wait", code=75)
+        assert "batch_2 of rank 0: 4 requests, created" in command("status", "job")
+        provider.steps = 0
+        command("run", *job, "--no-wait")
+        assert "batch_2" not in command("status", "job")
+        command("verify", "job")
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.billed) == 4
+    assert not provider.payloads
+
+
+def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path):
+    """The node is lost right after the provider has created the batch."""
+    with FakeProvider() as provider:
+        provider.list_lag = 0.1
+        mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
+        create = BatchProvider.create
+        first = runner(tmp_path / "first", provider, config=BATCHES, **mirror)
+        second = runner(tmp_path / "second", provider, config=BATCHES, **mirror)
+
+        async def lost(self, *arguments):
+            await create(self, *arguments)
+            shutil.copytree(tmp_path / "mirror", tmp_path / "at the loss")
+            raise ServerRefused("the node is lost")
+
+        with patch.object(BatchProvider, "create", lost), pytest.raises(Exception, match="lost"):
+            first.run(documents(3))
+        shutil.rmtree(tmp_path / "mirror")
+        (tmp_path / "at the loss").rename(tmp_path / "mirror")
+        second.accept_changes = True  # another output folder
+        second.run(documents(3))
+    assert len(rows(tmp_path / "second")) == 3
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 1
+
+
+def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
+    with FakeProvider() as provider:
+        shown = provider._shown
+
+        def stop(batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return batch
+
+        provider._shown = stop
+        with pytest.raises(SystemExit):
+            runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        assert "They stay there; the same command collects" in "".join(log)
+        assert not rows(tmp_path)
+        provider._shown = shown
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert len(provider.batches) == 1
+
+
+class WithoutTwo(PipelineStep):
+    name = "without two"
+    type = "filter"
+
+    def run(self, data, rank=0, world_size=1):
+        for document in data:
+            if document.text != "text 2":
+                yield document
+
+
+def test_each_pass_reads_the_pipeline_anew(tmp_path):
+    """A seeking reader and a filter; what cannot be read again is refused before it is paid for."""
+    lines = [orjson.dumps({"text": f"text {index}", "id": f"id {index}"}) for index in range(5)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+    with FakeProvider() as provider:
+        step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
+        for read in (iter(documents(3)), (one for one in documents(3))):
+            with pytest.raises(ConfigError, match="function or an iterator"):
+                step.run(read)
+        read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
+        step.run(read)
+    assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 1", "id 3", "id 4"]
+    assert len(provider.billed) == 8
+    assert set(provider.billed.values()) == {1}

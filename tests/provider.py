@@ -1,0 +1,182 @@
+"""FakeProvider: the files and batches of OpenAI's API, in a thread, with a bill.
+
+It bills each answer once it is made: a batch that is created twice is paid for twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from datatrove_ckpt.testing import FakeServer
+
+FAILED = {"status_code": 500, "body": {"error": {"message": "broken"}}}
+
+
+class FakeProvider(FakeServer):
+    """Also answers single requests, which ``asked`` counts, as those of a ``FakeServer``.
+
+    Attributes:
+        billed: answers by custom id, without the number of the attempt.
+        list_lag: seconds for which a new batch is missing in the list.
+        steps: how often a batch is looked at before it ends.
+        lose: of each path ("/v1/batches"): how many answers are not sent, after the effect.
+        outcome: returns how a request ends: None: with an answer; "expired"; or a response.
+        status: of batches that have ended.
+        hide_output: files of answers are gone.
+        refuse: returns the errors of a batch that fails as a whole.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.billed: Counter[str] = Counter()
+        self.list_lag = 0.0
+        self.steps = 1
+        self.lose: Counter[str] = Counter()
+        self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
+        self.status = "completed"
+        self.hide_output = False
+        self.refuse: Callable[[dict[str, Any]], list[dict[str, str]]] = lambda batch: []
+        self.files: dict[str, bytes] = {}
+        self.batches: dict[str, dict[str, Any]] = {}
+        self.effects: list[str] = []
+        self.before_effect: Callable[[str], None] = lambda name: None
+        self._numbers = itertools.count(1)
+        self._looks: Counter[str] = Counter()
+        self._listed: dict[str, float] = {}
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/files", self._upload)
+        app.router.add_delete("/v1/files/{id}", self._delete)
+        app.router.add_get("/v1/files/{id}/content", self._content)
+        app.router.add_post("/v1/batches", self._create)
+        app.router.add_get("/v1/batches", self._list)
+        app.router.add_get("/v1/batches/{id}", self._retrieve)
+        app.router.add_post("/v1/batches/{id}/cancel", self._cancel)
+        app.router.add_post("/{path:.*}", self._answered)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
+        await site.start()
+        self._port = runner.addresses[0][1]
+        return runner
+
+    def _reply(self, request: web.Request, content: Any) -> web.Response:
+        if self.lose[request.path] > 0:
+            self.lose[request.path] -= 1
+            return web.json_response({"error": "lost"}, status=502)
+        return web.json_response(content)
+
+    async def _upload(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        name = f"file-{next(self._numbers)}"
+        self.files[name] = form["file"].file.read()
+        self.effects.append("upload")
+        return self._reply(request, {"id": name, "object": "file"})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if self.files.pop(name, None) is None:
+            return web.json_response({"error": "gone"}, status=404)
+        return self._reply(request, {"id": name, "deleted": True})
+
+    async def _content(self, request: web.Request) -> web.Response:
+        name = request.match_info["id"]
+        if name not in self.files or (self.hide_output and name.startswith("out")):
+            return web.json_response({"error": "gone"}, status=404)
+        return web.Response(body=self.files[name])
+
+    async def _create(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        if asked["input_file_id"] not in self.files:
+            return web.json_response({"error": "no such file"}, status=400)
+        name = f"batch_{next(self._numbers)}"
+        self.effects.append("create")
+        batch = {
+            "id": name,
+            "object": "batch",
+            "status": "in_progress",
+            "created_at": int(time.time()),
+            **asked,
+        }
+        self.batches[name] = batch
+        self._listed[name] = time.monotonic() + self.list_lag
+        errors = self.refuse(batch)
+        if errors:
+            batch |= {"status": "failed", "errors": {"data": errors}}
+        else:
+            batch |= self._run(self.files[asked["input_file_id"]])
+        return self._reply(request, batch)
+
+    def _run(self, content: bytes) -> dict[str, Any]:
+        """Makes the files of answers and errors. Their order is that of no input."""
+        answers = []
+        errors = []
+        for line in reversed(content.splitlines()):
+            asked = orjson.loads(line)
+            outcome = self.outcome(asked)
+            number = len(answers) + len(errors)
+            if outcome == "expired":
+                error = {"code": "batch_expired", "message": "too late"}
+                errors.append({"custom_id": asked["custom_id"], "response": None, "error": error})
+                continue
+            if outcome is not None:
+                errors.append({"custom_id": asked["custom_id"], "response": outcome})
+                continue
+            self.billed[asked["custom_id"].rpartition("-")[0]] += 1
+            question = asked["body"]["messages"][-1]["content"]
+            message = {"role": "assistant", "content": self._answer(asked["body"], 0)}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            usage = {"prompt_tokens": len(question.split()), "completion_tokens": 2}
+            body = {"id": "fake", "choices": [choice], "usage": usage}
+            answer = {"status_code": 200, "request_id": f"r{number}", "body": body}
+            answers.append({"custom_id": asked["custom_id"], "response": answer, "error": None})
+        made: dict[str, Any] = {}
+        number = next(self._numbers)
+        for kind, lines in (("output", answers), ("error", errors)):
+            if lines:
+                name = f"{kind[:3]}-{number}"
+                self.files[name] = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+                made[f"{kind}_file_id"] = name
+        return made
+
+    def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if batch["status"] == "in_progress" and self._looks[batch["id"]] >= self.steps:
+            batch["status"] = self.status
+        self._looks[batch["id"]] += 1
+        return batch
+
+    async def _list(self, request: web.Request) -> web.Response:
+        now = time.monotonic()
+        names = [name for name in reversed(self.batches) if self._listed[name] <= now]
+        after = request.query.get("after")
+        if after:
+            names = names[names.index(after) + 1 :]
+        page = names[: int(request.query["limit"])]
+        content = {"data": [self.batches[name] for name in page], "has_more": page != names}
+        return self._reply(request, content)
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        return self._reply(request, self._shown(self.batches[request.match_info["id"]]))
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        batch = self.batches[request.match_info["id"]]
+        batch["status"] = "cancelled"
+        return self._reply(request, batch)
+
+    def state(self) -> Any:
+        """What the provider knows: for tests that go back to an earlier moment."""
+        return copy.deepcopy((self.billed, self.files, self.batches, self._looks))
+
+    def restore(self, state: Any) -> None:
+        self.billed, self.files, self.batches, self._looks = copy.deepcopy(state)
+        self._listed = {name: time.monotonic() + self.list_lag for name in self.batches}

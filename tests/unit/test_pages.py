@@ -4,6 +4,7 @@ The examples run in test_examples.
 """
 
 import argparse
+import ast
 import inspect
 import json
 import re
@@ -311,6 +312,26 @@ def test_the_architecture_names_every_room_in_the_order_of_the_layers():
     }
     named = {code.partition(".")[0] for code in codes(house)}
     assert inside - {"__pycache__"} <= named
+
+
+def names_in(path):
+    """The classes, functions and methods of a file."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
+        if hasattr(node, "name"):
+            names.add(node.name)
+    return names
+
+
+def test_each_rule_names_code_and_a_test_that_exist():
+    rules = table_rows(section("docs/internals/invariants.md", "## Rules"))
+    assert len(rules) >= 10
+    for _, *places in rules:
+        for folder, place in zip(("datatrove_ckpt", "tests"), places, strict=True):
+            path, _, name = place.strip("`").partition("::")
+            assert name in names_in(ROOT / folder / path), place
 
 
 def test_the_settings_of_the_short_form_are_listed():

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import DocumentFailed
+from datatrove_ckpt.errors import DocumentFailed, TooManyDeadLetters
 from tests.jobs import chat, documents, writer
 
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
@@ -85,14 +85,13 @@ def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
         on_document_error=on_document_error,
     )
     executor = LocalPipelineExecutor([documents(1), step], logging_dir=str(tmp_path / "logs"))
-    if on_document_error == "stop":
-        with pytest.raises(DocumentFailed) as failed:
-            executor.run()
-        uncaught = "".join(traceback.format_exception(failed.value))
-        assert "canary-of" not in uncaught
-        assert "\x1b" not in uncaught
-    else:
+    error = {"stop": DocumentFailed, "dead_letter": TooManyDeadLetters}[on_document_error]
+    with pytest.raises(error) as failed:
         executor.run()
+    uncaught = "".join(traceback.format_exception(failed.value))
+    assert "canary-of" not in uncaught
+    assert "\x1b" not in uncaught
+    if on_document_error == "dead_letter":
         assert list(tmp_path.rglob("dead_letters.jsonl"))
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     captured = capfd.readouterr()

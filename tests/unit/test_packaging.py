@@ -17,8 +17,9 @@ from datatrove_ckpt.generation import code_text
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Not installed with this package: engines in environments of their own.
-_OF_OTHERS = {"sglang", "torch", "torchdata"}
+# Not installed with this package: engines in environments of their own, and whoever asks for a
+# pandas table has pandas.
+_OF_OTHERS = {"pandas", "sglang", "torch", "torchdata"}
 _FOR_TYPE_CHECKERS = {"_typeshed"}
 # By whom a package comes that may be missing here.
 _FROM = {"mlflow": ["mlflow-skinny"]}

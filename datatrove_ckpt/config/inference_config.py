@@ -86,8 +86,8 @@ class InferenceConfig:
         server_max_restarts: restarts of one server within an hour. The run ends when every server
             has used them up.
         hang_timeout: seconds without an answer or a new token after which a server that has
-            requests is restarted. With metrics, and once it has answered, at most 120, or six times
-            its longest silence.
+            requests is restarted. Unless it is set, a server with metrics that has answered gets
+            120, or six times its longest silence if that is more.
         server_python: Python interpreter of the engine's own virtual environment. None: that of
             this package.
         reuse_servers: the next task of a process takes over its servers if they fit. False: each

@@ -178,12 +178,10 @@ class RankReporter:
         usage = answer.usage
         prompt, completion = tokens = token_counts(usage)
         self.answers.append((answer.seconds, *tokens))
-        cached = 0
-        if len(usage) > 3:  # with more than the sums
-            cached, reasoning = token_details(usage)
-            cached = min(cached, prompt)
-            self.own.cached_tokens += cached
-            self.own.reasoning_tokens += reasoning
+        cached, reasoning = token_details(usage)
+        cached = min(cached, prompt)
+        self.own.cached_tokens += cached
+        self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
         if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1

@@ -25,7 +25,7 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
-_CHECKED = 100_000  # lines of a file, which takes seconds and 10 MB; OpenAI takes 50,000
+_CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
 
 
 class BatchReader(JsonlReader):
@@ -39,17 +39,19 @@ class BatchReader(JsonlReader):
     _bad_line_advice: ClassVar[str] = "Correct or remove the line."
 
     def check(self) -> None:
-        """Reads the first 100,000 lines of each file.
+        """Reads the first 100,000 lines of all files together.
 
         Raises:
             ConfigError: one of them is no request, or has the ``custom_id`` of another one.
         """
         strict = copy.deepcopy(self)
         strict.stop_on_bad_line = True
+        left = _CHECKED
         for name in list_input(self).names:
             earlier = set[str]()
             try:
-                for request, position in islice(strict._read(name, ()), _CHECKED):
+                for request, position in islice(strict._read(name, ()), left):
+                    left -= 1
                     custom_id = getattr(request, "id", "")
                     if custom_id in earlier:
                         raise ConfigError(

@@ -586,7 +586,7 @@ class CompletionClient:
             answer = way.parse(raw)
             if way.tiers and not answer.service_tier:
                 answer.service_tier = way.tiers[0]
-            if answer.answer is None:
+            if answer.answer is None or way.path in (CHAT.path, COMPLETIONS.path):
                 self._check_reason(answer, target)
             target.mark_alive(started_at)
             return answer

@@ -371,8 +371,9 @@ class ServerSupervisor:
             self.target.mark_alive()
         in_flight = len(self.target.attempts)
         timeout = self.config.hang_timeout
-        # Where no tokens are counted, a long answer looks like a hang.
-        if metrics is not None and metrics.tokens and self.target.accepted_at:
+        # Where no tokens are counted, a long answer looks like a hang. What a user sets is obeyed.
+        is_usual = timeout == InferenceConfig.hang_timeout
+        if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
             timeout = min(timeout, hang_after(self._longest))
         if in_flight and quiet >= timeout:
             self.mark_dead(

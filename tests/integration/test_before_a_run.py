@@ -74,17 +74,6 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(examined, tmp_path):
     assert names(tmp_path) == before
 
 
-def test_problems_come_last_and_what_is_ok_only_if_it_is_asked_for(job, command):
-    changes = ("--executor.tasks=2", "--pipeline.1.checkpoints_local_dir=job.yaml/x")
-    lines = command("doctor", "job.yaml", *changes, code=1).out.splitlines()
-    states = [line.split()[0] for line in lines[:-1]]
-    every = command("doctor", "job.yaml", *changes, "--all", code=1).out.splitlines()
-    assert {*states} == {"warning", "problem"}
-    assert states == sorted(states, reverse=True)
-    assert every[-len(lines) :] == lines
-    assert {line.split()[0] for line in every[: -len(lines)]} == {"ok"}
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("override", "check", "says"),
@@ -155,22 +144,6 @@ def test_a_remote_output_that_refuses_is_a_problem(examined, monkeypatch):
     said = examined(TO_MEMORY, code=1)["output, reachable"]
     assert said.startswith("problem: memory:///doctor/out/.datatrove-ckpt-probe-")
     assert "403 Forbidden" in said
-
-
-def test_a_bucket_where_nothing_may_be_deleted_is_a_problem_for_the_mirror_only(
-    monkeypatch,
-):
-    def keep(self, path):
-        raise PermissionError("no deletes here")
-
-    folder = DataFolder("memory://doctor/kept")
-    with monkeypatch.context() as patched:
-        patched.setattr(MemoryFileSystem, "rm_file", keep)
-        states = [
-            found.state for deletes in (False, True) for found in check_remote(folder, deletes)
-        ]
-    assert states == ["warning", "problem"]
-    folder.rm("", recursive=True)
 
 
 def checks_of(step, folder, sample):

@@ -13,7 +13,6 @@ from aiohttp import web
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.preflight import doctor, input_checks
-from datatrove_ckpt.preflight.input_checks import check_shares
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -111,18 +110,6 @@ def write_input(**sizes):
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
-def test_one_large_file_stays_one_task_and_how_to_split_it_is_said():
-    said = check_shares(["a b.jsonl"], 50 << 30, 1)
-    assert said.state == "ok"
-    assert said.message == (
-        "1 file for 1 task. Other machines could help if there were more files: split 'a b.jsonl' (50 GB) into 20 "
-        "files of about 2.5 GB (split -d -n l/20 --additional-suffix=.jsonl 'a b.jsonl' 'a b-'), and move 'a b.jsonl' "
-        "away."
-    )
-    said = check_shares(["a.parquet"], 50 << 30, 1)
-    assert said.message.endswith("split 'a.parquet' (50 GB) into 20 files of about 2.5 GB.")
-
-
 def test_tasks_without_input(found):
     write_input(a=100, b=100, c=100, d=100)
     assert found("--executor.tasks=100")["input, shares"] == (
@@ -131,22 +118,6 @@ def test_tasks_without_input(found):
         "files.",
     )
     assert found("--executor.tasks=4")["input, shares"] == ("ok", "4 files for 4 tasks.")
-
-
-@pytest.mark.slow
-def test_stray_and_empty_files_beside_good_ones_are_no_problem(found):
-    for number in range(4):
-        Path(f"documents/0{number}.jsonl").write_bytes(b"")
-    for name in ("1.csv", "README"):
-        Path(f"documents/{name}").write_text("id,text\n")
-    checks = found()
-    assert checks["input, readable"][0] == "ok"
-    state, text = checks["input, files"]
-    assert state == "warning"
-    assert text.startswith("2 files will give no document: '1.csv', 'README'.")
-    state, text = found("--executor.tasks=7")["input, readable"]
-    assert state == "problem", "a task gets nothing but this file"
-    assert "This task's input holds no document, although '1.csv'" in text
 
 
 # folders, files, an earlier run ------------------------------------------------------------------

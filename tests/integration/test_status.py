@@ -3,13 +3,10 @@ files.
 """
 
 import json
-import os
 import random
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -18,15 +15,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
-from datatrove_ckpt.cli.printing import wrapped
 from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Printed
 from tests.mirrors import Killed
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
-Said = Callable[..., Printed]
 MIN = 60.0
 
 
@@ -99,20 +93,6 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     } == before
 
 
-def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(tmp_path, said, monkeypatch):
-    write_rank(tmp_path, 0, [start(time.time() - 3600)])
-    usage = shutil.disk_usage(tmp_path)
-    assert "is full" not in said(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12 << 10))
-    assert (
-        said(tmp_path)
-        .splitlines()[-1]
-        .startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
-    )
-    write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
-    assert "is full" not in said(tmp_path / "ended")
-
-
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path, said):
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
@@ -135,30 +115,6 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
         [2, 3, 4, 5, 6, 7, 8, 9],
         [4],
         [12],
-    )
-
-
-ENDED = "ServerStartFailed: No endpoint was ready within 3 s:\n  http://a: refused\nCheck that the server runs."
-
-
-def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_after_it_is_corrected(
-    tmp_path, said
-):
-    then = time.time() - 30 * MIN
-    write_rank(tmp_path, 0, [start(then), minute(then, 0), failed(then, ENDED)], tasks=3)
-    lines = said(tmp_path).splitlines()
-    assert lines[-4].endswith(
-        "failed: 30 min ago on node7: ServerStartFailed: No endpoint was ready within 3 s:"
-    )
-    assert lines[-3:] == [
-        "      http://a: refused",
-        "    Check that the server runs.",
-        "Nothing runs. First correct what ended 1 rank (0), or the same error comes again. To resume then: the command "
-        "that started it",
-    ]
-    assert max(map(len, wrapped(lines, 60))) <= 60
-    assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), (
-        "nothing is cut"
     )
 
 
@@ -203,23 +159,6 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
     )
 
 
-def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
-    tmp_path, said
-):
-    then = time.time() - 30 * MIN
-    for rank in range(30):
-        if rank != 25:
-            write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
-    text = said(tmp_path)
-    assert text.count(" ago on node7: E: ") == 20
-    assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
-    for rank in (3, 5, 6, 7):
-        write_rank(tmp_path / "same", rank, [start(then), minute(then, 0), failed(then, "E: x")])
-    text = said(tmp_path / "same")
-    assert "  ranks 3, 5-7: failed: " in text
-    assert text.count(" ago on node7: E: x\n") == 1
-
-
 def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path, said):
     then = time.time() - 30 * MIN
     write_rank(
@@ -247,19 +186,6 @@ def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 0
-
-
-@pytest.mark.slow
-def test_a_terminal_without_unicode_gets_no_bars(tmp_path):
-    then = time.time() - 30 * MIN
-    history = [start(then), *minutes(then, 30, 60, 3600)]
-    write_rank(tmp_path, 0, history, chunks=30, per_chunk=60)
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode(
-        "ascii"
-    )
-    assert "\n  50.0 % of the input" in text
 
 
 # mirrors and YAML files --------------------------------------------------------------------------

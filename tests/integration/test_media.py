@@ -32,7 +32,7 @@ import datatrove_ckpt.rollouts.media
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, Preempted
 from datatrove_ckpt.generation.as_read import as_read
-from datatrove_ckpt.rollouts import InvalidMedia, JudgeRollout, PromptRollout, media_part
+from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, media_part
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import DRAINS, signal_once, when_logged
@@ -171,14 +171,6 @@ def test_a_url_of_an_allowed_host_is_sent_as_it_is_and_a_file_is_read_from_where
     assert parts(server, 0)[2] == {"type": "image_url", "image_url": {"url": url_of(picture())}}
 
 
-def test_a_judge_sees_the_picture_too(server, tmp_path):
-    rollout = JudgeRollout(
-        "{text}", images="media", judge_prompt="Rate {answer}.", score_pattern="[0-9]"
-    )
-    runner(tmp_path, server, rollout).run(pages(1))
-    assert [sent(server, number) for number in range(2)] == [[picture()]] * 2
-
-
 def test_media_join_the_last_user_message_of_a_conversation(server, tmp_path):
     said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": "At what?"}]
     document = Document("x", "0", [media(picture())], {"said": said})
@@ -292,16 +284,6 @@ def test_a_bad_medium_is_one_clear_dead_letter(server, tmp_path, folder, name):
     assert len(server.payloads) == 1
 
 
-def test_links_within_the_folder_are_followed(server, tmp_path, folder):
-    (folder / "a.png").write_bytes(picture())
-    (folder / "b.png").symlink_to("../media/a.png")
-    rollout = PromptRollout(images="page", media_folder=str(folder))
-    runner(tmp_path, server, rollout).run(
-        [Document("x", "0", metadata={"page": ["b.png", f"{folder}/a.png"]})]
-    )
-    assert sent(server) == [picture()] * 2
-
-
 @pytest.mark.parametrize(
     "url", ["https://Example.com:8000/a.png", "http://example.com?a", "http://example.com"]
 )
@@ -393,21 +375,6 @@ def test_a_missing_column_and_settings_without_images_are_refused(server, tmp_pa
         PromptRollout(images="media", max_image_side=0)
     with pytest.raises(ConfigError, match="nothing is filled in"):
         PromptRollout("What is it?")
-
-
-def test_without_pillow_resizing_is_refused_before_the_first_request(
-    monkeypatch,
-):
-    ready = PromptRollout(images="media", max_image_side=100)
-    found = "datatrove_ckpt.common.formatting.find_spec"
-    monkeypatch.setattr(found, lambda name: None)
-    for make in (lambda: PromptRollout(images="media", max_image_side=100), ready.prepare):
-        with pytest.raises(
-            ConfigError,
-            match=r"max_image_side: the Python package 'PIL' is not.*datatrove-ckpt\[media\]",
-        ):
-            make()
-    PromptRollout(images="media")
 
 
 def test_a_dead_letter_keeps_the_picture_for_a_retry(server, tmp_path):
@@ -518,19 +485,6 @@ def test_other_pictures_and_sizes_are_other_requests(server, tmp_path):
 
     runner(tmp_path, server, rollout).run(pages(1))
     assert len(set(hashes)) == 5
-
-
-def test_base64_that_a_rollout_made_itself_keeps_its_cache_key(server, tmp_path):
-    hashes = []
-
-    async def rollout(document, generate):
-        part = {"type": "image_url", "image_url": {"url": url_of(b"\x89PNG...")}}
-        result = await generate(chat([part]))
-        hashes.append(generate._answers.hashes[0])
-        return result
-
-    runner(tmp_path, server, rollout).run([Document("x", "0")])
-    assert hashes == ["b614aafa0d2256b1f4cd769034fcce4e"]
 
 
 # pictures ----------------------------------------------------------------------------------------
@@ -707,14 +661,3 @@ def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(
     ][:1]
     assert output["media"][0]["media_bytes"] is None
     assert output["media"][0]["id"] == "m0"
-
-
-def test_doctor_reads_the_first_documents_pictures(server, command, here):
-    rollout = "{class_path: PromptRollout, init_args: {images: image, media_folder: pages}}"
-    write_job(here, job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout))
-    Path("input/0.jsonl").write_text(json.dumps({"id": "id 0", "text": "page", "image": "0.png"}))
-    Path("pages").mkdir()
-    found = command("doctor", "job.yaml", code=1)
-    assert "The first document, 'id 0': images: medium 1 (0.png) cannot be read" in found.out
-    Path("pages/0.png").write_bytes(picture())
-    command("doctor", "job.yaml")

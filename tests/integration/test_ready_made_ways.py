@@ -114,14 +114,6 @@ def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
         runner(tmp_path / "b", ways, ClassifyRollout(labels=["a", "b", "c"])).run(documents(1))
 
 
-@pytest.fixture
-def judges():
-    with FakeServer(
-        lambda payload, times: "5" if "text 1" in str(payload) else "It is 2."
-    ) as server:
-        yield server
-
-
 # configs -----------------------------------------------------------------------------------------
 
 

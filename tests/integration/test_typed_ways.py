@@ -9,7 +9,7 @@ from base64 import b64encode
 import numpy as np
 import pytest
 
-from datatrove_ckpt import Classification, InferenceConfig, InferenceRunner
+from datatrove_ckpt import Classification
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
 from tests.jobs import Budget, documents, rows, runner, writer
@@ -169,22 +169,6 @@ def test_each_engine_is_asked_in_its_form(numbers, tmp_path, monkeypatch, name):
     assert len(rows(tmp_path)) == 1
 
 
-def test_the_dummy_server_answers_each_way_and_always_the_same(tmp_path):
-    async def ask(document, generate):
-        vectors = await generate.embed([document.text, document.text, "other"])
-        assert vectors[0].tolist() == vectors[1].tolist() != vectors[2].tolist()
-        one = await generate.embed(document.text, encoding_format="float")
-        assert one.tolist() == vectors[0].tolist()
-        found = await generate.classify(document.text)
-        fits = await generate.score(document.text, TEXTS)
-        return [vectors.tolist(), fits.tolist(), found.scores[found.label]]
-
-    config = InferenceConfig(server_type="dummy", model_name_or_path="m", reuse_servers=False)
-    for folder in (tmp_path / "a", tmp_path / "b"):
-        InferenceRunner(ask, config, writer(folder)).run(documents(2))
-    assert rows(tmp_path / "a") == rows(tmp_path / "b")
-
-
 @pytest.mark.parametrize("adapted", [False, True])
 def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(
     numbers, tmp_path, adapted
@@ -255,32 +239,3 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     with pytest.raises(CkptError, match="a vector of 1 number, and before with one of 4"):
         runner(tmp_path, numbers, ask, config=config).run(documents(1))
     assert budget.left == 8
-
-
-def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers, tmp_path):
-    async def ask(document, generate):
-        return await generate.classify(document.text)
-
-    def answer(payload):
-        return {
-            "data": [
-                {
-                    "index": 0,
-                    "probs": [0.5, 0.25] + [0.25] * (others and payload["input"] == "text 1"),
-                }
-            ]
-        }
-
-    others = True
-    numbers.paths = {"/classify": answer}
-    config = {"max_concurrent_documents": 1}
-    with pytest.raises(
-        CkptError, match="with probabilities of classes: 3 numbers, and before with 2, for the same"
-    ):
-        runner(tmp_path, numbers, ask, config=config).run(documents(2))
-    others = False
-    runner(tmp_path, numbers, ask, config=config).run(documents(2))
-    assert [len(row["metadata"]["rollout_results"][0]["scores"]) for row in rows(tmp_path)] == [
-        2,
-        2,
-    ]

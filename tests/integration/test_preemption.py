@@ -19,7 +19,7 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
+from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
@@ -204,20 +204,6 @@ def test_signals_the_user_names_and_no_others(tmp_path, server, reraised):
 def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process():
     assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
     raise_again([signal.SIGCONT])
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"drain_signals": ["SIGNAL"]}, "drain_signals: 'SIGNAL' is no signal"),
-        ({"drain_signals": ["SIGKILL"]}, "drain_signals: no process can catch SIGKILL"),
-        ({"drain_signals": "SIGTERM"}, "drain_signals: must be a list"),
-        ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tmp_path, server, settings, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        runner(tmp_path, server, plain, **settings)
 
 
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(

@@ -157,22 +157,6 @@ def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path, body):
     assert ("ChunkedRollout" in message) == (body in TOO_LONG)
 
 
-def test_max_tokens_above_the_context_is_named_with_it_and_no_document_is_offered_to_be_skipped(
-    tmp_path,
-):
-    with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = TOO_LONG[0]
-        for _ in range(2):
-            with pytest.raises(DocumentFailed) as stopped:
-                runner(
-                    tmp_path, server, config={"default_generation_params": {"max_tokens": 1024}}
-                ).run(documents(3))
-            message = str(stopped.value)
-            assert "max_tokens is 1024, and the model's context 1024: lower it" in message
-            assert "skip_bad_requests" not in message
-            assert "ChunkedRollout" not in message
-
-
 # exits -------------------------------------------------------------------------------------------
 
 

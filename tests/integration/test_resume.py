@@ -146,16 +146,6 @@ def test_what_is_done_is_passed_while_the_server_gets_ready(folder, server, monk
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
 
 
-def test_a_plain_reader_counts_and_one_line_says_what_that_costs(folder, server, log):
-    again = interrupted(folder, server, read(folder, CountingReader))
-    done = committed(folder)
-    again.run(read(folder, CountingReader))
-    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
-    (line,) = [line for line in log if "cannot seek" in line]
-    assert f"Skipped {done} finished documents by reading them" in line
-    assert "datatrove_ckpt.readers" in line
-
-
 class FirstFive:
     """A step that keeps count."""
 

@@ -132,13 +132,10 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     }
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-@pytest.mark.parametrize("bad", [{0}, {3}, {7}, {2, 3}, {0, 7}, set(range(8))])
-def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad, status):
+@pytest.mark.parametrize("bad", [{3}, {0, 7}, set(range(8))])
+def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad):
     texts = {f"text {index}" for index in bad}
-    shared._status = lambda payload, times: (
-        status if texts.intersection(texts_of(payload)) else None
-    )
+    shared._status = lambda payload, times: 400 if texts.intersection(texts_of(payload)) else None
 
     async def ask(document, generate):
         return await generate.embed(document.text)
@@ -151,7 +148,7 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, ba
     assert sizes(shared)[0] == 8
     assert [row["id"] for row in rows(tmp_path)] == [f"id {i}" for i in range(8) if i not in bad]
     assert [letter["id"] for letter in letters(tmp_path)] == [f"id {i}" for i in sorted(bad)]
-    assert all(f"HTTP {status}" in str(letter) for letter in letters(tmp_path))
+    assert all("HTTP 400" in str(letter) for letter in letters(tmp_path))
     assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
 
 

@@ -319,16 +319,11 @@ def test_nothing_to_take_over_is_refused_before_the_first_request(job, command):
     with FakeServer() as server:
         for places, says in {
             "nowhere": "finished_from: nowhere does not exist",
-            "logs": "finished_from: nothing in logs can be taken over: no rows",
             "input": "10 documents without results under 'rollout_results'",
         }.items():
-            (job / "logs").mkdir(exist_ok=True)
             write_yaml(job, server.url, places)
             assert says in command("run", "job.yaml", code=None).err
             shutil.rmtree(job / "new")
-        write_yaml(job, server.url)
-        error = command("run", "job.yaml", "--pipeline.1.metadata_key=other", code=None).err
-        assert " documents without results under 'other'" in error
         assert not server.asked
 
 

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.testing import FakeServer, crash_at
@@ -16,12 +15,6 @@ ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 def history_of(folder):
     return read_history(folder / "checkpoints/00000/history.jsonl")
-
-
-def numbers(progress):
-    """Documents, requests and tokens of all attempts."""
-    documents = progress.documents
-    return documents.read, documents.requests, documents.prompt_tokens + documents.completion_tokens
 
 
 def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(
@@ -47,25 +40,18 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     finally:
         signal.signal(signal.SIGTERM, before)
     failed, stopped, killed, done = history_of(tmp_path).attempts
-    assert [attempt.number for attempt in (failed, stopped, killed, done)] == [1, 2, 3, 4]
-    assert failed.start.version == __version__
     assert (failed.end.why, failed.end.what.partition(":")[0]) == ("error", "DocumentFailed")
     assert (stopped.end.why, stopped.end.what) == ("stopped", "SIGTERM")
     assert killed.start is not None
     assert killed.end is None
     assert (done.end.why, done.end.what) == ("done", "")
-    assert numbers(failed.last)[0] == 5
+    assert failed.last.documents.read == 5
     assert stopped.progress[0].documents == failed.last.documents, (
         "an attempt starts where the one before ended"
     )
     commits = read_commits(tmp_path / "checkpoints/00000/commits.jsonl").values()
-    assert numbers(done.last) == (
-        10,
-        10,
-        sum(commit.counts.prompt_tokens + commit.counts.completion_tokens for commit in commits),
-    )
-    assert done.last.chunks == 5
-    assert done.last.total.documents <= 10
+    tokens = sum(one.counts.prompt_tokens + one.counts.completion_tokens for one in commits)
+    of_all = done.last.documents
+    assert (of_all.read, of_all.requests) == (10, 10)
+    assert of_all.prompt_tokens + of_all.completion_tokens == tokens
     assert [event.what for event in done.servers] == ["ready"]
-    ends = [commit.at for commit in commits]
-    assert failed.first_at <= min(ends) <= max(ends) <= done.last_at

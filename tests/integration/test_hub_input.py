@@ -256,12 +256,3 @@ def test_a_token_that_has_expired(kind, hub, monkeypatch):
     assert "log in (hf auth login, or export HF_TOKEN)" in refused(
         kind("hf://datasets/org/input/part")
     )
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("request_kind", ["tree", "resolve"])
-def test_a_token_that_may_not_read(kind, hub, request_kind):
-    hub.fail(request_kind, 403, times=None)
-    said = refused(kind("hf://datasets/org/input/part"))
-    assert "this token may not do that with the dataset org/input (HTTP 403 " in said
-    assert "log in (hf auth login, or export HF_TOKEN)" in said

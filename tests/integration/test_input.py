@@ -130,16 +130,28 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job, tmp_path, reader):
+def test_a_filter_may_drop_every_document_and_so_may_skip(job, tmp_path, reader):
     drop = {"class_path": f"{__name__}.Drop"}
     job(reader, steps=(drop,))
     shutil.rmtree(tmp_path / "logs")
     shutil.rmtree(tmp_path / "checkpoints")
     job(reader, skip=100)
-    shutil.rmtree(tmp_path / "logs")
-    shutil.rmtree(tmp_path / "checkpoints")
-    job(reader, limit=0)
     assert outputs(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_whole_input_of_empty_texts_is_no_success(job, tmp_path):
+    for path in tmp_path.glob("documents/*"):
+        path.write_text(json.dumps({"text": ""}))
+    for _ in range(2):
+        assert (
+            "No row of the whole input is a document. Skipped: 4 rows without text."
+            in job(code=1).err
+        )
+    (tmp_path / "documents/3.jsonl").write_text(lines(7))
+    shutil.rmtree(tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "logs")
+    assert "1 of 1" in job().out
 
 
 def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):

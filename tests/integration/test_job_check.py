@@ -13,7 +13,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
@@ -321,21 +320,6 @@ def test_another_model_is_refused_unless_it_is_accepted(nodes):
     assert [(change["field"], change["old"], change["new"]) for change in accepted] == [
         ("model", "fake", "other")
     ]
-
-
-def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(nodes, monkeypatch):
-    read = []
-    original = ObjectStore.read
-
-    def noted(store, name, most):
-        read.append(f"{store.url}/{name}".removeprefix(f"{nodes.mirror}/"))
-        return original(store, name, most)
-
-    for rank in (0, 1):
-        nodes.run(rank, 3)
-    monkeypatch.setattr(ObjectStore, "read", noted)
-    nodes.run(2, 3)
-    assert [name for name in read if not name.startswith("00002/")] == ["job.json"]
 
 
 def test_ranks_that_hold_nothing_refuse_nobody(nodes):

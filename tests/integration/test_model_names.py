@@ -20,8 +20,8 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import chat, config, documents, letters, rows, writer
 
-from .test_models import generate_and_judge, says
 from .test_models import runner as runner_of_both
+from .test_models import says
 
 
 @pytest.fixture
@@ -99,13 +99,6 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
 # rejections --------------------------------------------------------------------------------------
 
 
-async def passes_the_text_on(document, generate):
-    try:
-        return await generate_and_judge(document, generate)
-    except Exception as error:
-        raise RuntimeError(f"not judged: {error}") from None
-
-
 def test_a_rejection_names_its_model(here, a):
     with FakeServer(status=lambda payload, times: 400) as rejects:
         named = r"failed: refused with 400 \(judge: BadRequestError: HTTP 400\)"
@@ -113,14 +106,8 @@ def test_a_rejection_names_its_model(here, a):
             with pytest.raises(DocumentFailed, match=rf"{named}.*{asked}"):
                 runner_of_both(here, a, rejects).run(documents(1))
         runner_of_both(here, a, rejects, skip_bad_requests=True).run(documents(1))
-        runner_of_both(here / "text", a, rejects, passes_the_text_on, skip_bad_requests=True).run(
-            documents(1)
-        )
     (letter,) = letters(here)
     assert letter["error"] == "refused with 400 (judge: BadRequestError: HTTP 400)"
-    (letter,) = letters(here / "text")
-    assert "not judged: " in letter["error"]
-    assert "judge: BadRequestError: HTTP 400" in letter["error"]
 
 
 # identities --------------------------------------------------------------------------------------

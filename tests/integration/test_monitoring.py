@@ -44,19 +44,11 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, s
     job.run(documents(6), 3, 7)
     assert seen["rank_state running"] == 1
     assert seen["requests_total answered"] == 5
-    assert seen["documents_in_progress"] == 1
-    assert seen["request_duration_seconds_count"] == 5
     found = samples(get(host), run="books", rank="3")
     assert found["rank_state done"] == 1
-    assert (
-        found["rank_documents written"]
-        == found["documents_total"]
-        == found["requests_total answered"]
-        == 6
-    )
-    assert found["rank_chunks"] == 3
+    assert found["rank_documents written"] == found["requests_total answered"] == 6
     assert found["rank_tokens completion"] == found["tokens_total completion"] > 0
-    assert found["documents_in_progress"] == found["requests_in_flight"] == 0
+    assert found["requests_in_flight"] == 0
 
 
 # jobs that are tracked ---------------------------------------------------------------------------

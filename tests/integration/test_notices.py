@@ -148,9 +148,6 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
     ("setting", "complaint"),
     [
         ("aws", r"takes {'cloud': name} or {'command': \[program, ...\]}"),
-        ({"cloud": "aws", "command": ["a"]}, "takes {"),
-        ({"cloud": ["aws"]}, "is not one of aws, gcp, azure"),
-        ({"command": "check --it"}, "command: takes a list of words"),
         ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
         ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
     ],

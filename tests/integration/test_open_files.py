@@ -30,23 +30,6 @@ def run_job(folder, url, limit):
     return processes.run(["bash", "-c", command, sys.executable], cwd=folder, timeout=400)
 
 
-@pytest.mark.parametrize(
-    ("hard", "servers", "requests"),
-    [
-        (1 << 20, 1, 4096),
-        (1 << 20, 3, 3 * 4096),
-        (1000, 1, 1000 - 256 - 128 - 4 - 10),
-        (1000, 2, (1000 - 256 - 128 - 8 - 10) // 2),
-        (200, 1, 64),  # too few: raise_limit says so
-    ],
-)
-def test_auto_takes_what_the_hard_limit_leaves(monkeypatch, hard, servers, requests):
-    monkeypatch.setattr(open_files, "limits", lambda: (1024, hard))
-    monkeypatch.setattr(open_files, "_open_now", lambda: 10)
-    assert open_files.requests_at_once("auto", servers) == requests
-    assert open_files.requests_at_once(500, servers) == 500
-
-
 def release_when_asked(server, number):
     """Holds all answers until so many requests are in flight at once."""
 

@@ -282,11 +282,6 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key.reveal() not in text
 
 
-def plain(backend):
-    assert backend.api_key
-    return backend.api_key.reveal()
-
-
 async def test_an_endpoint_that_refuses_the_key_is_refused_at_once():
     async with started_server(dummy(), 0) as backend:
         config = InferenceConfig("endpoint", "m", endpoint_url=backend.url, api_key="wrong")

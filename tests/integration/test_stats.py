@@ -7,7 +7,6 @@ import json
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -217,35 +216,6 @@ def test_a_finished_rank_that_starts_again_has_the_same_stats(tmp_path, server, 
         20,
         sum(len(text.split()) for text in server.asked),
     )
-
-
-class Scored(PipelineStep):
-    """Counts as a filter that computes with NumPy may."""
-
-    name = "scored"
-    type = "filter"
-
-    def run(self, data, rank=0, world_size=1):
-        for document in data:
-            self.stat_update("score", value=np.float64(0.5))
-            self.stat_update("ratio", value=float("inf"))
-            yield document
-
-
-@pytest.mark.slow
-def test_steps_may_count_in_types_of_numpy(tmp_path, server):
-    write_input(tmp_path)
-    logs = tmp_path / "logs"
-
-    def execute():
-        steps = [JsonlReader(str(tmp_path / "input")), Scored(), runner(tmp_path, server)]
-        LocalPipelineExecutor(
-            steps, tasks=1, workers=1, logging_dir=str(logs), skip_completed=False
-        ).run()
-        return json.loads((logs / "stats.json").read_text())[1]["stats"]
-
-    first, again = execute(), execute()
-    assert total(first["score"]) == total(again["score"]) == 10
 
 
 def total(metric):

@@ -2,7 +2,6 @@
 all the same.
 """
 
-import asyncio
 from collections import Counter
 from itertools import count
 
@@ -11,8 +10,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
-from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.scheduler import most_documents
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
@@ -134,13 +132,10 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     }
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-@pytest.mark.parametrize("bad", [{0}, {3}, {7}, {2, 3}, {0, 7}, set(range(8))])
-def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad, status):
+@pytest.mark.parametrize("bad", [{3}, {0, 7}, set(range(8))])
+def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad):
     texts = {f"text {index}" for index in bad}
-    shared._status = lambda payload, times: (
-        status if texts.intersection(texts_of(payload)) else None
-    )
+    shared._status = lambda payload, times: 400 if texts.intersection(texts_of(payload)) else None
 
     async def ask(document, generate):
         return await generate.embed(document.text)
@@ -153,7 +148,7 @@ def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, ba
     assert sizes(shared)[0] == 8
     assert [row["id"] for row in rows(tmp_path)] == [f"id {i}" for i in range(8) if i not in bad]
     assert [letter["id"] for letter in letters(tmp_path)] == [f"id {i}" for i in sorted(bad)]
-    assert all(f"HTTP {status}" in str(letter) for letter in letters(tmp_path))
+    assert all("HTTP 400" in str(letter) for letter in letters(tmp_path))
     assert all(f"text {letter['id'][3:]}" in str(letter) for letter in letters(tmp_path))
 
 
@@ -191,24 +186,6 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
         runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(4))
     assert sizes(shared) == [4]
     assert not rows(tmp_path)
-
-
-def test_a_document_that_is_cancelled_takes_its_text_along(shared, tmp_path):
-    """Two rollouts: one raises while the other's text waits."""
-
-    async def ask(document, generate):
-        if document.id != "id 1":
-            return await generate.embed(document.text)
-        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
-        return await generate.embed("never sent")
-
-    config = {"texts_per_request": 8, "max_concurrent_documents": 3}
-    step = runner(
-        tmp_path, shared, ask, config=config, on_document_error="dead_letter", records_per_chunk=3
-    )
-    step.run(documents(3))
-    assert asked(shared) == {"text 0": 1, "text 2": 1}
-    assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
 
 
 def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path):
@@ -293,34 +270,3 @@ def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text
     starts = len((here / "engines").read_text().splitlines())
     # With the text in a group of quarantined ones, one more.
     assert starts in ((4, 5) if dead else (2,))
-
-
-@pytest.mark.parametrize(
-    ("settings", "documents_in_work"),
-    [
-        ({"max_concurrent_generations": 10, "texts_per_request": 64}, 640),
-        (
-            {"max_concurrent_generations": 10, "texts_per_request": 64, "rollouts_per_document": 4},
-            160,
-        ),
-        ({"max_concurrent_generations": 20_000, "texts_per_request": 64}, 20_000),
-        (
-            {
-                "max_concurrent_generations": 10,
-                "texts_per_request": 64,
-                "max_concurrent_documents": 7,
-            },
-            7,
-        ),
-    ],
-)
-def test_enough_documents_are_in_work_to_fill_requests(settings, documents_in_work):
-    config = InferenceConfig("dummy", "m", **settings)
-    assert config.max_concurrent_documents == documents_in_work
-    if "max_concurrent_documents" not in settings:
-        assert most_documents(config) <= documents_in_work  # the limit of open files counts, too
-
-
-def test_less_than_one_text_is_refused():
-    with pytest.raises(ConfigError, match="texts_per_request must be >= 1"):
-        InferenceConfig("dummy", "m", texts_per_request=0)

@@ -4,11 +4,7 @@ differs.
 
 import ast
 import asyncio
-import dataclasses
-import inspect
 import json
-import re
-from typing import get_args
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
@@ -17,7 +13,7 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
 from datatrove_ckpt.common.redaction import Key
-from datatrove_ckpt.config.inference_config import Launch, ServerType
+from datatrove_ckpt.config.inference_config import Launch
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, chat, config, documents, runner, writer
@@ -122,25 +118,6 @@ def test_the_page_names_each_import_that_is_missing():
     }
     offered = {*datatrove_ckpt.__all__, *vars(types_of_datatrove)}
     assert missing(sorted(of_datatrove - offered)) == []
-
-
-def test_the_page_names_each_number_that_is_missing(tmp_path):
-    source = inspect.getsource(theirs)
-    of_datatrove = set(re.findall(r'stat_update\("(\w+)"', source)) | {"inference_time"}
-    assert len(of_datatrove) > 8
-    with FakeServer(
-        status=lambda payload, times: 400 if "text 1" in str(payload) else None
-    ) as server:
-        step = runner(tmp_path, server, skip_bad_requests=True)
-        step.run(documents(2))
-    assert missing(sorted(of_datatrove - {*step.stats.stats})) == []
-
-
-def test_the_page_names_each_server_type_that_is_missing():
-    (of_datatrove,) = [
-        one.type for one in dataclasses.fields(theirs.InferenceConfig) if one.name == "server_type"
-    ]
-    assert set(re.findall(r'"(\w+)"', str(of_datatrove))) <= {*get_args(ServerType)}
 
 
 def test_a_request_without_a_limit_has_one_of_an_hour():

@@ -141,17 +141,6 @@ def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_n
     assert f"test_datatrove_errors.py, {line_of(rollout, 'generate(')}" in str(caught.value)
 
 
-def test_a_dict_as_config_is_refused_with_its_place(tmp_path):
-    def make():
-        return InferenceRunner(ask, {"server_type": "dummy"}, writer(tmp_path))
-
-    with pytest.raises(
-        errors.ConfigError, match=r"InferenceConfig\(.*not a dict, in .*errors.py"
-    ) as caught:
-        make()
-    assert line_of(make, "InferenceRunner(") in str(caught.value)
-
-
 # what is raised ----------------------------------------------------------------------------------
 
 

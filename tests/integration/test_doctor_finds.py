@@ -13,7 +13,6 @@ from aiohttp import web
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.preflight import doctor, input_checks
-from datatrove_ckpt.preflight.input_checks import check_shares
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -73,14 +72,11 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
 @pytest.mark.parametrize(
     ("answer", "state", "says"),
     [
-        (web.json_response({"data": [1, {"id": 7}]}), "problem",
-         "does not list the model 'fake'; it lists 7. Correct model_name_or_path."),
+        (web.json_response({"data": [{"id": "7"}]}), "problem", "does not list the model 'fake'; it lists"),
         (web.Response(status=401), "problem", "wants a key, and this run sends none: set api_key_env"),
         (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",
          "max_tokens is 1024, and max_model_len of "),
-        (web.Response(status=503), "problem", "HTTP 503. Start the server"),
         (web.Response(status=404), "warning", "Some gateways have no such list"),
-        (web.Response(text="<html>"), "warning", "correct endpoint_url."),
     ],
 )  # fmt: skip
 def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
@@ -111,18 +107,6 @@ def write_input(**sizes):
         Path(f"documents/{name}.jsonl").write_text(row)
 
 
-def test_one_large_file_stays_one_task_and_how_to_split_it_is_said():
-    said = check_shares(["a b.jsonl"], 50 << 30, 1)
-    assert said.state == "ok"
-    assert said.message == (
-        "1 file for 1 task. Other machines could help if there were more files: split 'a b.jsonl' (50 GB) into 20 "
-        "files of about 2.5 GB (split -d -n l/20 --additional-suffix=.jsonl 'a b.jsonl' 'a b-'), and move 'a b.jsonl' "
-        "away."
-    )
-    said = check_shares(["a.parquet"], 50 << 30, 1)
-    assert said.message.endswith("split 'a.parquet' (50 GB) into 20 files of about 2.5 GB.")
-
-
 def test_tasks_without_input(found):
     write_input(a=100, b=100, c=100, d=100)
     assert found("--executor.tasks=100")["input, shares"] == (
@@ -133,46 +117,21 @@ def test_tasks_without_input(found):
     assert found("--executor.tasks=4")["input, shares"] == ("ok", "4 files for 4 tasks.")
 
 
-@pytest.mark.slow
-def test_stray_and_empty_files_beside_good_ones_are_no_problem(found):
-    for number in range(4):
-        Path(f"documents/0{number}.jsonl").write_bytes(b"")
-    for name in ("1.csv", "README"):
-        Path(f"documents/{name}").write_text("id,text\n")
-    checks = found()
-    assert checks["input, readable"][0] == "ok"
-    state, text = checks["input, files"]
-    assert state == "warning"
-    assert text.startswith("2 files will give no document: '1.csv', 'README'.")
-    state, text = found("--executor.tasks=7")["input, readable"]
-    assert state == "problem", "a task gets nothing but this file"
-    assert "This task's input holds no document, although '1.csv'" in text
-
-
 # folders, files, an earlier run ------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("body", "state", "says"),
-    [
-        ("raise OSError('no route')", "problem", "OSError: no route. Correct it"),
-        ("pass", "ok", "writes a document"),
-    ],
-)
-def test_a_writer_of_the_users_own_is_tried(found, body, state, says):
+def test_a_writer_of_the_users_own_is_tried(found):
     head = "from datatrove.pipeline.writers import JsonlWriter\n\nclass Own(JsonlWriter):\n"
-    Path(f"own_{state}.py").write_text(
-        f"{head}    def _write(self, document, file, name):\n        {body}\n"
+    Path("own_writer.py").write_text(
+        f"{head}    def _write(self, document, file, name):\n        raise OSError('no route')\n"
     )
     job = Path("job.yaml").read_text()
     Path("job.yaml").write_text(
-        job.replace("class_path: JsonlWriter", f"class_path: own_{state}.Own")
+        job.replace("class_path: JsonlWriter", "class_path: own_writer.Own")
     )
-    check = found()["output, writer"]
-    assert check[0] == state
-    assert check[1].startswith(f"own_{state}.Own ")
-    assert says in check[1]
+    state, text = found()["output, writer"]
+    assert state == "problem"
+    assert "OSError: no route. Correct it" in text
     assert not Path("out").exists()
 
 

@@ -3,9 +3,6 @@ it does not.
 """
 
 import asyncio
-import shutil
-import ssl
-import subprocess
 import threading
 from contextlib import contextmanager
 
@@ -89,19 +86,6 @@ def test_an_endpoint_is_found_at_its_path(tmp_path, api, given, lists_models):
         assert found.models == ({"m": None} if lists_models else None)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_endpoint_that_is_busy_at_the_start_is_asked_again_where_its_api_is(tmp_path, number):
-    def fails(now, path):
-        return 503 if now == number and path.endswith("/models") else 0
-
-    with gateway("/prefix/v1", fails=fails) as (url, paths):
-        config = InferenceConfig("endpoint", "m", endpoint_url=f"{url}/prefix")
-        InferenceRunner(ask, config, writer(tmp_path)).run(documents(1))
-    assert paths[-1] == "/prefix/v1/chat/completions"
-    assert sum("completions" in path for path in paths) == 1
-
-
 def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(tmp_path, log):
     def fails(number, path):
         return 429 if path.startswith("/busy") else 0
@@ -113,23 +97,6 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
     assert any(
         "1 of 2 endpoints do not answer" in line and "/busy: HTTP 429" in line for line in log
     )
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate")
-@pytest.mark.parametrize(("spoken", "given"), [("http", "https"), ("https", "http")])
-def test_http_against_https_ends_at_once_and_names_what_the_server_speaks(tmp_path, spoken, given):
-    tls = None
-    if spoken == "https":
-        files = ["-keyout", "key.pem", "-out", "cert.pem"]
-        argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x"]
-        subprocess.run([*argv, *files], cwd=tmp_path, check=True, capture_output=True)
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    with gateway("/v1", tls=tls) as (url, paths):
-        config = InferenceConfig("endpoint", "m", endpoint_url=url.replace("http", given))
-        with pytest.raises(ServerRefused, match=rf"/v1/models speaks {spoken}: correct endpoint"):
-            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
-    assert "/v1/chat/completions" not in paths
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from datatrove.io import DataFolder
 from PIL import Image
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.cli.main import OVERRIDES_HELP, main, make_parser
+from datatrove_ckpt.cli.main import main, make_parser
 from datatrove_ckpt.cli.short_form import expand
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
@@ -31,7 +31,6 @@ from tests.pages import (
     blocks,
     commands,
     exit_codes,
-    section,
     torch_examples,
 )
 from tests.words import write_tokenizer
@@ -259,25 +258,6 @@ def test_examples_in_the_help_run_as_typed(folder, monkeypatch):
     for line in help_examples():
         if not line.startswith("datatrove-ckpt track"):  # to a server: tests/real/test_tracking.py
             type_in(line)
-
-
-def test_overrides_in_the_help_can_be_typed(folder, command):
-    shutil.copytree(ROOT / "configs", "configs")
-    given = shlex.split(
-        "\n".join(line for line in OVERRIDES_HELP.splitlines() if line.startswith("  "))
-    )
-    overrides = [
-        argument for argument in given if argument.startswith(("--executor.", "--pipeline."))
-    ]
-    assert len(overrides) == 3
-    command("run", "configs/quickstart.yaml", "--dry-run", *overrides)
-    command("run", "--dry-run", *given[: -len(overrides)])
-
-
-def test_the_mistake_in_the_docs_is_answered_as_they_say(folder, command):
-    shutil.copytree(ROOT / "configs", "configs")
-    printed = command("run", "configs/endpoint.yaml", "--pipeline.0.limt=3", code=2).err
-    assert f"    {printed}" in section("docs/cli.md", "## The long form")
 
 
 def _run_export(line):

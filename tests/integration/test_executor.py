@@ -16,7 +16,6 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
-    ConfigError,
     ServerRefused,
     UnexpectedExit,
     WorkerDied,
@@ -139,22 +138,6 @@ def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, workers
         assert "task 1: its worker process was ended by SIGKILL" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"max_rank_attempts": 0}, "max_rank_attempts: must be at least 1; it is 0"),
-        (
-            {"start_method": "threads"},
-            "start_method: 'threads' is not one of fork, spawn, forkserver",
-        ),
-        ({"depends": "first"}, "depends: must be a LocalPipelineExecutor; it is a str"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(tmp_path, arguments, said):
-    with pytest.raises(ConfigError, match=said):
-        LocalPipelineExecutor([Step(tmp_path)], logging_dir=str(tmp_path / "logs"), **arguments)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("first", [LocalPipelineExecutor, DatatroveExecutor])
 def test_what_it_depends_on_runs_first(tmp_path, first):
@@ -235,16 +218,6 @@ def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
         LocalPipelineExecutor(
             [Step(tmp_path)], logging_dir=str(tmp_path / "logs"), depends=first
         ).run()
-
-
-def test_what_cannot_be_pickled_is_one_message(tmp_path):
-    step = Step(tmp_path)
-    step.stream = (number for number in range(3))
-    with pytest.raises(
-        ConfigError,
-        match="cannot be sent to worker processes: TypeError: cannot pickle 'generator'",
-    ):
-        LocalPipelineExecutor([step], 2, 2, str(tmp_path / "logs")).run()
 
 
 OTHER_CODE = """

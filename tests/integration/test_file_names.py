@@ -129,27 +129,6 @@ def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):
         )
 
 
-def test_unusual_names_that_stay_inside_are_kept(tmp_path, server):
-    names = [
-        "a b",
-        "zh/简体",
-        "..x",
-        "x..",
-        "~",
-        "$HOME",
-        "{}",
-        "*",
-        "a:b",
-        "é",
-        "e\u0301",
-        "x" * 241,
-    ]
-    found = [about(number, lang=lang) for number, lang in enumerate(names)]
-    output = writer(tmp_path, "${lang}_${chunk_index}.jsonl")
-    runner(tmp_path, server, output_writer=output, records_per_chunk=20).run(found)
-    assert sorted(ids(tmp_path / "output")) == sorted(f"{name}_00000.jsonl" for name in names)
-
-
 def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(
     tmp_path,
 ):
@@ -185,11 +164,3 @@ def test_a_template_that_leaves_the_folder_is_refused(tmp_path, start):
     writer = JsonlWriter(str(tmp_path), f"{start}${{rank}}_${{chunk_index}}.jsonl")
     with pytest.raises(ConfigError, match="leaves the output folder"):
         check_writer(writer, checkpoints=True)
-
-
-def test_a_template_with_a_lone_dollar_is_refused_before_anything_is_asked(tmp_path, server):
-    with pytest.raises(ConfigError, match=r"has a \$ that starts no \$\{field\}; write \$\$"):
-        runner(tmp_path, server, output_writer=writer(tmp_path, "$ ${rank}_${chunk_index}.jsonl"))
-    output = writer(tmp_path, "$$_${rank}_${chunk_index}.jsonl")
-    runner(tmp_path, server, output_writer=output).run(documents(1))
-    assert list(ids(tmp_path / "output")) == ["$_00000_00000.jsonl"]

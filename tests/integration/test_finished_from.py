@@ -197,17 +197,6 @@ def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, co
     take_over(here, command, 30, done, "old", TASKS="3", **changes)
 
 
-def test_fewer_results_than_asked_for_are_said(here, command):
-    write_input(here, 3)
-    with FakeServer() as server:
-        write_yaml(here, server.url, "null", "old")
-        command("run", "job.yaml")
-        write_yaml(here, server.url, "old/output", "new")
-        command("run", "job.yaml", "--pipeline.1.config.rollouts_per_document=2")
-    log = (here / "new/logs/logs/task_00000.log").read_text()
-    assert "rollouts_per_document is 2, but no document has over 1 result." in log
-
-
 DATA = Path(__file__).parents[1] / "data"
 
 
@@ -264,22 +253,6 @@ def job(here, left):
     """A copy of it."""
     shutil.copytree(left, here, dirs_exist_ok=True)
     return here
-
-
-def test_what_has_no_result_is_named_once_before_the_first_request(job, command):
-    (job / CHUNK_FILE).write_bytes(
-        (job / CHUNK_FILE).read_bytes() + b'{"text": "a", "id": "b", "metadata": {}}\n' * 3
-    )
-    with FakeServer(status=lambda asked, times: 403) as server:
-        write_yaml(job, server.url)
-        err = command("run", "job.yaml", code=1).err
-    assert "output, checkpoints has 9 finished documents in 4 files, which need no request" in err
-    assert (
-        "not taken over: 3 documents without results under 'rollout_results': dropped, skipped"
-        in err
-    )
-    assert "the document 'id 5' is the first that it lacks, after 5 found" in err
-    assert err.index("not taken over") < err.index("refused with 403")
 
 
 @pytest.mark.matrix
@@ -346,16 +319,11 @@ def test_nothing_to_take_over_is_refused_before_the_first_request(job, command):
     with FakeServer() as server:
         for places, says in {
             "nowhere": "finished_from: nowhere does not exist",
-            "logs": "finished_from: nothing in logs can be taken over: no rows",
             "input": "10 documents without results under 'rollout_results'",
         }.items():
-            (job / "logs").mkdir(exist_ok=True)
             write_yaml(job, server.url, places)
             assert says in command("run", "job.yaml", code=None).err
             shutil.rmtree(job / "new")
-        write_yaml(job, server.url)
-        error = command("run", "job.yaml", "--pipeline.1.metadata_key=other", code=None).err
-        assert " documents without results under 'other'" in error
         assert not server.asked
 
 

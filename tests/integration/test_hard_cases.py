@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
-from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CkptError,
@@ -175,15 +173,6 @@ def test_documents_are_asked_while_the_reader_stalls(tmp_path, server):
     assert all_asked.is_set()
 
 
-def test_payloads_may_have_integers_as_keys(tmp_path, server):
-    async def rollout(document, generate):
-        return await generate({"prompt": document.text, "logit_bias": {50256: -100}})
-
-    settings = {"use_chat": False, "default_generation_params": {"logit_bias": {1: 2}}}
-    runner(tmp_path, server, rollout, config=settings).run(documents(1))
-    assert server.payloads[0]["logit_bias"] == {"50256": -100}
-
-
 # a checkpoint that is deleted while its run is on ------------------------------------------------
 
 
@@ -204,16 +193,3 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
     assert str(tmp_path / "checkpoints") in str(own)
     assert "It was removed or moved during the run" in str(own)
     assert "everything saved so far is kept" not in str(own)
-
-
-def test_sqlite_names_another_cause(tmp_path):
-    with (
-        pytest.raises(StorageFailed, match="It was removed"),
-        explained("write to", tmp_path / "gone/database"),
-    ):
-        raise sqlite3.OperationalError("attempt to write a readonly database")
-    with (
-        pytest.raises(StorageFailed, match="Make it writable"),
-        explained("write to", tmp_path / "database"),
-    ):
-        raise sqlite3.OperationalError("attempt to write a readonly database")

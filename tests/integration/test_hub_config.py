@@ -118,16 +118,3 @@ def test_the_config_writes_each_row_of_the_hub_to_the_hub(
     assert stats[0]["stats"]["documents"]["total"] == len(rows)
     command("run", job)
     assert len(server.payloads) == 2 * ROWS
-
-
-@pytest.mark.usefixtures("here", "datasets_on_hub")
-def test_run_warns_as_doctor_does_of_commits_that_take_days(monkeypatch, command, log):
-    monkeypatch.setenv("PATH", "")
-    said = command("run", CONFIGS / "finephrase.yaml", "--executor.tasks=10000", code=2)
-    assert "sbatch, which is not on this machine's PATH" in said
-    assert [
-        line
-        for line in log
-        if line.startswith("WARNING commits: all tasks together keep to 112 per hour")
-    ]
-    assert "Each of 10000 tasks makes one commit at least, which takes 3.7 d." in "".join(log)

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
-from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 from huggingface_hub import HfFileSystem
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
@@ -188,32 +187,6 @@ def test_what_the_hub_refuses_about_the_files_is_one_clear_error(hub, status, co
 # ParquetReader -----------------------------------------------------------------------------------
 
 
-def test_parquet_reader_lists_without_a_request_per_file(hub):
-    hub.put(REPOSITORY, {f"data/{n:02}.parquet": parquet(100 * n, 2) for n in range(20)})
-    expected = list(OriginalParquet(f"hf://datasets/{REPOSITORY}/data").run())
-    asked = len(hub.requests)
-    reader = ParquetReader(f"hf://datasets/{REPOSITORY}/data")
-    inputs = reader.list_inputs(0, 1, None)
-    assert sum(inputs.size(index) for index in range(20)) > 0
-    assert len(hub.requests) - asked <= 4
-    assert list(reader.run()) == expected
-
-
-def test_parquet_reader_seeks_by_ranges(hub, ranges):
-    contents = {f"data/{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(2)}
-    hub.put(REPOSITORY, contents)
-    folder = f"hf://datasets/{REPOSITORY}/data"
-    documents = list(ParquetReader(folder, batch_size=4).run())
-    ranges.clear()
-    reader = ParquetReader(folder, batch_size=4)
-    reader.load_state_dict(position_state(documents[40 + 29]))
-    assert list(reader.run()) == documents[40 + 30 :]
-    group = pq.read_metadata(io.BytesIO(contents["data/1.parquet"])).row_group(7)
-    start = group.column(0).dictionary_page_offset or group.column(0).data_page_offset
-    assert {name for name, *_ in ranges} == {"data/1.parquet"}
-    assert min(first for _, first, _ in ranges) >= start
-
-
 def test_parquet_reader_waits_for_an_outage(hub, monkeypatch, policy):
     waits = []
     policy("READING", sleep=waits.append)
@@ -283,29 +256,3 @@ def test_a_token_that_has_expired(kind, hub, monkeypatch):
     assert "log in (hf auth login, or export HF_TOKEN)" in refused(
         kind("hf://datasets/org/input/part")
     )
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("request_kind", ["tree", "resolve"])
-def test_a_token_that_may_not_read(kind, hub, request_kind):
-    hub.fail(request_kind, 403, times=None)
-    said = refused(kind("hf://datasets/org/input/part"))
-    assert "this token may not do that with the dataset org/input (HTTP 403 " in said
-    assert "log in (hf auth login, or export HF_TOKEN)" in said
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("what", ["file", "repository"])
-def test_what_vanishes_after_the_folder_was_listed(kind, hub, what):
-    reader = kind("hf://datasets/org/input/part")
-    assert len(list(reader.run())) == 2
-    if what == "file":
-        hub.repo("org/input").commit("main", "by hand", "", hub.clock.now(), [], [FILES[kind]])
-    else:
-        hub.repos.clear()
-    said = refused(reader)  # which has the listing
-    assert said.startswith(
-        f"The input file {FILES[kind].removeprefix('part/')!r} in hf://datasets/org/input/part cannot"
-    )
-    assert ("was there when the folder was listed" in said) is (what == "file")
-    assert ("the dataset org/input does not exist" in said) is (what == "repository")

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import dill
 import pyarrow.parquet as pq
 import pytest
-from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
+from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
 from datatrove_ckpt import InferenceRunner
@@ -95,15 +95,6 @@ def test_a_commit_carries_at_most_so_many_files(hub, server, tmp_path, monkeypat
     assert sorted(path for commit in hub.commits("org/data") for path in commit.added) == list(
         hub.files("org/data")
     )
-
-
-def test_small_text_files_travel_inside_the_commit(hub, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_commits, "MOST_BYTES", 400)
-    writer = JsonlWriter("hf://datasets/org/data", "${rank}_${chunk_index}.jsonl", compression=None)
-    hub_runner(tmp_path, server, output_writer=writer).run(documents(6))
-    assert len(hub.files("org/data")) == 3
-    assert hub.asked("lfs-upload") == []
-    assert len(hub.commits("org/data")) == 3
 
 
 def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour(

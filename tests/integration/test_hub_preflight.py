@@ -15,7 +15,7 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
 from tests.jobs import documents, runner
-from tests.yaml_jobs import doctor_lines, endpoint, job_yaml, write_job
+from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
@@ -56,11 +56,6 @@ def test_no_token(hub, monkeypatch):
         in said
     )
     assert not hub.requests
-
-
-def test_offline_mode(hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it." in refused()
 
 
 def test_an_answer_that_quotes_the_token_does_not_show_it(hub):
@@ -112,14 +107,6 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub, log):
     hub.drop_answer("auth-check")
     check_access(FOLDER)
     assert len([line for line in log if "Next attempt in" in line]) == 3
-
-
-def test_a_hub_that_stays_away_is_one_error(hub, policy):
-    policy("HUB_LOOK", patience=0.1)
-    hub.fail("auth-check", 503, times=None)
-    said = refused()
-    assert said.startswith("hf://datasets/org/data/part: the hub answers 503")
-    assert "Check the network, HF_ENDPOINT" in said
 
 
 @pytest.mark.slow
@@ -189,21 +176,6 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
 
 
 # the doctor --------------------------------------------------------------------------------------
-
-
-def test_the_doctor_names_commits_and_files(job, hub):
-    hub.create_repo("org/data")
-    said = doctor_lines(job("doctor", "--all").out)
-    assert (
-        said["output, reachable"]
-        == "ok: hf://datasets/org/data/part exists, and the token may write to it."
-    )
-    assert (
-        said["output, commits"]
-        == "ok: all tasks together keep to 112 per hour (hub_commits_per_hour)."
-    )
-    assert len(hub.repo("org/data").commits) == 1
-    assert {request.kind for request in hub.requests} == {"auth-check", "tree", "paths-info"}
 
 
 # what it costs -----------------------------------------------------------------------------------

@@ -3,14 +3,12 @@ it was finished.
 """
 
 import asyncio
-import csv
 import gzip
 import json
 import os
 import shutil
 import stat
 import time
-from functools import partial
 
 import orjson
 import pytest
@@ -132,15 +130,12 @@ def test_ranks_without_files_and_files_without_rows_are_complete(job, tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
-def test_a_filter_may_drop_every_document_and_so_may_skip_and_limit(job, tmp_path, reader):
+def test_a_filter_may_drop_every_document_and_so_may_skip(job, tmp_path, reader):
     drop = {"class_path": f"{__name__}.Drop"}
     job(reader, steps=(drop,))
     shutil.rmtree(tmp_path / "logs")
     shutil.rmtree(tmp_path / "checkpoints")
     job(reader, skip=100)
-    shutil.rmtree(tmp_path / "logs")
-    shutil.rmtree(tmp_path / "checkpoints")
-    job(reader, limit=0)
     assert outputs(tmp_path) == []
 
 
@@ -168,21 +163,6 @@ def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):
         "is not UTF-8, or has a quote that is not closed: 'utf-8' codec can't decode byte 0xe9"
         in said
     )
-
-
-def test_a_csv_field_of_a_document_of_150_kb_is_read(job, tmp_path):
-    for path in tmp_path.glob("documents/*"):
-        path.write_text(f"text,id\n{'word ' * 30_000},{path.stem}\n")
-    job("datatrove.pipeline.readers.CSVReader")
-    assert [len(text) for text in outputs(tmp_path)] == [150_000] * 4
-
-
-def test_a_csv_field_without_end_is_an_error_that_names_the_file(job, tmp_path, request):
-    (tmp_path / "documents/0.jsonl").write_text('text,id\na,1\n"' + "b,2\n" * 100)
-    request.addfinalizer(partial(csv.field_size_limit, csv.field_size_limit(300)))
-    said = job("datatrove.pipeline.readers.CSVReader", code=1).err
-    assert "The input file '0.jsonl' in " in said
-    assert "has a quote that is not closed: field larger than field limit (300). Correct it" in said
 
 
 @pytest.mark.parametrize(
@@ -286,33 +266,12 @@ def test_another_input_than_finished_ranks_have_read_is_refused_before_anything_
     assert outputs(tmp_path) == before
 
 
-@pytest.mark.slow
-def test_times_of_change_alone_are_a_warning(job, tmp_path):
-    job()
-    assert "time of the last change" not in job().err
-    os.utime(tmp_path / "documents/1.jsonl", (1, 1))
-    assert "1 input file of finished ranks" in job().err
-
-
 def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
     job(default_metadata={"a": 1, "b": [1], "api_key": "sesame"})
     assert "sesame" not in (tmp_path / "checkpoints/00000/shard.json").read_text()
     job(default_metadata={"b": [1], "a": 1, "api_key": "other"})
     said = job(default_metadata={"a": 2, "b": [1]}, code=1).err
     assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in said
-
-
-def test_a_file_list_is_compared_by_the_files_that_it_names(job, tmp_path):
-    paths = tmp_path / "paths.txt"
-    paths.write_text("0.jsonl\n1.jsonl\n")
-    job(paths_file=str(paths))
-    (tmp_path / "documents/3.jsonl").unlink()
-    job(paths_file=str(paths))  # a file that is not in the list
-    (tmp_path / "documents/1.jsonl").unlink()
-    assert "removed: '1.jsonl'" in job(paths_file=str(paths), code=1).err
-    shutil.rmtree(tmp_path / "logs")  # then no rank counts as completed, and each looks itself
-    paths.write_text("0.jsonl\n")
-    assert "has changed" in job(paths_file=str(paths), code=1).err
 
 
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):

@@ -13,7 +13,6 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
@@ -170,21 +169,6 @@ def test_without_a_checkpoint_the_number_of_tasks_is_compared_too(run):
     run(none)
 
 
-def test_a_job_without_tasks_is_a_mistake_in_the_file(run):
-    error = run("--executor.tasks=0", code=2)
-    assert "error: executor LocalPipelineExecutor: tasks: must be at least 1; it is 0." in error
-    assert "workers: must be at least 1, or -1 for one per task; it is 0." in run(
-        "--executor.workers=0", code=2
-    )
-    assert "workers: must be at least 1, or -1 for one per task; it is -2." in run(
-        "--executor.workers=-2", code=2
-    )
-    assert "local_tasks: must be at least 1, or -1 for all; it is 0." in run(
-        "--executor.local_tasks=0", code=2
-    )
-    assert not Path("logs").exists()
-
-
 @pytest.mark.slow
 def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(run):
     text = Path("job.yaml").read_text()
@@ -213,22 +197,6 @@ def test_a_step_that_would_get_no_documents_is_refused_before_anything_is_asked(
     assert run().count("12 of 12 documents") == 2
     # Finished, and compared with the steps since the runner before.
     assert run().count("12 of 12 documents") == 2
-
-
-def test_the_last_line_says_what_can_be_done_next(run):
-    assert run("--executor.tasks=1").endswith(
-        "To check the files: datatrove-ckpt verify checkpoints --full\n"
-    )
-    Path("input/3.jsonl").write_text('{"id": "id 12", "text": "refused"}')
-    shutil.rmtree("logs")
-    command = "datatrove-ckpt run job.yaml --executor.tasks=1 --pipeline.1.skip_bad_requests=true"
-    line = run(*command.split()[3:])
-    assert line.endswith(
-        "To see the dead letters: datatrove-ckpt show checkpoints --dead. "
-        f"To retry them: {command} --retry-dead-letters\n"
-    )
-    error = run("--executor.tasks=1", "--pipeline.1.rollout_fn.prompt=Sing {text}", code=1)
-    assert "For the dead letters alone, --retry-dead-letters takes the new settings." in error
 
 
 def drop_odd(data, rank, world_size):
@@ -352,21 +320,6 @@ def test_another_model_is_refused_unless_it_is_accepted(nodes):
     assert [(change["field"], change["old"], change["new"]) for change in accepted] == [
         ("model", "fake", "other")
     ]
-
-
-def test_a_rank_that_starts_reads_one_object_and_not_those_of_the_others(nodes, monkeypatch):
-    read = []
-    original = ObjectStore.read
-
-    def noted(store, name, most):
-        read.append(f"{store.url}/{name}".removeprefix(f"{nodes.mirror}/"))
-        return original(store, name, most)
-
-    for rank in (0, 1):
-        nodes.run(rank, 3)
-    monkeypatch.setattr(ObjectStore, "read", noted)
-    nodes.run(2, 3)
-    assert [name for name in read if not name.startswith("00002/")] == ["job.json"]
 
 
 def test_ranks_that_hold_nothing_refuse_nobody(nodes):

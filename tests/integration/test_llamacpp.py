@@ -17,10 +17,10 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import RequestRejected, ServerStartFailed
+from datatrove_ckpt.errors import RequestRejected
 from datatrove_ckpt.rollouts import PromptRollout, for_config
 from tests.clients import client_of
-from tests.jobs import make_server, started_server
+from tests.jobs import started_server
 from tests.real.faults import (
     Job,
     check_fault,
@@ -110,14 +110,6 @@ def test_answers_have_the_form_that_is_asked_for(tmp_path):
     ]
     assert list(json.loads(as_json)) == ["why", "answer"], "in the schema's order"
     assert chosen in ("news", 'a "story"')
-
-
-def test_a_file_that_is_no_model_fails_with_its_log(tmp_path):
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"not a model")
-    settings = InferenceConfig("llamacpp", str(path), server_start_max_retries=0)
-    with pytest.raises(ServerStartFailed, match=r"(?s)llamacpp server exited with code .*log"):
-        asyncio.run(make_server(settings, 0).start())
 
 
 def job(folder, documents=24, too_long=0, **changes):

@@ -522,26 +522,6 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
         assert server.asked.total() < 12
 
 
-def test_a_bucket_that_vanishes_later_costs_warnings_only(job, expected, monkeypatch, log):
-    with FakeServer(hold_after=7) as server:
-        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.01))
-        running.start()
-        until(
-            lambda: (
-                server.asked.total() == 8
-                and (job.folder / "output/00000_chunk_00000.jsonl").exists()
-            )
-        )
-        monkeypatch.setattr(object_store, "effects", Missing())
-        server.release()
-        running.join(300)
-        assert not running.is_alive()
-    assert outputs(job.folder / "output") == expected
-    assert any(
-        "Could not mirror the checkpoint" in line and "does not exist" in line for line in log
-    )
-
-
 def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_part_of_one(
     job,
     expected,

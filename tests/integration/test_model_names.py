@@ -2,7 +2,6 @@
 that is not first.
 """
 
-import pickle
 import re
 from pathlib import Path
 
@@ -16,17 +15,13 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     DocumentFailed,
-    RequestPoisoned,
-    RequestRejected,
     ServerRefused,
-    named,
 )
-from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import chat, config, documents, letters, rows, writer
 
-from .test_models import generate_and_judge, says
 from .test_models import runner as runner_of_both
+from .test_models import says
 
 
 @pytest.fixture
@@ -104,13 +99,6 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
 # rejections --------------------------------------------------------------------------------------
 
 
-async def passes_the_text_on(document, generate):
-    try:
-        return await generate_and_judge(document, generate)
-    except Exception as error:
-        raise RuntimeError(f"not judged: {error}") from None
-
-
 def test_a_rejection_names_its_model(here, a):
     with FakeServer(status=lambda payload, times: 400) as rejects:
         named = r"failed: refused with 400 \(judge: BadRequestError: HTTP 400\)"
@@ -118,34 +106,8 @@ def test_a_rejection_names_its_model(here, a):
             with pytest.raises(DocumentFailed, match=rf"{named}.*{asked}"):
                 runner_of_both(here, a, rejects).run(documents(1))
         runner_of_both(here, a, rejects, skip_bad_requests=True).run(documents(1))
-        runner_of_both(here / "text", a, rejects, passes_the_text_on, skip_bad_requests=True).run(
-            documents(1)
-        )
     (letter,) = letters(here)
     assert letter["error"] == "refused with 400 (judge: BadRequestError: HTTP 400)"
-    (letter,) = letters(here / "text")
-    assert "not judged: " in letter["error"]
-    assert "judge: BadRequestError: HTTP 400" in letter["error"]
-
-
-def test_a_request_that_kills_servers_names_its_model(here, a, b, monkeypatch):
-    complete = CompletionClient.complete
-
-    async def dies(self, body, way, request):
-        if b"Judge" in body:
-            raise RequestPoisoned("three servers died of it")
-        return await complete(self, body, way, request)
-
-    monkeypatch.setattr(CompletionClient, "complete", dies)
-    runner_of_both(here, a, b).run(documents(1))
-    (letter,) = letters(here)
-    assert letter["error"] == "judge: three servers died of it"
-
-
-def test_a_rejection_keeps_its_name_in_another_process():
-    copied = pickle.loads(pickle.dumps(named(RequestRejected(400, "no", remembered=True), "judge")))
-    assert str(copied).startswith("judge: BadRequestError: HTTP 400: no (an earlier attempt ")
-    assert (copied.status, copied.body, copied.remembered) == (400, "no", True)
 
 
 # identities --------------------------------------------------------------------------------------
@@ -160,20 +122,6 @@ def test_secrets_among_the_parameters_of_a_named_model_are_not_kept():
         assert b"s3cret" not in orjson.dumps(
             fields_without_secrets({name: {"api_key": "s3cret-s3cret"}})
         ), name
-
-
-def test_the_numbers_of_a_run_whose_models_were_renamed(here, a, b, command):
-    b._status = lambda payload, times: 403
-    Path("order").write_text("writer judge")
-    with pytest.raises(ServerRefused):
-        attempt(here, {"writer": a, "judge": b})
-    b._status = lambda payload, times: None
-    Path("order").write_text("author judge")
-    attempt(here, {"author": a, "judge": b}, accept_changes=True)
-    state = orjson.loads(command("status", "checkpoints", "--json").out)
-    assert state["totals"]["work"]["requests"] == 3
-    for words in (["status"], ["verify"], ["report", "--output", "page.html"]):
-        command(words[0], "checkpoints", *words[1:])
 
 
 # answers_from ------------------------------------------------------------------------------------

@@ -30,23 +30,6 @@ def run_job(folder, url, limit):
     return processes.run(["bash", "-c", command, sys.executable], cwd=folder, timeout=400)
 
 
-@pytest.mark.parametrize(
-    ("hard", "servers", "requests"),
-    [
-        (1 << 20, 1, 4096),
-        (1 << 20, 3, 3 * 4096),
-        (1000, 1, 1000 - 256 - 128 - 4 - 10),
-        (1000, 2, (1000 - 256 - 128 - 8 - 10) // 2),
-        (200, 1, 64),  # too few: raise_limit says so
-    ],
-)
-def test_auto_takes_what_the_hard_limit_leaves(monkeypatch, hard, servers, requests):
-    monkeypatch.setattr(open_files, "limits", lambda: (1024, hard))
-    monkeypatch.setattr(open_files, "_open_now", lambda: 10)
-    assert open_files.requests_at_once("auto", servers) == requests
-    assert open_files.requests_at_once(500, servers) == 500
-
-
 def release_when_asked(server, number):
     """Holds all answers until so many requests are in flight at once."""
 
@@ -130,16 +113,6 @@ async def greedy_no_more(document, generate):
     return await ask(document, generate)
 
 
-def test_a_reader_at_the_limit_says_so(tmp_path, server):
-    def read():
-        yield from documents(1)
-        with no_file_left():
-            open(tmp_path / "input", "w").close()  # noqa: PTH123
-
-    with pytest.raises(TooManyOpenFiles, match=r"OSError: .*Too many open files.*ulimit -n"):
-        runner(tmp_path, server).run(read())
-
-
 def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_the_hard_one(
     monkeypatch,
 ):
@@ -158,21 +131,3 @@ def test_the_limit_is_raised_to_the_need_and_neither_lowered_nor_raised_beyond_t
         open_files.raise_limit(requests=5000, servers=1)
     fitting = int(str(raised.value).rpartition("at most ")[2].rstrip("."))
     open_files.raise_limit(requests=fitting, servers=1)
-
-
-@pytest.mark.parametrize(
-    ("hard", "ranks", "soft"), [(1008, 1, 1008), (1300, 3, 1300), (1 << 20, 8, 2160)]
-)
-def test_ranks_that_share_servers_have_their_connections_once(monkeypatch, log, hard, ranks, soft):
-    current = [256, hard]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
-    monkeypatch.setattr(
-        resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair)
-    )
-    monkeypatch.setattr(open_files, "_open_now", lambda: 100)
-    assert open_files.raise_limit(requests=776, servers=1, ranks=8) == ranks
-    assert current == [soft, hard]
-    said = [
-        f"WARNING The limit on open files lets only {ranks} of 8 tasks run at one time: they need 1904 open files,"
-    ]
-    assert [line.partition(" and ")[0] for line in log] == (said if ranks < 8 else [])

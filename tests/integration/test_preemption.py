@@ -8,7 +8,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -19,17 +18,16 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import ConfigError, DocumentFailed, Preempted
+from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.process import preemption, shutdown, slurm_job
+from datatrove_ckpt.process import preemption, shutdown
 from datatrove_ckpt.process.signals import raise_again
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, runner, writer
 from tests.patience import until_async
-from tests.processes import write_program
 
 DRAINS = "requests in flight have"
 SIGNALS = [signal.Signals[name] for name in shutdown.SIGNALS]
@@ -206,20 +204,6 @@ def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process():
     raise_again([signal.SIGCONT])
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"drain_signals": ["SIGNAL"]}, "drain_signals: 'SIGNAL' is no signal"),
-        ({"drain_signals": ["SIGKILL"]}, "drain_signals: no process can catch SIGKILL"),
-        ({"drain_signals": "SIGTERM"}, "drain_signals: must be a list"),
-        ({"drain_seconds": -1}, "drain_seconds: must be >= 0"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tmp_path, server, settings, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        runner(tmp_path, server, plain, **settings)
-
-
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(
     tmp_path, reraised, log
 ):
@@ -383,14 +367,6 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_wait_for(tmp_path, reraised, log):
-    with FakeServer(hold_after=0) as server:
-        step = runner(tmp_path, server, plain, drain_seconds=600)
-        step.checkpoints_local_dir = None
-        preempted(step, 1, server, 1, lambda: None)
-    assert any("the same command starts over" in line for line in log)
-
-
 # --------------------------------------------------------------------------- Slurm's time limit
 
 
@@ -417,14 +393,3 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
             )
         assert sum(server.asked.values()) == 1
     assert reraised == [signal.SIGUSR1]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("script", ["print('N/A')", "import time; time.sleep(600)"])
-def test_a_slurm_that_does_not_know_is_no_deadline(tmp_path, monkeypatch, script):
-    write_program(tmp_path / "squeue", f"#!{sys.executable}\n{script}\n")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(slurm_job, "_SQUEUE_TIMEOUT", 0.5)
-    assert asyncio.run(slurm_job.slurm_deadline()) is None

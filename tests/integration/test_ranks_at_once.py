@@ -13,28 +13,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from datatrove.pipeline.base import PipelineStep
-from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import (
-    ConfigError,
     DocumentFailed,
     Preempted,
-    ServerStartFailed,
     UnexpectedExit,
 )
-from datatrove_ckpt.generation import progress
-from datatrove_ckpt.inference.client import client
-from datatrove_ckpt.inference.client.routing import Sender
-from datatrove_ckpt.inference.servers import host, pool
-from datatrove_ckpt.process import rank_threads, screen
+from datatrove_ckpt.inference.servers import pool
+from datatrove_ckpt.process import rank_threads
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.process.tasks import TaskList
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -141,51 +133,6 @@ def test_each_rank_has_its_own_log():
         assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
 
 
-async def warns(document, generate):
-    logger.warning(f"said of {document.text}")
-    return await jobs.ask(document, generate)
-
-
-def test_an_outage_of_their_server_is_in_the_log_of_each_and_once_on_the_terminal(
-    here,
-    capfd,
-    monkeypatch,
-    policy,
-):
-    """The other lines on the terminal name their task, and the sums of the run say that they are
-    that.
-    """
-    monkeypatch.setattr(client, "_SAY_AFTER", 0.0)
-    monkeypatch.setattr(client, "_SAY_AGAIN", 0.2)
-    monkeypatch.setattr(screen, "_FIRST_LINE_SECONDS", 0.0)
-    monkeypatch.setattr(progress, "_REPORT_SECONDS", 0.05)
-    policy("SERVER", first=0.01)
-    logs = [Path(f"job/logs/logs/task_{rank:05d}.log") for rank in range(2)]
-
-    def is_said():
-        return all(path.exists() and "gives no answers" in path.read_text() for path in logs)
-
-    def status(payload, times):
-        return None if is_said() else 503
-
-    with FakeServer(status=status) as server:
-        job = executor("a,b", "c,d", at_once=2)
-        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url, metric_interval=1)
-        folder = here / "job"
-        step = InferenceRunner(
-            warns, config, jobs.writer(folder), checkpoints_local_dir=str(folder / "checkpoints")
-        )
-        job.pipeline = [job.pipeline[0], step]
-        job.run()
-    assert "/2 tasks, " in logs[0].read_text()
-    said = capfd.readouterr().err.splitlines()
-    assert sum("gives no answers" in line for line in said) == logs[0].read_text().count(
-        "gives no answers"
-    )
-    assert not [line for line in said if re.search(r"task \d: (The server|.*/2 tasks)", line)]
-    assert [line for line in said if line.endswith(" - task 1: said of c")]
-
-
 def test_at_most_so_many_run_at_once():
     with gate_opens(asked_all("wait 0", "wait 1")):
         executor("wait 0", "wait 1", "wait 2", at_once=2).run()
@@ -271,40 +218,6 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch):
     assert stopped == [True]
 
 
-def test_the_process_waits_for_a_rank_that_closes_its_files():
-    preemption = Preemption((), 0.0)
-
-    def run(rank):
-        with Preemption((), 0.0) as of_rank:
-            with of_rank.watched(lambda: None):
-                assert not preemption.shutdown.open_closings
-            until(lambda: preemption.shutdown.open_closings == 1)
-
-    rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0], ignore)).work_through()
-    assert not preemption.shutdown.open_closings
-
-
-async def test_servers_that_cannot_start_are_started_once(monkeypatch):
-    starts = 0
-
-    @asynccontextmanager
-    async def running(*_):
-        nonlocal starts
-        starts += 1
-        raise ServerStartFailed("no GPU")
-        yield
-
-    monkeypatch.setattr(host, "running", running)
-    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
-    servers = host.ServerHost(Shutdown())
-    for rank in range(2):
-        with pytest.raises(ServerStartFailed):
-            async with servers.lend(config, [config], rank, Sender(), lambda outage: None):
-                pass
-    await servers.close()
-    assert starts == 1
-
-
 async def leaves(document, generate):
     """For one document, in a task of its own: an exit leaves the event loop, and not the
     rollout.
@@ -327,33 +240,6 @@ def test_an_exit_in_a_task_of_a_rollout_is_an_error():
     until(lambda: not any(is_alive(pid) for pid in engines()))
     gc.collect()
     assert not Path("job/logs/completions/00001").exists()
-
-
-class Moves(PipelineStep):
-    name = "moves"
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = str(folder)
-
-    def run(self, data, rank=0, world_size=1):
-        os.chdir(self.folder)
-        yield from data
-
-
-def test_each_rank_starts_in_the_folder_of_the_process(here):
-    Path("elsewhere").mkdir()
-    pipeline = executor("a", "b", "c").pipeline
-    with FakeServer() as server:
-        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
-        step = InferenceRunner(
-            jobs.ask, config, jobs.writer(here / "job"), checkpoints_local_dir="checkpoints"
-        )
-        steps = [pipeline[0], Moves(here / "elsewhere"), step]
-        LocalPipelineExecutor(steps, tasks=3, workers=1, logging_dir=str(here / "logs")).run()
-    assert Path.cwd() == here
-    assert {path.name for path in Path("checkpoints").glob("0000*")} == {"00000", "00001", "00002"}
-    assert jobs.ids(here / "job") == ["0-0", "1-0", "2-0"]
 
 
 async def fails_after_a_request(document, generate):
@@ -395,11 +281,6 @@ def test_no_rank_starts_while_another_fails():
     ):
         executor("wait 0,bad", "c", rollout=fails_after_a_request).run()
     assert asked() == {"wait 0": 1}
-
-
-def test_fewer_than_one_is_refused():
-    with pytest.raises(ConfigError, match="ranks_at_once: must be at least 1"):
-        executor("a", at_once=0)
 
 
 @contextmanager
@@ -523,19 +404,3 @@ rank.restore_from_mirror = restore
 
 
 # Several workers ---------------------------------------------------------------------------------
-
-
-def test_an_idle_worker_takes_the_tasks_for_which_a_busy_one_has_no_room():
-    """The first task fills all places of its server until the others are done."""
-    full = ",".join(f"wait {n}" for n in range(8))
-    with gate_opens(lambda: len([*Path("job/logs/completions").glob("*")]) == 4):
-        executor(full, "a", "b", "c", "d", workers=2).run()
-    starts = {
-        path.parent.name: read_history(path).attempts[0].start
-        for path in Path("job/checkpoints").glob("*/history.jsonl")
-    }
-    slots = {rank: start.slot for rank, start in starts.items() if start}
-    assert len(slots) == 5
-    assert [slot for rank, slot in slots.items() if rank != "00000"] == [
-        1 - (slots["00000"] or 0)
-    ] * 4

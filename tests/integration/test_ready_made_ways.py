@@ -110,16 +110,6 @@ def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings
 def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
     with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
         runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
-    with pytest.raises(ConfigError, match=r"3 labels, and the model has 2 classes"):
-        runner(tmp_path / "b", ways, ClassifyRollout(labels=["a", "b", "c"])).run(documents(1))
-
-
-@pytest.fixture
-def judges():
-    with FakeServer(
-        lambda payload, times: "5" if "text 1" in str(payload) else "It is 2."
-    ) as server:
-        yield server
 
 
 # configs -----------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from fsspec.registry import _registry
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts import CompletionRollout, PromptRollout, chat
-from tests.jobs import documents, runner, writer
+from datatrove_ckpt.rollouts import PromptRollout, chat
+from tests.jobs import runner, writer
 from tests.yaml_jobs import job_yaml
 
 JOB = job_yaml("server_type: dummy, model_name_or_path: m", tasks=2, data="documents")
@@ -111,31 +111,12 @@ def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, ke
     assert "12345" not in said
 
 
-def test_a_rank_that_python_starts_is_refused_before_it_reads(tmp_path, server, monkeypatch):
-    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    # A login node need not have the key.
-    step = runner(tmp_path, server, config={"api_key_env": "NO_SUCH_KEY"})
-    read = iter(documents(1))
-    with pytest.raises(
-        ConfigError, match="api_key_env: the environment variable NO_SUCH_KEY is not set"
-    ):
-        step.run(read)
-    assert next(read).id == "id 0"
-
-
 @pytest.mark.parametrize(
     ("params", "says"),
     [
         ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number of tokens, 1 or more."),
-        (
-            {"max_tokens": 8192},
-            ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context",
-        ),
-        ({"temperature": -0.1}, ".temperature: -0.1 is not a number from 0 to inf."),
         ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
         ({"stream": True}, ".stream: answers are read as a whole; remove it."),
-        ({"stop": {"a", "b"}}, ".stop: "),
-        ([1], ": [1] is not a mapping"),
     ],
 )
 def test_generation_parameters_with_which_no_request_can_succeed_are_refused(params, says):
@@ -144,49 +125,13 @@ def test_generation_parameters_with_which_no_request_can_succeed_are_refused(par
             server_type="vllm", model_name_or_path="m", default_generation_params=params
         )
     assert str(refused.value).startswith(f"default_generation_params{says}")
-    if (
-        says != ".max_tokens: 8192 tokens leave no room for a prompt: model_max_context"
-        and isinstance(params, dict)
-    ):
-        with pytest.raises(ConfigError, match=r"^generation_params"):
-            PromptRollout(generation_params=params)
+    with pytest.raises(ConfigError, match=r"^generation_params"):
+        PromptRollout(generation_params=params)
 
 
-def test_generation_parameters_that_work_are_accepted():
-    params = {
-        "max_tokens": 8191,
-        "temperature": 0,
-        "top_p": 1.0,
-        "logit_bias": {1: 2},
-        "stop": None,
-        "stream": False,
-    }
-    InferenceConfig(server_type="vllm", model_name_or_path="m", default_generation_params=params)
-    endpoint = {"server_type": "endpoint", "endpoint_url": "http://e", "model_name_or_path": "m"}
-    InferenceConfig(**endpoint, default_generation_params={"max_tokens": 10**6})
-
-
-@pytest.mark.parametrize(
-    ("rollout", "use_chat", "says"),
-    [
-        (
-            CompletionRollout(),
-            True,
-            "use_chat: CompletionRollout sends plain completions; set use_chat to false.",
-        ),
-        (
-            PromptRollout(),
-            False,
-            "use_chat: PromptRollout sends chat messages; set use_chat to true",
-        ),
-    ],
-)
-def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(
-    tmp_path, server, rollout, use_chat, says
-):
-    with pytest.raises(ConfigError, match=f"^{says}"):
-        runner(tmp_path, server, rollout, config={"use_chat": use_chat})
-    runner(tmp_path, server, rollout, config={"use_chat": not use_chat})
+def test_a_ready_made_rollout_for_the_other_kind_of_request_is_refused(tmp_path, server):
+    with pytest.raises(ConfigError, match=r"^use_chat: PromptRollout sends chat messages; set"):
+        runner(tmp_path, server, PromptRollout(), config={"use_chat": False})
 
 
 def test_local_checkpoints_at_a_url_are_refused_with_or_without_its_package(tmp_path, server):

@@ -3,20 +3,14 @@ wrong document.
 """
 
 import asyncio
-import gzip
 import itertools
 import json
-import threading
 import time
-from contextlib import asynccontextmanager
 
 import pytest
-from datatrove.pipeline.readers import JsonlReader as CountingReader
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
-from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import EFFECTS
 from tests.crash_points import assert_same_output_after_every_crash
@@ -114,48 +108,6 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     assert any("finished documents by seeking" in line for line in log)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("reader", ["compressed", "datatrove's"])
-def test_what_is_done_is_passed_while_the_server_gets_ready(folder, server, monkeypatch, reader):
-    """Each waits until the other has got so far: who did not run beside the other would never
-    end.
-    """
-    for path in (folder / "input").iterdir():
-        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    kind = JsonlReader if reader == "compressed" else CountingReader
-    again = interrupted(folder, server, read(folder, kind))
-    starting, passed = threading.Event(), threading.Event()
-    skip, lend = DocumentSource._skip, ServerHost.lend
-
-    def skip_beside_the_start(source, point):
-        assert starting.wait(300)
-        skip(source, point)
-        passed.set()
-
-    @asynccontextmanager
-    async def start_beside_the_skip(*settings):
-        starting.set()
-        assert await asyncio.to_thread(passed.wait, 300)
-        async with lend(*settings) as connected:
-            yield connected
-
-    monkeypatch.setattr(DocumentSource, "_skip", skip_beside_the_start)
-    monkeypatch.setattr(ServerHost, "lend", start_beside_the_skip)
-    again.run(read(folder, kind))
-    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
-
-
-def test_a_plain_reader_counts_and_one_line_says_what_that_costs(folder, server, log):
-    again = interrupted(folder, server, read(folder, CountingReader))
-    done = committed(folder)
-    again.run(read(folder, CountingReader))
-    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
-    (line,) = [line for line in log if "cannot seek" in line]
-    assert f"Skipped {done} finished documents by reading them" in line
-    assert "datatrove_ckpt.readers" in line
-
-
 class FirstFive:
     """A step that keeps count."""
 
@@ -232,32 +184,18 @@ _STEPS = {
         18,
         "LambdaFilter, the adapter key of JsonlReader",
     ),
-    "random numbers": (
-        lambda folder: datatroves("filters.c4_filters.C4BadWordsFilter")(bool).run(
-            documents(folder)
-        ),
-        NUMBER,
-        "C4BadWordsFilter",
-    ),
     "an adapter": (
         lambda folder: documents(folder, adapter=numbered()),
         NUMBER,
         "the adapter numbered.<locals>.adapter of JsonlReader",
     ),
     "a reader of the user": (lambda folder: documents(folder, OwnReader), NUMBER, "OwnReader"),
-    "a step between two readers": (
-        lambda folder: JsonlReader(str(folder / "none")).run(FirstFive().run(documents(folder))),
-        15,
-        "FirstFive",
-    ),
 }
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, server, log, case):
-    (folder / "none").mkdir()
-    (folder / "none/empty.jsonl").touch()
     data, count, name = _STEPS[case]
     rollout = StopsAt("id 12", folder)
     again = runner(

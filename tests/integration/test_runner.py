@@ -6,9 +6,6 @@ import asyncio
 import copy
 import gc
 import json
-import os
-import subprocess
-import sys
 import tracemalloc
 import weakref
 from contextlib import contextmanager
@@ -18,7 +15,6 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -69,34 +65,6 @@ def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path):
     finally:
         tracemalloc.stop()
     assert number * size < taken[0] < 1.5 * number * size
-
-
-@pytest.mark.slow
-def test_a_parquet_writer_gets_the_allocator_that_is_short_unless_the_user_has_chosen_one(
-    tmp_path,
-):
-    code = (
-        "import pyarrow\n"
-        "from datatrove.pipeline.writers import JsonlWriter, ParquetWriter\n"
-        "from datatrove_ckpt.output.parquet import prepare_arrow\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-        "prepare_arrow(JsonlWriter('a'))\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-        "prepare_arrow(ParquetWriter('a'))\n"
-        "print(pyarrow.default_memory_pool().backend_name)\n"
-    )
-
-    def pools(**chosen):
-        environment = {
-            name: value for name, value in os.environ.items() if name != "ARROW_DEFAULT_MEMORY_POOL"
-        }
-        return subprocess.check_output(
-            [sys.executable, "-c", code], env=environment | chosen, text=True, cwd=tmp_path
-        ).split()
-
-    default = pools()
-    assert default == [default[0], default[0], "system"]
-    assert pools(ARROW_DEFAULT_MEMORY_POOL=default[0]) == [default[0]] * 3
 
 
 # chunks ------------------------------------------------------------------------------------------
@@ -248,16 +216,6 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path):
     assert server.asked == {"text 0": 1, "text 1": 2}
 
 
-def test_a_request_that_its_rejected_sibling_kept_from_being_sent_is_not_counted(
-    tmp_path,
-):
-    one_by_one = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
-    with FakeServer(status=rejects(["text 0"])) as server:
-        step = runner(tmp_path, server, skip_bad_requests=True, config=one_by_one)
-        step.run(documents(1))
-    assert step.stats["requests"].total == len(server.payloads) == 1
-
-
 def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answered(
     tmp_path,
 ):
@@ -282,17 +240,6 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 
 
 # values ------------------------------------------------------------------------------------------
-
-
-def test_a_rollout_without_a_return_is_told_of_it(tmp_path, server, log):
-    async def forgets(document, generate):
-        await ask(document, generate)
-
-    runner(tmp_path, server, forgets, records_per_chunk=1000).run(documents(120))
-    early, end = [line for line in log if "a return missing?" in line]
-    assert early == f"WARNING The rollout dropped all of 100 documents. {WHY_DROPPED}\n"
-    assert end.startswith("SUCCESS Rank 0: 0 of 120 documents written to ")
-    assert f" The rollout dropped each document. {WHY_DROPPED} " in end
 
 
 # datatrove ---------------------------------------------------------------------------------------
@@ -410,14 +357,6 @@ def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url, caus
     with pytest.raises(ConfigError, match=cause) as refused:
         InferenceConfig("endpoint", "fake", endpoint_url=url)
     assert "hush" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("server_type", "value"), [("vllm", True), ("dummy", True), ("endpoint", "false")]
-)
-def test_accept_null_finish_reason_is_refused_where_it_cannot_be_meant(server_type, value):
-    with pytest.raises(ConfigError, match="accept_null_finish_reason: "):
-        InferenceConfig(server_type, "m", endpoint_url="http://h", accept_null_finish_reason=value)
 
 
 def test_a_secret_in_an_endpoint_url_comes_from_the_environment(

@@ -11,14 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.servers import guardian, server
+from datatrove_ckpt.inference.servers import server
 from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests import processes
@@ -249,16 +248,6 @@ async def test_a_cancelled_start_leaves_nothing():
     assert not logs()
 
 
-def test_a_port_is_not_chosen_again_before_its_server_listens(
-    monkeypatch,
-):
-    first, second = server.free_port(), server.free_port()
-    chosen = iter([first, first, second])
-    monkeypatch.setattr(server, "_last_ports", deque())
-    monkeypatch.setattr(server.secrets, "choice", lambda ports: next(chosen))
-    assert [server.free_port(), server.free_port()] == [first, second]
-
-
 @pytest.mark.slow
 def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -293,43 +282,11 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         assert key.reveal() not in text
 
 
-def plain(backend):
-    assert backend.api_key
-    return backend.api_key.reveal()
-
-
 async def test_an_endpoint_that_refuses_the_key_is_refused_at_once():
     async with started_server(dummy(), 0) as backend:
         config = InferenceConfig("endpoint", "m", endpoint_url=backend.url, api_key="wrong")
         with pytest.raises(ServerRefused, match=r"api_key_env.*HTTP 401"):
             await make_server(config, 0).start()
-
-
-@linux_only
-def test_the_process_table_survives_names_with_parentheses():
-    script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) b (c)', 0, 0, 0); print(flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout
-        child.stdout.readline()
-        found = [process for process in guardian.process_table() if process.pid == child.pid]
-        assert [(process.parent, process.zombie) for process in found] == [(os.getpid(), False)]
-        assert child.pid in [process.pid for process in guardian.descendants(os.getpid())]
-        child.communicate()
-
-
-def test_the_guardian_imports_nothing_of_ours():
-    code = (
-        "import json, runpy, sys; runpy.run_path(sys.argv[1]); print(json.dumps(list(sys.modules)))"
-    )
-    arguments = [sys.executable, "-I", "-S", "-c", code, guardian.__file__]
-    modules = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)
-    assert not [
-        name
-        for name in modules
-        if name.startswith(("datatrove", "asyncio", "subprocess", "aiohttp"))
-    ]
 
 
 # whole jobs, as users run them -------------------------------------------------------------------

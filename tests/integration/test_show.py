@@ -2,20 +2,16 @@
 every kind.
 """
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
-from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, fails_at, rejects, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
-ONE_BY_ONE = {"max_concurrent_documents": 1}
 _NAME = "${rank}_chunk_${chunk_index}"
 
 
@@ -88,21 +84,6 @@ def test_documents_are_chosen(tmp_path, counting, show):
     )
 
 
-def test_it_says_how_many_more_there_are_and_why_there_is_none_yet(tmp_path, server, show):
-    with pytest.raises(DocumentFailed):
-        runner(tmp_path, server, fails_at(["id 3"]), records_per_chunk=4, config=ONE_BY_ONE).run(
-            documents(8)
-        )
-    done = "3 documents are done (0 dropped, 0 dead letters)"
-    assert show(code=1).out == (
-        f"No document is in the output files, so far: {done}. A file appears when a chunk of 4 is complete.\n"
-    )
-    runner(tmp_path, server, records_per_chunk=4, accept_changes=True).run(documents(8))
-    assert show().out.endswith("\n5 of 8 documents; --n 10 prints more.\n")
-    for words in (["--n", 8], ["--grep", "text"], ["--id", "id 1"]):
-        assert "prints more" not in show(*words).out
-
-
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
     settings = {"on_document_error": "dead_letter"}
@@ -143,26 +124,6 @@ def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
         assert said.isprintable() or not {*said} & {*"\x1b\x9b\x07\u202e"}
         assert "12345678" not in said
         assert "\\u001b[2J" in said
-
-
-def test_texts_are_shortened_and_fit_the_terminal(tmp_path, server, show, monkeypatch):
-    runner(tmp_path, server).run([Document("long " * 500, "a")])
-    monkeypatch.setenv("COLUMNS", "120")
-    lines = show().out.splitlines()
-    assert lines[1].startswith("  text: long ")
-    assert any(line.startswith("  answer: answer ") for line in lines)
-    assert max(map(len, lines)) <= 120
-    assert "..." in "".join(lines)
-    assert "..." not in show("--id", "a").out, "with its id, it is wanted as a whole"
-
-
-def test_output_that_is_gone_is_said(tmp_path, server, show):
-    runner(tmp_path, server).run(documents(1))
-    (tmp_path / "output").rename(tmp_path / "moved")
-    said = show(code=1).error
-    assert said.startswith(f"error: {tmp_path}/output/00000_chunk_00000.jsonl cannot be read: ")
-    assert said.endswith("See --output.")
-    assert ids(show("--output", tmp_path / "moved")) == ["id 0"]
 
 
 # run --sample ------------------------------------------------------------------------------------
@@ -212,40 +173,3 @@ def test_a_sample_says_why_documents_fail(here, command, bad, code):
     assert "1. id 0\n  question: Say a\n  failed: " in said
     assert "400" in said
     assert f"{2 - len(bad)} of 2 documents processed." in said
-
-
-def test_a_sample_of_documents_that_repeat_an_id_shows_each_with_its_own_question(here, command):
-    with FakeServer(
-        lambda payload, times: f"to {payload['messages'][-1]['content']}", rejects(["Say a"])
-    ) as server:
-        write_job(here, job_yaml(endpoint(server)), [])
-        Path("input/0.jsonl").write_text(
-            "".join(json.dumps({"id": "1", "text": text}) + "\n" for text in "abc")
-        )
-        said = command("run", "job.yaml", "--sample", 3).out
-    assert re.findall(r"question: (.*)\n  (failed|answer: .*)", said)[1:] == [
-        ("Say b", "answer: to Say b"),
-        ("Say c", "answer: to Say c"),
-    ]
-    assert said.startswith("1. 1\n  question: Say a\n  failed: ")
-
-
-def test_a_sample_of_dropped_documents_and_of_none(here, server, command):
-    Path("mine.py").write_text(
-        "async def drop(document, generate):\n"
-        "    await generate({'messages': [{'role': 'user', 'content': 'first'}]})\n"
-        "    await generate({'messages': document.metadata['m']})\n"
-    )
-    write_job(here, job_yaml(endpoint(server), rollout="mine.drop"), ["a"])
-    parts = [
-        {"type": "text", "text": "what"},
-        {"type": "image_url", "image_url": {"url": "data:"}},
-        {"type": "text", "text": "is it"},
-    ]
-    row = {"id": "1", "text": "a", "m": [{"role": "user", "content": parts}]}
-    Path("input/0.jsonl").write_text(json.dumps(row) + "\n")
-    said = command("run", "job.yaml", "--sample", 5).out
-    assert "  question: what\n\n  is it\n  dropped: answer " in said
-    assert "\n1 of 1 document processed, 1 of them dropped. " in said
-    said = command("run", "job.yaml", "--sample", 5, "--pipeline.0.skip=1", code=1).out
-    assert said.startswith("0 of 0 documents processed.")

@@ -3,13 +3,8 @@ files.
 """
 
 import json
-import os
 import random
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -18,15 +13,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.history_records import ServerEvent
-from datatrove_ckpt.cli.printing import wrapped
 from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
-from tests.commands import Printed
 from tests.mirrors import Killed
 from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
-Said = Callable[..., Printed]
 MIN = 60.0
 
 
@@ -77,16 +69,12 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     lines = text.splitlines()
     states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
     assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); last change ")
-    assert " about " in lines[1]
     assert "  dead " not in text, "a retry has written them"
     assert "retries    3 dead letters retried, 3 of them written" in text
     troubled = lines[lines.index("5 ranks need attention:") + 1 :]
     kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
-    every = said(tmp_path, "--all", code=1)
-    table = every[every.index("  rank  state") :].splitlines()
-    assert len(table) == 1 + 11 + 1
-    assert table[-1].startswith("retry-00001/7  finished")
+    assert "\nretry-00001/7  finished" in said(tmp_path, "--all", code=1)
     found = json.loads(said(tmp_path, "--json", code=1))
     assert {rank["state"] for rank in found["ranks"]} == set(get_args(State))
     assert {rank["trouble"] for rank in found["ranks"]} == {*kinds, None}
@@ -99,37 +87,15 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     } == before
 
 
-def test_a_full_disk_is_named_because_its_ranks_cannot_say_it(tmp_path, said, monkeypatch):
-    write_rank(tmp_path, 0, [start(time.time() - 3600)])
-    usage = shutil.disk_usage(tmp_path)
-    assert "is full" not in said(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12 << 10))
-    assert (
-        said(tmp_path)
-        .splitlines()[-1]
-        .startswith(f"The disk of {tmp_path} is full: 12 kB are free.")
-    )
-    write_rank(tmp_path / "ended", 0, chunks=1, finished=True)
-    assert "is full" not in said(tmp_path / "ended")
-
-
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path, said):
     for number in (0, 1, 12):
         write_rank(tmp_path, number, chunks=1, finished=True, tasks=10)
     (tmp_path / "last_chunk").mkdir()
     (tmp_path / "last_chunk/00004.txt").write_text("0\n")
     text = said(tmp_path)
-    assert "10 ranks (2 finished, 8 not started)" in text
-    assert "  missing    not started: 2-9\n" in text
-    assert (
-        "removed, though they had begun: 4; `run` restores them from the mirror, or refuses while"
-        in text
-    )
+    assert "removed, though they had begun: 4; `run` restores them from the mirror" in text
     assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
-    assert (
-        "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
-        in text
-    )
+    assert "Nothing runs at the moment, and the run is not finished. To resume, " in text
     found = json.loads(said(tmp_path, "--json"))
     assert (found["missing"], found["gone"], found["foreign"]) == (
         [2, 3, 4, 5, 6, 7, 8, 9],
@@ -138,40 +104,11 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     )
 
 
-ENDED = "ServerStartFailed: No endpoint was ready within 3 s:\n  http://a: refused\nCheck that the server runs."
-
-
-def test_a_cause_is_said_whole_and_the_command_that_would_meet_it_again_only_after_it_is_corrected(
-    tmp_path, said
-):
-    then = time.time() - 30 * MIN
-    write_rank(tmp_path, 0, [start(then), minute(then, 0), failed(then, ENDED)], tasks=3)
-    lines = said(tmp_path).splitlines()
-    assert lines[-4].endswith(
-        "failed: 30 min ago on node7: ServerStartFailed: No endpoint was ready within 3 s:"
-    )
-    assert lines[-3:] == [
-        "      http://a: refused",
-        "    Check that the server runs.",
-        "Nothing runs. First correct what ended 1 rank (0), or the same error comes again. To resume then: the command "
-        "that started it",
-    ]
-    assert max(map(len, wrapped(lines, 60))) <= 60
-    assert "".join("".join(wrapped(lines, 60)).split()) == "".join("".join(lines).split()), (
-        "nothing is cut"
-    )
-
-
-@pytest.mark.parametrize(("dead", "is_said"), [(11, True), (10, False)])
-def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said, dead, is_said):
-    letters = [("str", f"HTTP 404: no model {number}") for number in range(dead)]
+def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said):
+    letters = [("str", f"HTTP 404: no model {number}") for number in range(11)]
     write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
-    text = said(tmp_path)
-    found = (
-        "More than half of the documents are dead letters, most often HTTP 404: no model #. Correct"
-        in text
-    )
-    assert (found, "No rank needs attention." in text) == (is_said, not is_said)
+    told = "More than half of the documents are dead letters, most often HTTP 404: no model #."
+    assert told in said(tmp_path)
 
 
 def test_a_run_folder_names_the_command_that_resumes_and_the_log_of_a_failed_task(
@@ -203,23 +140,6 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
     )
 
 
-def test_of_many_ranks_in_trouble_the_rest_is_numbers_and_those_with_one_reason_share_a_line(
-    tmp_path, said
-):
-    then = time.time() - 30 * MIN
-    for rank in range(30):
-        if rank != 25:
-            write_rank(tmp_path, rank, [start(then), minute(then, 0), failed(then, f"E: {rank}")])
-    text = said(tmp_path)
-    assert text.count(" ago on node7: E: ") == 20
-    assert "\n  failed, too: 9 ranks: 20-24, 26-29\nNothing runs" in text
-    for rank in (3, 5, 6, 7):
-        write_rank(tmp_path / "same", rank, [start(then), minute(then, 0), failed(then, "E: x")])
-    text = said(tmp_path / "same")
-    assert "  ranks 3, 5-7: failed: " in text
-    assert text.count(" ago on node7: E: x\n") == 1
-
-
 def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path, said):
     then = time.time() - 30 * MIN
     write_rank(
@@ -232,34 +152,6 @@ def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path, sai
     death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
     write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
     assert "\x1b" not in said(tmp_path, "--all")
-
-
-@pytest.mark.slow
-def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
-    for rank in range(60):
-        write_rank(tmp_path, rank)
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path), "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == b"{\n"  # of more than a pipe takes
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait() == 0
-
-
-@pytest.mark.slow
-def test_a_terminal_without_unicode_gets_no_bars(tmp_path):
-    then = time.time() - 30 * MIN
-    history = [start(then), *minutes(then, 30, 60, 3600)]
-    write_rank(tmp_path, 0, history, chunks=30, per_chunk=60)
-    command = [sys.executable, "-m", "datatrove_ckpt", "status", str(tmp_path)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    text = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode(
-        "ascii"
-    )
-    assert "\n  50.0 % of the input" in text
 
 
 # mirrors and YAML files --------------------------------------------------------------------------

@@ -239,28 +239,6 @@ async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
 
 
-async def test_a_server_that_answers_now_and_then_does_not_hang(clock):
-    async with running(config(hang_timeout=60)) as run:
-        server = run.servers.supervisors[0]
-
-        async def pass_time(seconds):
-            clock.now += seconds
-            await server._check_progress(None, 0)
-
-        slow = run.ask("wait")
-        await until_async(lambda: bool(asked()))
-        for number in range(6):
-            await pass_time(30)
-            await run.ask(f"quick {number}")
-            await pass_time(29)
-        assert server.target.up
-        await pass_time(31)  # without a further answer
-        assert not server.target.up
-        open_gate()
-        await slow
-        assert run.servers.restarts == 1
-
-
 def stand_in_for_vllm(program, monkeypatch):
     write_program(Path("bin/vllm"), program)
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
@@ -348,35 +326,6 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
         assert started.servers.restarts == restarts
 
 
-@pytest.mark.usefixtures("idle_vllm")
-@pytest.mark.parametrize("has_answered", [False, True])
-async def test_once_a_server_has_answered_a_shorter_silence_is_a_hang(
-    has_answered, clock, monkeypatch
-):
-    engine = MuteVllm()
-    async with vllm_here(engine.routes(), monkeypatch) as started:
-        watched = started.servers.supervisors[0]
-        if has_answered:
-            engine.answers.set()
-            await started.ask("hello")
-            engine.asked.clear()
-            engine.answers.clear()
-        answer = started.ask("a long text")
-        await engine.asked.wait()
-        tokens = await watched._check_progress(None, 600)
-        clock.now += 30
-        engine.tokens += 1  # it has been silent for 30 s, and may be for six times as long
-        tokens = await watched._check_progress(tokens, 600)
-        clock.now += 179
-        tokens = await watched._check_progress(tokens, 600)
-        assert watched.target.up
-        clock.now += 1
-        await watched._check_progress(tokens, 600)
-        assert watched.target.up != has_answered
-        engine.answers.set()
-        assert (await answer).text == "x"
-
-
 @pytest.mark.matrix
 # The latter keeps its old connections open.
 @pytest.mark.parametrize("what", ["sick once", "stop listening once"])
@@ -384,23 +333,6 @@ async def test_a_dead_engine_behind_a_running_process_is_restarted(what):
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
         assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
-
-
-@pytest.mark.slow
-async def test_a_request_that_times_out_shows_that_its_server_hangs(
-    monkeypatch,
-):
-    monkeypatch.setattr(pool, "_PROBE_TIMEOUT", 0.2)
-    async with running(config(request_timeout=1.0)) as run:
-        os.kill(engines()[0], signal.SIGSTOP)
-        task = run.ask("hello")  # the kernel accepts its connection
-        run.client._config.request_timeout = None  # for the next server, which may need longer
-        assert (await task).text == f"{engines()[1]} says hello"
-        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (
-            1,
-            1,
-            0,
-        )
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():
@@ -415,17 +347,6 @@ async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():
         for task in (waiting, run.ask("too late")):
             with pytest.raises(ServerDied, match="out of luck"):
                 await task
-
-
-@pytest.mark.slow
-async def test_restarts_of_long_ago_do_not_count(monkeypatch):
-    monkeypatch.setattr(pool, "_RESTART_WINDOW_SECONDS", 0.001)
-    async with running(config(server_max_restarts=1)) as run:
-        for number in range(3):
-            os.kill(engines()[-1], signal.SIGKILL)
-            await until_async(lambda count=number + 2: len(engines()) == count)
-        assert await run.texts([run.ask("still here")]) == ["still here"]
-        assert run.servers.restarts == 3
 
 
 # replicas ----------------------------------------------------------------------------------------
@@ -458,17 +379,6 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
                 await run.ask("still here")
         with pytest.raises(ServerDied):
             await run.watch()
-
-
-async def test_one_replica_that_does_not_start_ends_the_others(tmp_path):
-    first = (
-        "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
-    )
-    (tmp_path / "engine.py").write_text(first + ENGINE)
-    with pytest.raises(ServerStartFailed, match="second"):
-        async with running(config(replicas=2)):
-            pass
-    assert not any(is_alive(pid) for pid in engines())
 
 
 # several nodes -----------------------------------------------------------------------------------

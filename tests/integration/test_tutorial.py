@@ -82,11 +82,6 @@ def of(heading):
     return [block for block in blocks("bash", RECIPES) if block.text in text]
 
 
-def test_there_are_at_least_twelve_recipes():
-    assert len(headings()) >= 12
-    assert sum(bool(of(heading)) for heading in headings()) >= 12
-
-
 def here_instead(text, server):
     return re.sub("(my|other)-model", "fake", text.replace("http://127.0.0.1:8000", server.url))
 

@@ -8,7 +8,6 @@ import shutil
 
 import orjson
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.checkpoint.commits import CommitLog
@@ -17,7 +16,6 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import OutputMismatch, StorageFailed
 from datatrove_ckpt.maintenance.verify_output import check_output
-from datatrove_ckpt.output.names import output_pattern
 from datatrove_ckpt.testing import (
     FakeServer,
     disk_in_place,
@@ -118,22 +116,6 @@ def test_documents_are_counted_in_compressed_and_columnar_files(tmp_path, server
     edit_commits(tmp_path, lambda commit: commit | {"tally": commit["tally"] | {"written": 5}})
     assert "output files hold 1 documents instead of the 5 that were committed" in said(
         "verify", tmp_path, "--full", code=1
-    )
-
-
-def test_rows_of_a_class_of_the_users_own_are_not_counted(tmp_path, server, said):
-    def _write(self, *arguments):
-        for _ in range(3):
-            JsonlWriter._write(self, *arguments)
-
-    own = type("JsonlWriter", (JsonlWriter,), {"_write": _write, "__module__": "jobs"})
-    output = own(str(tmp_path / "output"), "${rank}_${chunk_index}.jsonl", compression=None)
-    runner(tmp_path, server, output_writer=output).run(
-        [Document(f"a {i}", f"id {i}") for i in range(3)]
-    )
-    text = said("verify", tmp_path, "--full")
-    assert text.endswith(
-        "(checked: sizes and contents; rows of jobs.JsonlWriter cannot be counted)\n"
     )
 
 
@@ -646,21 +628,3 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, 
 
 
 # names -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("template", "name", "found"),
-    [
-        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_00007.jsonl", ("00003", "00007")),
-        (
-            "${rank}_chunk_${chunk_index}.jsonl",
-            "00003_chunk_retry2_00007.jsonl",
-            ("00003", "retry2_00007"),
-        ),
-        ("${rank}_chunk_${chunk_index}.jsonl", "00003_chunk_7.jsonl", None),
-        ("$lang/$rank/${chunk_index}.jsonl.gz", "en/00003/002_00007.jsonl.gz", ("00003", "00007")),
-    ],
-)
-def test_a_file_is_known_by_its_name(template, name, found):
-    match = output_pattern(template).fullmatch(name)
-    assert (match and (match["rank"], match["chunk_index"])) == found

@@ -17,7 +17,7 @@ from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.readers import JsonlReader
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import DocumentFailed, ServerDied
+from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers import server, warm
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
@@ -181,17 +181,6 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
         "Rank 1 needs other servers than the server of rank 0, which is stopped." in line
         for line in log
     )
-
-
-@pytest.mark.slow
-def test_the_restarts_of_a_server_count_over_all_its_ranks():
-    run(0, "die once", "b", server_max_restarts=1)
-    assert len(engines()) == 2
-    Path("died").unlink()
-    with pytest.raises(ServerDied, match=r"restarted 1 times within 3600 s.*server_max_restarts=1"):
-        run(1, "die once", "b", server_max_restarts=1)
-    assert len(engines()) == 2
-    assert not running()
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown():

@@ -136,43 +136,6 @@ def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path):
         timer.join()
 
 
-TOO_LONG = [
-    # VLLM.
-    "This model's maximum context length is 1024 tokens. However, you requested 1900 tokens.",
-    "The decoder prompt (length 1900) is longer than the maximum model length of 1024.",  # vLLM
-    '{"type":"exceed_context_size_error","n_prompt_tokens":1900,"n_ctx":1024}',  # llama.cpp
-    "the request exceeds the available context size. try increasing the context size",  # llama.cpp
-]
-
-
-@pytest.mark.parametrize("body", [*TOO_LONG, "unknown parameter: tempratur"])
-def test_a_prompt_that_is_too_long_names_the_ways_out(tmp_path, body):
-    with FakeServer(status=rejects(["text 0"])) as server:
-        server.error = body
-        with pytest.raises(DocumentFailed) as stopped:
-            runner(tmp_path, server).run(documents(2))
-    message = str(stopped.value)
-    assert body.split(chr(34))[0] in message
-    assert "skip_bad_requests=True" in message
-    assert ("ChunkedRollout" in message) == (body in TOO_LONG)
-
-
-def test_max_tokens_above_the_context_is_named_with_it_and_no_document_is_offered_to_be_skipped(
-    tmp_path,
-):
-    with FakeServer(status=lambda payload, times: 400) as server:
-        server.error = TOO_LONG[0]
-        for _ in range(2):
-            with pytest.raises(DocumentFailed) as stopped:
-                runner(
-                    tmp_path, server, config={"default_generation_params": {"max_tokens": 1024}}
-                ).run(documents(3))
-            message = str(stopped.value)
-            assert "max_tokens is 1024, and the model's context 1024: lower it" in message
-            assert "skip_bad_requests" not in message
-            assert "ChunkedRollout" not in message
-
-
 # exits -------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.common.formatting import plural, ranges
+from datatrove_ckpt.common.formatting import ranges
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
@@ -179,10 +178,6 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     until(lambda: len(complete()) == TASKS - len(mine | {3}))
     time.sleep(1)
     assert run.poll() is None
-    shown = command("status", "job.yaml").out
-    assert f"  workers    pid {first.pid} on " in shown
-    assert f"{plural(len(mine | {3}), 'rank')}: {ranges(mine | {3})}\n" in shown
-    assert f"pid {run.pid} on {socket.gethostname()}: no rank\n" in shown
     told = json.loads(command("status", "checkpoints", "--json").out)
     assert sorted(told["workers"][0]["ranks"] + told["workers"][1]["ranks"]) == sorted(mine | {3})
     Path("logs/claims/00003-000002").write_text(
@@ -199,7 +194,6 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     assert f"of other processes: {ranges(mine | {3})} by pid {first.pid} on " in text
     assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
     assert "task 3: DocumentFailed: bad" in text
-    assert "  given up   rank 3: DocumentFailed: bad\n" in command("status", "job.yaml").out
 
 
 def first_owner():

@@ -122,8 +122,6 @@ def upper(self, data, path, id_in_file):
     "options",
     [
         {"skip": 5, "limit": 20, "id_key": "number", "text_key": "name", "batch_size": 7},
-        {"limit": 0},
-        {"skip": 1000},
         {"adapter": upper},
         {"default_metadata": {"dataset": "mine", "number": -1, "more": [1]}},
     ],

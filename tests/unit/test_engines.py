@@ -291,6 +291,12 @@ def test_model_kwargs_win_over_our_flags():
     assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
 
 
+def test_remote_code_is_off_unless_asked_for():
+    assert "--trust-remote-code" not in command_of(config()).argv
+    assert "--trust-remote-code" in command_of(config(trust_remote_code=True)).argv
+    assert "--trust-remote-code" in command_of(config("sglang", trust_remote_code=True)).argv
+
+
 def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub):
     hub.create_repo("o/m", "model")
     with pytest.raises(

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
-from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
     PREFIX,
@@ -115,22 +114,6 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks():
 
 
 # settings ----------------------------------------------------------------------------------------
-
-
-def test_a_run_is_named_after_its_folder():
-    assert (
-        name_of_folder("/a/books/checkpoints")
-        == name_of_folder("/a/books")
-        == name_of_folder("/a/books/ck")
-        == "books"
-    )
-    assert (
-        name_of_folder("s3://bucket/books/")
-        == name_of_folder("s3://bucket/books/output")
-        == "books"
-    )
-    assert name_of_folder("/checkpoints") == "checkpoints"
-    assert name_of_folder("") == "run"
 
 
 def waited_for(condition):

@@ -6,10 +6,9 @@ from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.report.histories import (
     time_axis,
 )
-from datatrove_ckpt.maintenance.report.page import clock
 from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from tests import rank_folders
-from tests.rank_folders import done, failed, minute, stopped, work
+from tests.rank_folders import minute, work
 
 T = 1_790_000_000.0
 
@@ -56,19 +55,6 @@ def report_of(folder, *ranks, state="lost"):
     return {
         table.title: table for table in gather(RunState("folder", False, T, ranks=states)).tables
     }
-
-
-def test_the_way_an_attempt_ended_is_told(tmp_path):
-    records = [start(1, 0, job="77_1"), stopped(T + 9)]
-    records += [start(2, 20), failed(T + 30, "DiskFull: no room", 2)]
-    records += [start(3, 40), line(3, 45, 5, in_flight=3)]
-    records += [start(4, 60), done(T + 70, 4)]
-    table = report_of(tmp_path, records, state="finished")["Attempts that ended early"]
-    assert table.rows == [
-        ["0", clock(T), clock(T + 9), "stopped by SIGTERM", "node7, Slurm job 77_1", "0"],
-        ["0", clock(T + 20), clock(T + 30), "DiskFull: no room", "node7", "0"],
-        ["0", clock(T + 40), clock(T + 45), "killed", "node7", "3"],
-    ]
 
 
 def test_a_rank_without_history_has_no_row_and_what_one_sent_before_its_first_line_is_not_known(

@@ -322,9 +322,7 @@ async def leased(configs, without=()):
     ("models", "shares"),
     [
         ({"writer": {"replicas": 2, "tp": 2}}, {"": ["0,1", "2,3"]}),
-        ({"writer": {"gpus": 2}}, {"": ["0,1"]}),
         ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
-        ({"writer": {"gpus": 3}, "judge": {"gpus": 1}}, {"writer": ["0,1,2"], "judge": ["3"]}),
         (
             {"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}},
             {"writer": [""], "judge": ["0,1", "2,3"]},

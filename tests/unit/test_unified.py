@@ -36,11 +36,9 @@ def read(reader, columns=None):
     [
         ([pa.array([1], pa.int32()), pa.array([2**40], pa.int64())], pa.int64()),
         ([pa.array([1], pa.int64()), pa.array([1.5], pa.float32())], pa.float64()),
-        ([pa.array(TEXTS), pa.array(TEXTS, pa.large_string())], pa.large_string()),
         ([pa.array(TEXTS), pa.array(TEXTS).dictionary_encode()], pa.string()),
         ([pa.array(TEXTS), pa.array(TEXTS, pa.string_view())], pa.large_string()),
         ([pa.nulls(2), pa.array(TEXTS)], pa.string()),
-        ([pa.array(TEXTS), pa.nulls(2), pa.array(["x"])], pa.string()),
         ([pa.array([{"a": 1}]), pa.array([{"a": 2, "b": "x"}])], None),
         (
             [pa.array([[1]], pa.list_(pa.int16())), pa.array([[2, 3]], pa.large_list(pa.int32()))],

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
-from datatrove_ckpt.maintenance.where import is_config, open_place
+from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 
 NONCE = "0123456789abcdef"
@@ -159,16 +159,6 @@ def test_a_url_that_cannot_work_is_refused():
 
 
 # YAML --------------------------------------------------------------------------------------------
-
-
-def test_a_yaml_file_is_told_from_a_folder(tmp_path):
-    (tmp_path / "job.txt").touch()
-    (tmp_path / "folder.yaml").mkdir()
-    assert is_config(str(tmp_path / "job.txt"))
-    assert is_config("missing.yaml")
-    assert not is_config(str(tmp_path / "folder.yaml"))
-    assert not is_config("s3://bucket/job.yaml")
-    assert not is_config("checkpoints")
 
 
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):

@@ -8,36 +8,19 @@ models. "ideal": all places of the server are always taken.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.measure import table
-
-AT_ONCE = 64
+from tests.bench.tasks import AT_ONCE, run_tasks, tasks_parser
 
 
 async def ask(document: Any, generate: Any) -> Any:
     return await generate({"messages": [{"role": "user", "content": document.text}]})
-
-
-def make_input(folder: Path, tasks: int, seconds: list[float]) -> None:
-    """The same documents, in the same order, in as many files as there are tasks."""
-    folder.mkdir(parents=True)
-    size = -(-len(seconds) // tasks)
-    for task in range(tasks):
-        part = seconds[task * size : (task + 1) * size]
-        rows = [
-            {"id": f"{task}-{n}", "text": f"{task}-{n} {one:.3f}"} for n, one in enumerate(part)
-        ]
-        (folder / f"{task:03d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(
@@ -49,24 +32,21 @@ def run(
     workers: int = 1,
 ) -> float:
     """Returns the seconds of a job, in which each document must have been asked once."""
-    from datatrove.pipeline.writers import JsonlWriter
-
-    make_input(folder / "input", tasks, seconds)
     server.asked.clear()
     config = InferenceConfig(
         "endpoint", "fake", endpoint_url=server.url, max_concurrent_generations=AT_ONCE // workers
     )
-    writer = JsonlWriter(
-        str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    rows = [{"id": f"{n}", "text": f"{n} {one:.3f}"} for n, one in enumerate(seconds)]
+    took = run_tasks(
+        folder,
+        ask,
+        config,
+        rows,
+        tasks=tasks,
+        workers=workers,
+        start_method="fork",
+        ranks_at_once=ranks_at_once,
     )
-    step = InferenceRunner(ask, config, writer, checkpoints_local_dir=str(folder / "checkpoints"))
-    pipeline = [JsonlReader(str(folder / "input")), step]
-    logs = str(folder / "logs")
-    began = time.monotonic()
-    LocalPipelineExecutor(
-        pipeline, tasks, workers, logging_dir=logs, start_method="fork", ranks_at_once=ranks_at_once
-    ).run()
-    took = time.monotonic() - began
     assert list(server.asked.values()) == [1] * len(seconds)
     return took
 
@@ -95,9 +75,7 @@ def _seconds_of(payload: dict[str, Any], times: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=3200)
-    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
+    parser = tasks_parser(__doc__, 3200)
     parser.add_argument("--ranks-at-once", type=int, nargs="+", default=[32, 1])
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()

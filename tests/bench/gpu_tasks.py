@@ -10,9 +10,7 @@ process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import tempfile
 import threading
@@ -24,11 +22,10 @@ import torch
 from aiohttp import web
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt import InferenceConfig
 from tests.bench.measure import table
+from tests.bench.tasks import AT_ONCE, run_tasks, tasks_parser
 
-AT_ONCE = 64
 PROMPT = 64  # tokens
 
 
@@ -131,24 +128,8 @@ async def rollout(document: Any, generate: Any) -> Any:
     )
 
 
-def make_input(folder: Path, tasks: int, lengths: list[int]) -> None:
-    """The same documents, in the same order, in as many files as there are tasks."""
-    folder.mkdir(parents=True)
-    size = -(-len(lengths) // tasks)
-    for task in range(tasks):
-        mine = lengths[task * size : (task + 1) * size]
-        rows = [
-            json.dumps({"id": f"{task}-{n}", "text": "x", "tokens": number})
-            for n, number in enumerate(mine)
-        ]
-        (folder / f"{task:03d}.jsonl").write_text("\n".join(rows) + "\n")
-
-
 def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: list[int]) -> float:
     """Returns the seconds of a job."""
-    from datatrove.pipeline.writers import JsonlWriter
-
-    make_input(folder / "input", tasks, lengths)
     config = InferenceConfig(
         "endpoint",
         "random",
@@ -156,25 +137,14 @@ def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: 
         max_concurrent_generations=AT_ONCE,
         server_patience_seconds=60,
     )
-    writer = JsonlWriter(
-        str(folder / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    rows = [{"id": f"{n}", "text": "x", "tokens": number} for n, number in enumerate(lengths)]
+    return run_tasks(
+        folder, rollout, config, rows, tasks=tasks, workers=1, ranks_at_once=ranks_at_once
     )
-    step = InferenceRunner(
-        rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
-    )
-    began = time.monotonic()
-    pipeline = [JsonlReader(str(folder / "input")), step]
-    logs = str(folder / "logs")
-    LocalPipelineExecutor(
-        pipeline, tasks=tasks, workers=1, logging_dir=logs, ranks_at_once=ranks_at_once
-    ).run()
-    return time.monotonic() - began
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=480)
-    parser.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
+    parser = tasks_parser(__doc__, 480)
     parser.add_argument("--ranks-at-once", type=int, help="1: tasks run in turn")
     options = parser.parse_args()
     chance = random.Random(0)

@@ -20,6 +20,7 @@ from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
+    refuse_own_output,
     stands_elsewhere,
 )
 from datatrove_ckpt.preflight import before_run
@@ -336,3 +337,14 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     follow_advice(said, command)
     assert outputs(job / "output") == before
     command("verify", "checkpoints", "--full")
+
+
+@pytest.mark.parametrize(("branch", "other"), [("", "@main"), ("@refs%2Fheads%2Fmain", "")])
+def test_the_main_branch_of_a_repository_has_several_names(branch, other):
+    reader = JsonlReader(f"hf://datasets/org/data{other}")
+    output = JsonlWriter(
+        f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None
+    )
+    with pytest.raises(ConfigError, match="is inside the folder that JsonlReader reads"):
+        refuse_own_output([reader], output)
+    refuse_own_output([JsonlReader("hf://datasets/org/data@another")], output)

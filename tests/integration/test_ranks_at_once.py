@@ -404,3 +404,16 @@ rank.restore_from_mirror = restore
 
 
 # Several workers ---------------------------------------------------------------------------------
+
+
+def test_the_process_waits_for_a_rank_that_closes_its_files():
+    preemption = Preemption((), 0.0)
+
+    def run(rank):
+        with Preemption((), 0.0) as of_rank:
+            with of_rank.watched(lambda: None):
+                assert not preemption.shutdown.open_closings
+            until(lambda: preemption.shutdown.open_closings == 1)
+
+    rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0], ignore)).work_through()
+    assert not preemption.shutdown.open_closings

@@ -631,3 +631,14 @@ def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(
     assert make() == made
     launched = InferenceServer(InferenceConfig("dummy", "m"), 0)._environment()
     assert KEY not in launched
+
+
+async def test_one_replica_that_does_not_start_ends_the_others(tmp_path):
+    first = (
+        "import os\ntry: os.mkdir('first')\nexcept FileExistsError: raise SystemExit('second')\n"
+    )
+    (tmp_path / "engine.py").write_text(first + ENGINE)
+    with pytest.raises(ServerStartFailed, match="second"):
+        async with running(config(replicas=2)):
+            pass
+    assert not any(is_alive(pid) for pid in engines())

@@ -180,11 +180,4 @@ def test_containers_that_hold_themselves_are_looked_at_once():
     assert decode(data).id == "id"
 
 
-def test_memory_of_images_counts_in_what_is_read_ahead():
-    assert as_read(document(image(mode="RGB", size=(100, 100)))).size > 30_000
-    assert as_read(document("x" * 1000)).size == len(encode(document("x" * 1000)))
-    media = Document("t", "i", media=[Media("m", 0, "u", media_bytes=b"x" * 3000)])
-    assert as_read(media).data == encode(media)
-
-
 # in a run ----------------------------------------------------------------------------------------

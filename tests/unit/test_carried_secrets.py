@@ -2,14 +2,12 @@
 
 import copy
 import functools
-import importlib
 import sys
 
 import dill
 import pytest
 from datatrove.executor import SlurmPipelineExecutor
 
-from datatrove_ckpt import JobsPipelineExecutor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation import script_names
 from tests.unit.test_identity import as_main
@@ -194,28 +192,3 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
     assert len(said) == 1
     assert f"uses the module helper_beside of {folder}, " in said[0]
     assert f"`export PYTHONPATH={folder}` before you submit" in said[0]
-
-
-def test_a_module_that_does_not_go_along_with_jobs_is_said(tmp_path, log, monkeypatch):
-    for name in ("beside", "work", "elsewhere"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"own_{name}.py").write_text(
-            "async def rollout(document, generate): ...\n"
-        )
-    monkeypatch.chdir(tmp_path / "work")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            sys,
-            "path",
-            [*(str(tmp_path / name) for name in ("beside", "work", "elsewhere")), *sys.path],
-        )
-        for name in ("beside", "work", "elsewhere"):
-            patch.delitem(sys.modules, f"own_{name}", raising=False)
-            step = step_of(tmp_path, importlib.import_module(f"own_{name}").rollout)
-            copy.deepcopy(JobsPipelineExecutor([[], step], tasks=1, logging_dir="memory://logs"))
-            patch.delitem(sys.modules, f"own_{name}")
-    (said,) = [line for line in log if "uses the module" in line]
-    assert (
-        f"uses the module own_elsewhere of {tmp_path / 'elsewhere'}, and jobs lack it unless `dependencies`"
-        in said
-    )

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -68,37 +67,6 @@ def test_garbage_at_the_end_is_a_torn_tail_and_elsewhere_is_corrupt(tmp_path, ta
 
 def finished(ordinal, outcome="written"):
     return Finished(ordinal, outcome, f"{ordinal:016x}", b'{"id":"%d"}' % ordinal, 1, 2, 3)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("size", "spread"), [(1000, 40), (10, 1), (300_000, 10_000), (2_000_000, 1)]
-)
-def test_a_journal_is_read_in_pieces_of_a_megabyte_and_without_what_lies_between(
-    tmp_path, monkeypatch, size, spread
-):
-    number = min(2000, 20_000_000 // size)
-    random = Random(size + spread)
-    expected = [
-        Finished(n, "written", "f" * 16, b'"%s"' % (b"x" * random.randint(size // 2, size)))
-        for n in range(number)
-    ]
-    journal = ChunkJournal(tmp_path / "journal", 0)
-    journal.append(sorted(expected, key=lambda each: each.ordinal + random.uniform(0, spread)))
-    read = []
-    pread = os.pread
-
-    def counting(fd, length, offset):
-        read.append(length)
-        return pread(fd, length, offset)
-
-    monkeypatch.setattr(os, "pread", counting)
-    assert list(journal.read_in_order()) == expected
-    longest = size + 200
-    assert max(read) <= max(longest, 2**20 + 2**13 * 2**20 // (size // 2 + 100))
-    # A thread that releases the GIL for each document keeps others from it: see journal.py.
-    if spread == 1:
-        assert len(read) <= 2 + 2 * journal.size / max(2**20 - longest, longest)
 
 
 def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):

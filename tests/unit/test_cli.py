@@ -119,14 +119,10 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run, overr
     ("override", "message"),
     [
         ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),
-        ("--executor.taks=4", 'executor LocalPipelineExecutor: unknown key "taks", did you mean "tasks"?'),
-        ("--pipeline.3.size=1", '--pipeline.3.size: "3" is not the index of one of 3 items (they count from 0).'),
         ("--pipeline.2.config.api_key=hunter2",
          "--pipeline.2.config.api_key: other users can see command lines; export the key and name "
          "its variable in api_key_env."),
         ("--pipeline.0.data_folder=nowhere", 'pipeline[0] JsonlReader: data_folder: "{}/nowhere" is not a folder.'),
-        ("--pipeline.0.glob_pattern=*.gz",
-         'pipeline[0] JsonlReader: data_folder: "{}/input" contains no files that match "*.gz".'),
     ],
 )  # fmt: skip
 def test_a_mistake_is_2_and_one_line(run, capsys, tmp_path, override, message):
@@ -184,24 +180,6 @@ sys.meta_path.insert(0, Finder())
         command, capture_output=True, text=True, env=environment, timeout=400, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
-
-
-def test_help_and_status_start_without_datatrove(tmp_path):
-    (tmp_path / "checkpoints/00000").mkdir(parents=True)
-    code = (
-        "import sys\n"
-        "from datatrove_ckpt.cli.main import main\n"
-        "for arguments in (['--help'], ['run', '--help'], ['--version'], ['status', 'checkpoints']):\n"
-        "    try:\n"
-        "        main(arguments)\n"
-        "    except SystemExit:\n"
-        "        pass\n"
-        "sys.exit(', '.join({'datatrove', 'numpy', 'aiohttp', 'yaml'} & set(sys.modules)) or 0)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 _OF_A_RUN = {

@@ -20,7 +20,6 @@ from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
-    ConfigError,
     RequestFailed,
     RequestRejected,
     ServerRefused,
@@ -31,7 +30,6 @@ from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
-from datatrove_ckpt.inference.client.client import ModelServers
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
@@ -456,20 +454,6 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
         assert len(server.requests) == 5
 
 
-async def test_the_wait_is_said_at_first_and_then_now_and_then(log):
-    waited = []
-    async with talking(*[UNFINISHED["status 503"]] * 60, GOOD) as (_, client, sleeps):
-        await asyncio.gather(*(client.complete(BODY) for _ in range(20)))
-        waited[:] = [sleeps.now]
-    said = [line for line in log if line.startswith("WARNING")]
-    assert 1 <= len(said) <= 2 + waited[0] / 60
-    assert re.match(
-        r"WARNING The server gives no answers \(HTTP 503 .*; waiting, \d+ s of 600 s \(server_patience",
-        said[0],
-    )
-    assert re.match(r"INFO The server answers, after \d+ s\.", log[-1])
-
-
 def only_others(status):
     """Answers each request but those whose body is BODY."""
 
@@ -736,19 +720,6 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
     assert LargeAnswer._sizes == {}
 
 
-def test_a_large_answer_that_is_refused_takes_no_room_from_the_others(
-    monkeypatch,
-):
-    monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 1000)
-    monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 60_000)
-    monkeypatch.setattr(body_limits, "media_bytes", lambda: 2 * 50_000)
-    oldest, beside, too_long, small = LargeAnswer(), LargeAnswer(), LargeAnswer(), LargeAnswer()
-    assert not oldest.refusal(40_000)
-    assert beside.refusal(30_000).startswith("2 large answers arrive at one time")
-    assert too_long.refusal(70_000) == "the body is longer than 60000 bytes"
-    assert not small.refusal(10_000)
-
-
 async def test_a_slot_is_free_while_its_request_sleeps():
     asleep, wake = asyncio.Event(), asyncio.Event()
 
@@ -775,32 +746,6 @@ async def test_a_cancelled_request_gives_its_slot_back():
         await asyncio.gather(stuck, return_exceptions=True)
         assert client.stats.in_flight == 0
         assert (await client.complete(BODY)).text == "hi"
-
-
-async def test_a_dead_server_does_not_draw_the_requests_to_itself():
-    async with serving(reset) as (dead, first), serving(GOOD) as (alive, second):
-        async with client_of(config(), [first, second], None, sleep=Sleeps()) as client:
-            for _ in range(10):
-                await client.complete(BODY)
-        assert len(dead.requests) == 1
-        assert len(alive.requests) == 10
-
-
-async def test_a_restarted_server_gets_few_requests_first_under_auto():
-    settings = InferenceConfig("vllm", "m", max_concurrent_generations="auto")
-    async with client_of(settings) as client:
-        target = client.servers.add()
-        for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
-            client.servers.mark_up(target, HiddenUrl(url), None)
-            assert target.limit == 16
-            target.limit = 300
-            client.servers.router.mark_dead(target, "restart")
-            await client.servers.disconnect(target)
-
-
-def test_two_kinds_of_credentials_are_refused_at_once():
-    with pytest.raises(ConfigError, match="credentials"):
-        ModelServers(config()).add_endpoints([HiddenUrl("http://user:hush@localhost")], Key("key"))
 
 
 async def test_proxies_of_the_environment_are_for_endpoints_only(

@@ -2,7 +2,6 @@
 another input.
 """
 
-import io
 import json
 import os
 
@@ -12,14 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
-from PIL import Image
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
-from datatrove_ckpt.readers.extent import Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from tests.unit.tables import write_table
-from tests.unit.test_extent import reached
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -126,8 +122,6 @@ def upper(self, data, path, id_in_file):
     "options",
     [
         {"skip": 5, "limit": 20, "id_key": "number", "text_key": "name", "batch_size": 7},
-        {"limit": 0},
-        {"skip": 1000},
         {"adapter": upper},
         {"default_metadata": {"dataset": "mine", "number": -1, "more": [1]}},
     ],
@@ -143,35 +137,6 @@ def test_arguments_mean_what_they_mean_in_datatrove(options, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"columns": ["text", "number"], "filters": [("number", ">=", 7)]},
-        {"data_dir": "in"},
-        {"split": "train[20%:70%]"},
-        {
-            "features": datasets.Features(
-                {name: datasets.Value("string") for name in ("text", "name", "number")}
-            )
-        },
-    ],
-    ids=lambda options: next(iter(options)),
-)
-@pytest.mark.parametrize("streaming", [True, False])
-def test_options_of_load_dataset_are_obeyed(options, streaming, tmp_path):
-    folder = write(tmp_path / "in", "parquet")
-    # Which a stream refuses.
-    given = arguments(folder, "parquet", streaming=streaming and "split" not in options)
-    if "data_dir" in options:
-        given["dataset_options"] = {"data_dir": str(folder), "split": "train"}
-    else:
-        given["dataset_options"] |= options
-    documents = read_as_datatrove(given)
-    assert documents
-    assert_resumes_everywhere(given, documents, 0, 1)
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
 def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
     datasets.Dataset.from_list(rows(40)).save_to_disk(tmp_path / "disk", num_shards=3)
@@ -184,36 +149,6 @@ def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
     for rank in range(tasks):
         documents = read_as_datatrove(options, rank, tasks)
         assert_resumes_everywhere(options, documents, rank, tasks)
-
-
-def test_media_and_decoded_columns(tmp_path):
-    """An image becomes a PIL image, a struct a dict, a list of media the document's media."""
-    image = io.BytesIO()
-    Image.new("RGB", (2, 2), (1, 2, 3)).save(image, "PNG")
-    fields = {"id": "m", "type": 0, "url": "u", "media_bytes": b"\0\1", "metadata": {"a": "b"}}
-    media = dict.fromkeys(("alt", "path", "offset", "length")) | fields
-    table = pa.table(
-        {
-            "text": [f"t{i}" for i in range(9)],
-            "media": [[media]] * 9,
-            "image": [{"bytes": image.getvalue(), "path": None}] * 9,
-            "vector": [[0.5, i] for i in range(9)],
-            "metadata": ['{"from": "json"}'] * 9,
-        }
-    )
-    features = datasets.Features.from_arrow_schema(table.schema)
-    features["image"] = datasets.Image()
-    (tmp_path / "in").mkdir()
-    datasets.Dataset.from_dict(table.to_pydict(), features=features).to_parquet(
-        tmp_path / "in/a.parquet", batch_size=4
-    )
-    for streaming in (True, False):
-        options = arguments(tmp_path / "in", "parquet", streaming=streaming, batch_size=4)
-        ours, theirs = read(HuggingFaceDatasetReader, options), read(Original, options)
-        for document in ours + theirs:
-            document.metadata["image"] = document.metadata["image"].tobytes()
-        assert ours == theirs
-        assert ours[0].media[0].media_bytes == b"\0\1"
 
 
 def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path):
@@ -236,24 +171,6 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path):
     assert list(resumed.run()) == documents[30:]
     with pytest.raises(InputError, match=r"0\.parquet.*damaged or cut off"):
         read(HuggingFaceDatasetReader, options)
-
-
-@pytest.mark.slow
-def test_shards_without_rows(tmp_path):
-    """datatrove's reader stops at a Parquet file whose first row group is empty."""
-    write(tmp_path / "in", "parquet", (5, 0, 3))
-    with pq.ParquetWriter(
-        tmp_path / "in/3.parquet", pq.read_schema(tmp_path / "in/0.parquet")
-    ) as writer:
-        for size in (0, 6, 0, 2):
-            writer.write_table(pa.Table.from_pylist(rows(size, 300), schema=writer.schema))
-    options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=2)
-    documents = read(HuggingFaceDatasetReader, options)
-    numbers = [document.metadata["number"] for document in documents]
-    assert numbers == [
-        n for n in (*range(5), *range(200, 203), *range(300, 306), 300, 301) if n % 7
-    ]
-    assert_resumes_everywhere(options, documents, 0, 1)
 
 
 # Another input -----------------------------------------------------------------------------------
@@ -325,52 +242,7 @@ def test_changed_settings_are_refused_by_name(tmp_path):
             resume(options | change, document)
 
 
-def test_settings_that_choose_no_rows_may_change(tmp_path):
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet")
-    documents = read(HuggingFaceDatasetReader, options)
-    other = options | {"batch_size": 3, "doc_progress": True}
-    other["dataset_options"] = options["dataset_options"] | {
-        "num_proc": 1,
-        "cache_dir": str(tmp_path / "elsewhere"),
-    }
-    assert resume(other, documents[10]) == documents[11:]
-
-
 # Mistakes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"split": None}, "dataset_options names none.*train"),
-        # Until version 4.2 a stream without files is no error of datasets.
-        (
-            {"data_files": "/nowhere/*.parquet"},
-            "cannot be opened|has no files for these dataset_options",
-        ),
-    ],
-)
-def test_a_dataset_that_cannot_be_opened_is_one_error(change, message, streaming, tmp_path):
-    options = arguments(write(tmp_path / "in", "parquet"), "parquet", streaming=streaming)
-    options["dataset_options"] |= change
-    with pytest.raises(InputError, match=message):
-        read(HuggingFaceDatasetReader, options)
-
-
-def test_a_damaged_file_of_a_map_style_dataset_and_a_missing_column_are_named(
-    tmp_path,
-):
-    folder = write(tmp_path / "in", "json")
-    with pytest.raises(
-        InputError, match=r"no column 'body'\. Its columns are 'text', 'name', 'number'"
-    ):
-        read(HuggingFaceDatasetReader, arguments(folder, "json", text_key="body", streaming=True))
-    (folder / "1.json").write_text('{"text": "torn')
-    with pytest.raises(
-        InputError, match=r"'json' cannot be opened: ArrowInvalid: JSON parse error"
-    ):
-        read(HuggingFaceDatasetReader, arguments(folder, "json"))
 
 
 def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made():
@@ -409,13 +281,3 @@ def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):
 
 
 # How much of the input is done -------------------------------------------------------------------
-
-
-def test_a_stream_of_parquet_counts_bytes_and_the_rows_of_its_footers(tmp_path):
-    folder = write(tmp_path / "in", "parquet")
-    options = arguments(folder, "parquet", streaming=True)
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    found = [reached(document) for document in HuggingFaceDatasetReader(**options).run()]
-    assert [one.done for one in found] == sorted(one.done for one in found)
-    assert 0 < found[0].done < size / 10
-    assert found[-1] == Reached(size, size, "bytes")

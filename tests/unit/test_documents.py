@@ -7,7 +7,6 @@ import decimal
 import enum
 import io
 import math
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -140,17 +139,6 @@ def test_any_plain_document_comes_back_equal(text, metadata):
     assert decode(encode(document)) == document
     assert b"\n" not in encode(document)
     assert fingerprint(encode(document)) == fingerprint(encode(decode(encode(document))))
-
-
-@pytest.mark.parametrize("metadata", [{}, {1: "a key that is no string"}, {"nan": math.nan}])
-def test_an_encoded_document_takes_the_room_of_its_bytes(metadata):
-    document = Document("x" * 100_000, "id", metadata=metadata)
-    tracemalloc.start()
-    try:
-        data = encode(document)
-        assert tracemalloc.get_traced_memory()[0] < 1.1 * len(data)
-    finally:
-        tracemalloc.stop()
 
 
 # Our adapter returns what datatrove's default one returns, value for value and key for key -------

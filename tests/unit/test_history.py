@@ -2,20 +2,16 @@
 bounded.
 """
 
-import itertools
-
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_log import MAX_BYTES, HistoryLog, thinned
+from datatrove_ckpt.checkpoint.history_log import HistoryLog, thinned
 from datatrove_ckpt.checkpoint.history_records import (
-    Buckets,
     End,
     InputPosition,
     Progress,
     ServerEvent,
-    Spread,
     Start,
     WorkCounts,
 )
@@ -67,9 +63,6 @@ def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path):
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------
 
 
-_MINUTES_OF_A_WEEK = 7 * 24 * 60
-
-
 def minute(number):
     """A line as long as that of a rank in the middle of a large run."""
     own = WorkCounts(
@@ -118,33 +111,6 @@ def test_damage_in_the_middle_stays_and_costs_no_other_line(path):
     assert log.earlier == minute(3).own
     log.append([minute(4)])
     assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
-
-
-def test_a_week_of_minutes_is_less_than_a_megabyte(path):
-    log, largest = HistoryLog(path, 1), 0
-    log.append([Start(at=1.8e9, host="node", pid=1)])
-    for number in range(_MINUTES_OF_A_WEEK):
-        log.append([minute(number)])
-        if number % 10 == 9:
-            log.append(
-                [
-                    Spread(
-                        at=1.8e9 + 60 * number,
-                        milliseconds=Buckets.from_json([[n, 10**6] for n in range(60)]),
-                    )
-                ]
-            )
-        largest = max(largest, log.size)
-    assert largest == pytest.approx(MAX_BYTES, rel=0.01)
-    assert path.stat().st_size == log.size <= MAX_BYTES < 1_000_000
-    found = progress_of(path)
-    assert (found[0].at, found[-1].at) == (minute(0).at, minute(_MINUTES_OF_A_WEEK - 1).at)
-    gaps = [later.at - earlier.at for earlier, later in itertools.pairwise(found)]
-    assert max(gaps) <= 1800 + 60, "a long time without a line"
-    assert gaps[-300:] == pytest.approx([60.0] * 300), "the last hours have a line for each minute"
-    (attempt,) = read_history(path).attempts
-    assert attempt.start is not None
-    assert attempt.spread is not None
 
 
 def test_thinning_keeps_events_and_the_ends_of_attempts():

@@ -2,9 +2,6 @@
 at random.
 """
 
-import gc
-from contextlib import suppress
-
 import pytest
 
 from datatrove_ckpt.inference.client import body as body_limits
@@ -173,21 +170,3 @@ def test_framing_without_end_has_a_limit(head, endless):
     with pytest.raises(RemoteProtocolError, match="longer than 65536"):  # noqa: PT012 (one of the pieces)
         for _ in range(20_000):
             assert not parser.feed(endless)
-
-
-def test_a_parser_is_freed_without_a_collector():
-    gc.disable()
-    gc.freeze()  # what other tests have left
-    try:
-        for raw, _, _ in ANSWERS.values():
-            feed([raw])
-            ResponseParser().feed(raw[:-1])
-            with suppress(UnaskedBytes):
-                ResponseParser().feed(raw + b"H")
-        for raw in BAD.values():
-            with suppress(RemoteProtocolError):
-                ResponseParser().feed(raw)
-        assert gc.collect() == 0
-    finally:
-        gc.unfreeze()
-        gc.enable()

@@ -2,14 +2,11 @@
 the time.
 """
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datatrove_ckpt.checkpoint.interval import RECENT, Interval, Tuning, check_seconds
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.checkpoint.interval import RECENT, Interval, Tuning
 
 TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 
@@ -40,13 +37,3 @@ def test_saves_take_no_more_than_their_share_of_the_time_whatever_each_takes(
         interval.took(duration)
         elapsed += duration + interval.seconds
     assert sum(durations) <= TUNING.share * elapsed + sum(durations[-RECENT:])
-
-
-@pytest.mark.parametrize("value", ["fast", -1, math.nan, True, None])
-def test_what_is_no_seconds_is_refused_by_name(value):
-    for fine in ("auto", 0, 0.5, 3):
-        check_seconds("sync_seconds", fine)
-    with pytest.raises(
-        ConfigError, match='sync_seconds: must be "auto" or a number of seconds >= 0; it is'
-    ):
-        check_seconds("sync_seconds", value)

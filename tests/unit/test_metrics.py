@@ -15,9 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_records import Buckets, InputPosition, Spread
-from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.config.monitoring import name_of_folder
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
     PREFIX,
@@ -105,26 +102,6 @@ def test_the_text_says_what_the_rank_did():
     assert {name: found[name] for name in expected} == expected
 
 
-def test_a_histogram_has_every_value_below_its_ends():
-    found = samples(exposition([metrics()]).decode())
-    ends = {
-        name.split()[1]: value
-        for name, value in found.items()
-        if name.startswith("request_duration_seconds_b")
-    }
-    assert [ends[end] for end in ("0.001", "0.002", "0.064", "0.128", "4.096", "+Inf")] == [
-        1,
-        2,
-        2,
-        3,
-        4,
-        4,
-    ]
-    assert found["request_duration_seconds_count"] == 4
-    assert found["request_duration_seconds_sum"] == pytest.approx(3.102, rel=0.1)
-    assert found["request_completion_tokens_bucket 8.0"] == 1
-
-
 def test_every_metric_is_shown_and_each_family_once_for_all_ranks():
     text = exposition([metrics(3), metrics(5)]).decode()
     types = re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)
@@ -137,34 +114,6 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks():
 
 
 # settings ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"metrics_port": 70000}, "monitoring.metrics_port: must be from 1 to 65535; it is 70000."),
-        ({"run_name": " "}, "monitoring.run_name: is empty"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, error):
-    with pytest.raises(ConfigError, match=f"^{re.escape(error)}"):
-        MonitoringConfig(**settings)
-
-
-def test_a_run_is_named_after_its_folder():
-    assert (
-        name_of_folder("/a/books/checkpoints")
-        == name_of_folder("/a/books")
-        == name_of_folder("/a/books/ck")
-        == "books"
-    )
-    assert (
-        name_of_folder("s3://bucket/books/")
-        == name_of_folder("s3://bucket/books/output")
-        == "books"
-    )
-    assert name_of_folder("/checkpoints") == "checkpoints"
-    assert name_of_folder("") == "run"
 
 
 def waited_for(condition):
@@ -222,10 +171,3 @@ def test_where_a_port_is_taken_the_next_one_is(host, log):
     with socket.create_server((host, PORT)), socket.create_server((host, PORT + 1)), shown(host, 2):
         assert samples(get(host, PORT + 2), rank="2")["documents_total"] == 7
     assert f"{PORT} is taken; this process has {host}:{PORT + 2}" in log[0]
-
-
-def test_an_address_that_cannot_be_used_is_said_once(log):
-    for _ in range(2):
-        assert metrics_port("192.0.2.1", PORT) is None
-    (line,) = log
-    assert "192.0.2.1:9464 cannot be used: Cannot assign requested address. The run goes on" in line

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.torch import Mix, Pack
 from tests.resume import assert_resume_is_exact
 from tests.stateful_rows import Rows
@@ -137,22 +137,6 @@ def test_a_source_that_has_ended_is_not_asked_for_its_state():
         assert list(resumed) == whole[stop:]
 
 
-def test_settings_that_cannot_work_are_refused():
-    for weights, message in [
-        ([1], "one number for each source: 2, not 1"),
-        ([1, 0], "above 0"),
-        ([1, float("nan")], "finite"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            Mix([Rows([]), Rows([])], weights)
-    with pytest.raises(ConfigError, match="at_end"):
-        mix("never")
-    with pytest.raises(ConfigError, match="Source 1 of Mix"):
-        Mix([Rows([]), []], [1, 1])
-    with pytest.raises(TypeError, match="max_steps"):
-        len(mix("stop"))
-
-
 def test_states_of_other_weights_or_seeds_are_refused():
     one = mix()
     next(iter(one))
@@ -163,13 +147,3 @@ def test_states_of_other_weights_or_seeds_are_refused():
         mix(counts=(1, 1)).load_state_dict(state)
     with pytest.raises(CheckpointMismatch, match="at_end='stop', now 'drop'"):
         mix("drop").load_state_dict(state)
-
-
-def test_a_source_without_samples_is_a_warning_once(log):
-    mixed = mix("drop", (20, 5, 0))
-    for epoch in range(2):
-        mixed.set_epoch(epoch)
-        list(mixed)
-    list(mix("drop", (20, 5)))
-    (said,) = [line for line in log if line.startswith("WARNING")]
-    assert "Source 2 of Mix (Rows) gave no sample" in said

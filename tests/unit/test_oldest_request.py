@@ -19,18 +19,6 @@ def eager_threads():
     sys.setswitchinterval(before)
 
 
-async def test_the_oldest_of_a_rank_is_found():
-    router = Router(9)
-    own = Sender()
-    other = Sender()
-    router.targets = [Target(), Target()]
-    assert router.oldest_of(own) is None
-    router.targets[0].start_attempt(Request(other, "of another rank"))
-    first = router.targets[1].start_attempt(Request(own, "first"))
-    router.targets[0].start_attempt(Request(own, "second"))
-    assert router.oldest_of(own) is first
-
-
 async def test_another_thread_may_ask_while_requests_come_and_go(eager_threads):
     """The set of attempts changes at each request.
 

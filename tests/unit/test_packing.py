@@ -4,7 +4,6 @@ None of it needs torch.
 """
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -106,12 +105,6 @@ def test_values_with_fractions_keep_their_type_through_a_state():
     assert last["weight"].tolist() == whole[1]["weight"].tolist()
 
 
-def test_a_state_holds_the_tokens_that_are_in_no_sample_in_few_bytes():
-    pack = Pack(Rows(rows_of([5000, 5000], first=30_000)), 4096)
-    next(iter(pack))
-    assert len(json.dumps(pack.state_dict())) < 340 + (5000 - 4096) * 2 * 4 / 3
-
-
 def test_rows_that_cannot_be_packed_are_named():
     for rows, options, message in [
         ([{"text": "a", "id": "b"}], {}, r"no 'input_ids'; it has \['text', 'id'\]. Tokenise"),
@@ -128,18 +121,6 @@ def test_rows_that_cannot_be_packed_are_named():
     ]:
         with pytest.raises(ConfigError, match=message):
             list(Pack(Rows(rows), 4, **options))
-
-
-def test_settings_that_cannot_work_are_refused():
-    for options, message in [
-        ({"length": 0}, "at least 1"),
-        ({"length": 4, "columns": "input_ids"}, "list of keys"),
-        ({"length": 4, "columns": ["a", "b"], "pad": {"a": 1}}, "pad must have a number for each"),
-    ]:
-        with pytest.raises(ConfigError, match=message):
-            Pack(Rows([]), **options)
-    with pytest.raises(ConfigError, match=r"list.* has no state_dict and no load_state_dict"):
-        Pack([[1, 2]], 4)
 
 
 def test_states_of_another_setting_class_epoch_or_worker_are_refused():

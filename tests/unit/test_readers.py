@@ -23,7 +23,7 @@ from datatrove.pipeline.readers import IpcReader as OriginalIpc
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers import (
     IpcReader,
@@ -336,22 +336,6 @@ def test_a_reader_is_stateful_as_in_torchdata(tmp_path, kind):
     assert through_json(ours.state_dict()) == state_of(documents[-1])
 
 
-@pytest.mark.parametrize(
-    ("files", "world_size"), [(1000, 3), pytest.param(10_000, 1, marks=pytest.mark.slow)]
-)
-def test_a_state_is_small_however_many_files_there_are_and_whatever_their_names(
-    ram, files, world_size
-):
-    for i in range(files):
-        (ram / f"{i:05}.jsonl").write_bytes(b'{"text": "%d"}\n' % i)
-    ours = JsonlReader(
-        ram.as_posix(), glob_pattern=f"[{'0123456789' * 30}]*.jsonl", shuffle_seed=7, skip=1
-    )
-    *_, before_last, last = ours.run(None, 0, world_size)
-    ours.load_state_dict(state_of(before_last))
-    assert plain(ours.run(None, 0, world_size)) == [asdict(last)]
-
-
 def test_the_position_is_no_field_of_the_document(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "id": "b", "c": 1}\n')
     [ours] = JsonlReader(tmp_path.as_posix()).run()
@@ -571,14 +555,6 @@ def test_a_limit_below_what_is_done_is_refused(six):
     assert resume(six, stop(six, limit=11), limit=12) == ["3.2"], "a higher limit reads more"
 
 
-def test_shuffle_files_is_refused_and_the_error_names_what_to_use():
-    for make in (JsonlReader, ParquetReader, IpcReader):
-        with pytest.raises(ConfigError, match="shuffle_seed"):
-            make("/", shuffle_files=True)
-        with pytest.raises(ConfigError, match="shuffle_seed must be an integer"):
-            make("/", shuffle_seed="one")
-
-
 # Reader and runner -------------------------------------------------------------------------------
 
 
@@ -659,41 +635,3 @@ def test_a_reading_finds_no_reader_that_seeks_or_too_few(tmp_path):
         assert list(JsonlReader(f"{tmp_path}/a").run()) == []
     with pytest.raises(CheckpointMismatch, match="reader 2 of the pipeline"):
         _ = reading.resumed
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "size", "most"),
-    [
-        ("parquet", 50, 10_000, 7),
-        ("arrow", 50, 10_000, 7),
-        ("arrow", 5000, 1, 1000),  # millions as Python objects would take gigabytes
-        ("arrows", 5000, 1, 1000),
-    ],
-)
-def test_few_rows_of_a_batch_are_converted_at_a_time(
-    tmp_path, monkeypatch, kind, count, size, most
-):
-    monkeypatch.setattr("datatrove_ckpt.readers.tables._BATCH_BYTES", 70_000)
-    noise = random.Random(0)
-    texts = [str(n) for n in range(count)]
-    table = pa.table({"text": texts, "image": [noise.randbytes(size) for _ in texts]})
-    is_stream = kind == "arrows"
-    path = tmp_path / f"0.{kind.removesuffix('s')}"
-    write_table(path, table, count if is_stream else count // 2, stream=is_stream)
-    one = reader(tmp_path.as_posix(), kind)
-    taken = []
-    batches = one._batches
-
-    def spied(*arguments):
-        for found in batches(*arguments):
-            taken.append(found[2].num_rows)
-            yield found
-
-    monkeypatch.setattr(one, "_batches", spied)
-    found = list(one.run())
-    assert [document.text for document in found] == texts
-    assert most / 2 < max(taken) <= most
-    taken.clear()
-    one.load_state_dict(state_of(found[count * 2 // 3]))
-    assert [document.text for document in one.run()] == texts[count * 2 // 3 + 1 :]
-    assert sum(taken) < count / 2

@@ -2,8 +2,6 @@
 
 from html.parser import HTMLParser
 
-import pytest
-
 from datatrove_ckpt.maintenance.report.page import Chart, Page, Table
 
 START = 1_790_000_000.0
@@ -96,13 +94,3 @@ def test_a_hostile_name_is_text_in_every_place():
     assert "\x00" not in hostile.text
     assert "\u202e" not in hostile.text
     a_page(word="\ud800 lone surrogate").html().encode()
-
-
-@pytest.mark.parametrize("values", [[None], [0.0], [None, 3.0, None]])
-def test_a_chart_of_odd_values_is_drawn(values):
-    edges = [START + 60 * index for index in range(len(values) + 1)]
-    page = a_page(
-        charts=[Chart("Documents", edges, {"documents": values}, [0] * len(values))]
-    ).html()
-    assert "NaN" not in page
-    assert "inf" not in Reader(page).text

@@ -19,7 +19,6 @@ from datatrove_ckpt.rollouts import (
     CompletionRollout,
     PromptRollout,
     for_config,
-    templates,
 )
 from datatrove_ckpt.rollouts.model_files import load_counter
 from tests.jobs import rows, runner
@@ -46,25 +45,6 @@ def test_a_key_of_the_metadata_is_filled_in_by_its_name():
     assert content(PromptRollout("{metadata[text]}"), given) == "not this one"
 
 
-def test_a_null_is_said_at_the_first_document_that_has_one(log, monkeypatch):
-    monkeypatch.setattr(templates, "_NULLS", set())
-    assert [content(PromptRollout("{title}"), document(title=None)) for _ in range(2)] == [
-        "None",
-        "None",
-    ]
-    assert log == [
-        "WARNING Document 'd1': title is null; the prompt has \"None\" there, and is sent.\n"
-    ]
-
-
-def test_a_name_that_no_key_has_is_named_with_what_may_be_meant():
-    with pytest.raises(ConfigError) as refused:
-        asked(PromptRollout("{txt}"), document(lang="en"))
-    assert str(refused.value) == (
-        "prompt: document 'd1' has no metadata 'txt'; its metadata keys: lang. Did you mean 'text'?"
-    )
-
-
 EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "é"}]}
 
 
@@ -89,18 +69,6 @@ def test_a_column_takes_the_place_of_the_text(template):
     assert content(ChunkedRollout(prompt_column="question"), document(question="Why?")) == "Why?"
 
 
-def test_a_column_that_is_missing_or_null_is_an_error_that_names_the_document():
-    rollout = PromptRollout(prompt_column="question")
-    with pytest.raises(
-        ConfigError, match=r"^prompt_column: document 'd1' has no metadata 'question'; its metadata"
-    ):
-        asked(rollout, document(lang="en"))
-    with pytest.raises(
-        ConfigError, match=r"^prompt_column: 'question' of document 'd1' is null, and neither"
-    ):
-        asked(rollout, document(question=None))
-
-
 # lists of messages -------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "Why?"}
@@ -122,33 +90,6 @@ def test_the_system_prompt_comes_first_unless_the_list_has_one():
         USER,
     ]
     assert asked(rollout, document(messages=[SYSTEM, USER]))["messages"] == [SYSTEM, USER]
-
-
-@pytest.mark.parametrize(
-    ("rollout", "messages", "error"),
-    [
-        (
-            PromptRollout("Say {text}", prompt_column="m"),
-            [USER],
-            "prompt: document 'd1' holds a list of messages",
-        ),
-        (
-            PromptRollout(prompt_column="m"),
-            [USER, {"content": ""}],
-            "'m' of document 'd1' is a list, but item 1 is no",
-        ),
-        (PromptRollout(prompt_column="m"), [], "'m' of document 'd1' is an empty list"),
-        (
-            ChunkedRollout(prompt_column="m"),
-            [USER],
-            "prompt_column: document 'd1' holds a list of messages, which can",
-        ),
-    ],
-)
-def test_a_list_that_cannot_be_sent_is_an_error(rollout, messages, error):
-    with pytest.raises(ConfigError) as refused:
-        asked(rollout, document(m=messages))
-    assert str(refused.value).startswith(error)
 
 
 def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_path, server):
@@ -262,15 +203,6 @@ def test_a_tokenizer_that_is_not_there_says_what_to_do(tmp_path):
         for_config(rollout, config())
 
 
-def test_a_model_that_the_hub_does_not_give_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"^tokenizer: tokenizer\.json of 'no/model' is in no folder of that name"
-    ):
-        for_config(PromptRollout(max_prompt_tokens=9), config(model_name_or_path="no/model"))
-
-
 def test_settings_that_are_not_used_are_not_part_of_the_identity():
     for rollout in (PromptRollout(), CompletionRollout(), ChunkedRollout()):
         fitted = for_config(rollout, config(use_chat=not isinstance(rollout, CompletionRollout)))
@@ -278,7 +210,3 @@ def test_settings_that_are_not_used_are_not_part_of_the_identity():
         assert not vars(fitted).keys() - {
             "prompt", "system_prompt", "generation_params", "max_chars_per_part", "separator", "parallel"
         }  # fmt: skip
-
-
-def test_a_column_that_is_named_as_a_field_of_documents_is_not_suggested():
-    assert "Did you mean" not in str(templates.lacks(Document("text", "a"), "images", "text"))

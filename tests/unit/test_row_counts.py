@@ -1,19 +1,17 @@
 """The rows of JSONL files are counted once: the next process knows them, until a file changes."""
 
-import json
 import os
 import threading
-from pathlib import Path
 
 import orjson
 import pytest
 from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.line_blocks import LineBlocks
-from datatrove_ckpt.torch.row_counts import RowCounts, cache_folder
+from datatrove_ckpt.torch.row_counts import RowCounts
 
 
 @pytest.fixture(autouse=True)
@@ -124,45 +122,3 @@ def test_one_process_counts_and_the_others_wait_for_it(folder, cache, counted):
     logger.remove(handler)
     assert found == [6]
     assert counted == []
-
-
-def test_counts_are_kept_in_the_users_cache(monkeypatch, tmp_path):
-    assert cache_folder() == tmp_path / "cache"
-    monkeypatch.delenv("DATATROVE_CKPT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert cache_folder() == Path("/somewhere/datatrove-ckpt/rows")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_folder() == Path("/home/me/.cache/datatrove-ckpt/rows")
-    monkeypatch.setenv("DATATROVE_CKPT_CACHE", "")
-    assert cache_folder() is None
-
-
-@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
-def test_remote_tables_are_counted_once_and_local_ones_are_asked(
-    tmp_path, cache, monkeypatch, reader
-):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from datatrove.io import DataFolder
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    memory = MemoryFileSystem()
-    memory.store.clear()
-    folder = DataFolder(f"/{tmp_path.name}", fs=memory)
-    table = pa.table({"text": ["a", "b", "c"]})
-    with folder.open("a.table", "wb") as file:
-        if reader is ParquetReader:
-            pq.write_table(table, file)
-        else:
-            with pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
-    found = BlockInput(reader(folder))
-    assert found.read(found[0]).to_pylist() == table.to_pylist()
-    [kept] = cache.glob("*.json")
-    assert json.loads(kept.read_bytes())["files"]["a.table"]["rows"] == [3]
-    monkeypatch.setattr(BlockInput, "_index_file", None)
-    again = BlockInput(reader(folder))
-    assert list(again) == list(found)
-    again.unify(["text"])  # the types are kept, too
-    assert again.read(again[0]).to_pylist() == table.to_pylist()

@@ -2,21 +2,18 @@
 
 import datetime
 import os
-from dataclasses import replace
 
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
-    ServerEvent,
     Silence,
     Wait,
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.checkpoint.numbers import RunNumbers
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.cli.closing import _attempts
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.maintenance.read_state import read_run_state
@@ -142,38 +139,6 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path, hold):
     assert not_yet.trouble is None
 
 
-def test_a_stuck_rank_tells_since_when_and_the_errors_since_then(tmp_path, running):
-    def line(number):
-        errors = {"HTTP 429": 500, **({"timeout": number - 60} if number > 60 else {})}
-        done = min(number, 60) * 10
-        quiet = Wait(max(0.0, number - 60) * MIN)
-        return minute(T + MIN * number, done, own=work(done, errors=errors), wait=quiet)
-
-    running(*map(line, range(241)))
-    rank = read_one(tmp_path, T + 240 * MIN)
-    assert rank.trouble == "stuck"
-    assert rank.reason == (
-        "no answer and no document for 3 h: 4 requests in flight, 2 waiting; errors in the last 5 min: 5 timeout"
-    )
-
-
-def test_a_stuck_rank_tells_what_its_server_does(tmp_path, hold):
-    death = ServerEvent(at=T + 2 * MIN, attempt=1, what="death", name="0", why="exit code 1")
-    again = ServerEvent(at=T + 3 * MIN, attempt=1, what="restart", name="0")
-    lines = stuck(T, 11)
-    folder = write_rank(tmp_path, history=[*lines[:4], death, *lines[4:]])
-    hold(folder)
-    died = read_one(tmp_path, T + 11 * MIN).reason
-    write_history(folder, [*lines[:4], death, again, *lines[4:]])
-    starting = read_one(tmp_path, T + 11 * MIN).reason
-    write_history(folder, [*lines[:4], replace(death, name="judge 0"), *lines[4:]])
-    assert "its server judge 0 died" in read_one(tmp_path, T + 11 * MIN).reason
-    assert died == "no answer and no document for 10 min: its server died 9 min ago (exit code 1)"
-    assert (
-        starting == "no answer and no document for 10 min: its server was started again 8 min ago"
-    )
-
-
 @pytest.mark.parametrize(("seconds", "is_stuck"), [(28.0, False), (31.0, True), (590.0, True)])
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
     tmp_path, running, seconds, is_stuck
@@ -197,29 +162,9 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     assert (state.totals.in_flight, state.totals.waiting) == (8, 4)
 
 
-def test_the_model_whose_servers_give_no_answer_is_named(tmp_path, running):
-    lines = [
-        *minutes(T, 3, 60, 3600),
-        minute(T + 3 * MIN + 10, 180, 3600, silence=Silence(60.0, 600.0, False, "judge")),
-    ]
-    running(*lines)
-    (rank,) = read(tmp_path, T + 3 * MIN + 10).ranks
-    assert rank.reason.startswith("the server of judge gives no answers: no answer since ")
-
-
 def topic(state, label):
     """What ``status`` says of a topic; "" if nothing."""
     return next((line[13:] for line in describe(state) if line.startswith(f"  {label:<10} ")), "")
-
-
-def test_an_outage_is_no_part_of_rate_and_time_left(tmp_path, hold):
-    history = [start(T, host=HERE), *minutes(T, 3, 60, 1000)]
-    history.append(minute(T + 210, 180, 1000, silence=Silence(30.0, 600.0)))
-    history += [minute(T + 440, 180, 1000), minute(T + 500, 240, 1000)]
-    hold(write_rank(tmp_path, history=history, chunks=24))
-    rank = read_one(tmp_path, T + 501)
-    assert rank.rates.documents == pytest.approx(1.0)
-    assert rank.time_left == pytest.approx(760)
 
 
 def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path):
@@ -238,19 +183,6 @@ def test_a_kill_in_the_first_seconds_leaves_it_unknown_what_was_in_flight(tmp_pa
     assert attempt.in_flight is None
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_at_least_is_said_of_what_was_sent_where_a_kill_made_it_uncertain(tmp_path, hold, killed):
-    history = [start(T), minute(T, 0), minute(T + MIN, 10)]
-    history += [] if killed else [stopped(T + MIN)]
-    history += [start(T + 2 * MIN, 2, host=HERE), minute(T + 2 * MIN, 10, attempt=2, own=work(0))]
-    hold(write_rank(tmp_path, history=history, chunks=4, attempts=2))
-    said = topic(read(tmp_path, T + 3 * MIN), "requests")
-    at_least = "at least " if killed else ""
-    assert said == f"80 of documents that are done; {at_least}80 sent, 0 answered from cache"
-    together = topic(read(tmp_path, T + 3 * MIN), "attempts").partition("; ")[2]
-    assert together.startswith("at least ") == killed
-
-
 @pytest.mark.parametrize(("killed", "said"), [(0, ""), (1, "at least ")])
 def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
@@ -260,35 +192,6 @@ def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, s
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
         "completion tokens paid that no document has."
     )
-
-
-def test_a_rank_that_waits_for_its_last_answer_has_no_time_left_and_names_the_document(
-    tmp_path, running
-):
-    wait = Wait(50.0, 70.0, "book 7", all_started=True)
-    lines = [
-        *minutes(T, 5, 60, 300),
-        minute(T + 6 * MIN, 299, 300, in_flight=1, waiting=0, wait=wait),
-    ]
-    running(*lines, number=3, chunks=29, journal=9, tasks=4)
-    for number in (0, 1, 2):
-        history = [start(T), *minutes(T, 1, 300, 300), done(T + MIN)]
-        write_rank(tmp_path, number, history, chunks=1, per_chunk=300, finished=True, tasks=4)
-    state = read(tmp_path, T + 6 * MIN + 20)
-    assert state.totals.time_left is None
-    assert state.ranks[3].rates.documents > 0
-    assert (
-        topic(state, "in flight")
-        == "1, 0 waiting as of 20 s ago; the oldest for 70 s: rank 3 (document book 7)"
-    )
-    assert state.troubled == [], "it is not slow"
-
-
-def test_skipped_lines_are_summed(tmp_path):
-    for number in range(2):
-        lines = [minute(T, 0), minute(T + MIN, 10, skipped=SkippedLines(2, number)), done(T + MIN)]
-        write_rank(tmp_path, number, [start(T), *lines], chunks=1, finished=True)
-    assert topic(read(tmp_path, T + 2 * MIN), "skipped") == "4 damaged lines and 1 row without text"
 
 
 @pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
@@ -305,23 +208,6 @@ def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
     assert state.ranks[4].reason == (
         "0.4 documents/s; the median of 6 ranks is 1.01" if slow else ""
     )
-
-
-def test_a_rank_with_long_documents_is_not_slow(tmp_path, running):
-    for number, per_minute in enumerate((60, 60, 60, 60, 6)):
-        lines = minutes(T, 6, per_minute)
-        if number == 4:
-            for line in lines:
-                line.own.completion_tokens *= 10
-                line.own.prompt_tokens *= 10
-        running(*lines, number=number)
-    assert read(tmp_path, T + 6 * MIN).troubled == []
-
-
-def test_a_repaired_rank_is_at_the_documents_that_are_left(tmp_path):
-    history = [start(T), *minutes(T, 6, 10, 60), done(T + 6 * MIN)]
-    write_rank(tmp_path, 0, history, chunks=4)
-    assert read_one(tmp_path, T + 7 * MIN).share == pytest.approx(40 / 60)
 
 
 # sums --------------------------------------------------------------------------------------------
@@ -347,63 +233,13 @@ def test_the_sums_of_a_run(tmp_path, running):
         "rows",
     )
     assert totals.total_is_estimated
-    assert totals.rates.documents == pytest.approx(2 / 6)
     assert totals.time_left == pytest.approx((666 - 220) / (2 / 6))
     assert totals.working_seconds == 11 * MIN
-    assert totals.average.documents == pytest.approx(220 / (11 * MIN))
-    assert totals.average.input == pytest.approx(220 / (11 * MIN))
-    assert totals.started == T
     assert totals.work.requests == (100 + 60 + 60) * 2
     assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
-    assert state.newest == T + 11 * MIN
     printed = list(describe(state))
     for topic, text in gather(state).sums[2:]:
         assert f"  {topic:<10} {text}" in printed, "the report shows what status prints"
-
-
-def test_many_short_tasks_have_the_rate_of_all_that_worked_lately(tmp_path, running):
-    for number in range(100):
-        at = T + number // 2 * 4
-        history = [start(at), minute(at, 0, 10), minute(at + 4, 10, 10), done(at + 4)]
-        write_rank(tmp_path, number, history, chunks=1, finished=True, tasks=1000)
-    for number in (100, 101):
-        running(minute(T + 199, 0), number=number, at=T + 199, tasks=1000)
-    totals = read(tmp_path, T + 200).totals
-    assert (totals.rates.documents, totals.rates.requests) == pytest.approx((5.0, 10.0))
-    assert totals.time_left == pytest.approx(9000 / 5)
-
-
-def test_the_percentage_is_as_new_as_the_number_of_documents(tmp_path, running):
-    running(*minutes(T, 5, 10, 100), chunks=7, journal=5)
-    assert read_one(tmp_path, T + 5 * MIN + 50).position == (75, 100, "rows"), "50 in the last line"
-
-
-def test_a_rank_that_has_just_begun_does_not_decide_when_a_run_ends(tmp_path, running):
-    running(*minutes(T, 6, 60, 3600))
-    running(minute(T + 350, 0, 3600), minute(T + 360, 1, 3600), number=1, at=T + 350)
-    state = read(tmp_path, T + 6 * MIN)
-    assert state.ranks[1].time_left is None
-    assert state.totals.time_left < 2 * 3600
-
-
-def test_ranks_of_one_document_are_not_slow(tmp_path, running):
-    for number in range(9):
-        history = [start(T), minute(T, 0), minute(T + 100 + number, 1), done(T + 100 + number)]
-        write_rank(tmp_path, number, history, finished=True, tasks=10)
-    running(*minutes(T, 6, 0), number=9, tasks=10)
-    assert read(tmp_path, T + 6 * MIN).troubled == []
-
-
-def test_the_time_left_is_without_ranks_at_a_halt(tmp_path, running):
-    running(*minutes(T, 6, 60, 3600), chunks=36)
-    write_rank(
-        tmp_path,
-        1,
-        [start(T, host=HERE), *minutes(T, 5, 60, 3600), failed(T + 5 * MIN, "x")],
-        chunks=30,
-    )
-    totals = read(tmp_path, T + 6 * MIN).totals
-    assert (totals.time_left, totals.halted) == (pytest.approx(3600 - 360), 1)
 
 
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):

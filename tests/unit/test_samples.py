@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pytest
 
 from datatrove_ckpt.torch import batches, samples
-from datatrove_ckpt.torch.batches import RowBatches, owned
+from datatrove_ckpt.torch.batches import RowBatches
 from datatrove_ckpt.torch.samples import json_row, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
@@ -173,11 +173,3 @@ def test_types_that_differ_are_unified(types):
     values = {pa.null(): [None] * 2, pa.int32(): [1, 2], pa.int64(): [2**40, 3]}
     tables = [pa.table({"a": pa.array(values.get(kind, ["a", "b"]), kind)}) for kind in types]
     check(tables, [3, 0, 2, 1])
-
-
-def test_owned_rows_hold_no_more_than_themselves():
-    table = pa.table({"text": ["x" * 100] * 10_000, "ids": [[1, 2]] * 10_000})
-    for rows in (0, 1, 2, 7):
-        own = owned(table.slice(5000, rows))
-        assert own.to_pylist() == table.slice(5000, rows).to_pylist()
-        assert own.get_total_buffer_size() < 2_000

@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.cli.yaml_config import build, load
+from datatrove_ckpt.cli.yaml_config import build
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/slurm.yaml")
@@ -210,26 +210,3 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert "sbatch: error: invalid partition specified: gpu\n" in said
     assert f"error: sbatch ended with exit code 1; its message is above. {there}" in said
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
-
-
-EVERYTHING = {
-    "cpus_per_task": 2,
-    "nodes_per_task": 2,
-    "env_command": "module load cuda",
-    "job_id_retriever": "os.path.basename",
-    "requeue_signals": ["SIGUSR1", "SIGUSR2"],
-    "requeue": False,
-    "srun_args": {"mpi": "none"},
-    "ranks_at_once": 3,
-}
-
-
-def test_arguments_of_the_executor_can_be_given_in_yaml(login_node):
-    content = load(CONFIG)
-    content["executor"]["init_args"] |= EVERYTHING
-    executor = build(content)
-    for name in EVERYTHING.keys() - {"requeue_signals", "job_id_retriever"}:
-        assert getattr(executor, name) == EVERYTHING[name]
-    assert executor.requeue_signals == ("SIGUSR1", "SIGUSR2")
-    assert executor.job_id_retriever is os.path.basename
-    assert executor._sbatch_args == {"signal": "USR1@180", "open-mode": "append"}

@@ -164,21 +164,6 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     await normal
 
 
-async def test_many_quarantined_requests_run_in_growing_groups():
-    made = router()
-    waiting = {request: acquire(made, request) for request in (quarantined(n) for n in range(256))}
-    sizes = []
-    while waiting:
-        await settle()
-        together = [request for request, task in waiting.items() if task.done()]
-        sizes.append(len(together))
-        for request in together:
-            made.release(waiting.pop(request).result(), Request())
-    assert sizes[:4] == [1, 2, 4, 8]
-    assert max(sizes) == 16  # the square root: what one more death may cost
-    assert len(sizes) <= 20
-
-
 async def test_the_members_of_a_group_whose_server_died_run_alone():
     made = router()
     requests = [quarantined(n) for n in range(100)]
@@ -336,9 +321,7 @@ async def leased(configs, without=()):
     ("models", "shares"),
     [
         ({"writer": {"replicas": 2, "tp": 2}}, {"": ["0,1", "2,3"]}),
-        ({"writer": {"gpus": 2}}, {"": ["0,1"]}),
         ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
-        ({"writer": {"gpus": 3}, "judge": {"gpus": 1}}, {"writer": ["0,1,2"], "judge": ["3"]}),
         (
             {"writer": {"gpus": 0}, "judge": {"replicas": 2, "tp": 2}},
             {"writer": [""], "judge": ["0,1", "2,3"]},
@@ -355,27 +338,13 @@ async def test_models_divide_the_gpus(executor, models, shares, monkeypatch):
         assert found == shares
 
 
+@pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "executor",
     [
-        (
-            {"tp": 2, "gpus": 1},
-            r"gpus: 1 GPUs cannot be divided among 1 servers with tp \* dp \* pp = 2",
-        ),
-        ({"replicas": 2, "gpus": 3}, "gpus: 3 GPUs cannot be divided among 2 servers"),
-        (
-            {"server_type": "endpoint", "endpoint_url": "http://h", "gpus": 1},
-            "gpus: is for servers that the run",
-        ),
+        "LOCAL",
     ],
 )
-def test_gpus_that_cannot_be_divided_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        config(**settings)
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
 @pytest.mark.parametrize(
     ("models", "said"),
     [

@@ -3,16 +3,12 @@ come together.
 """
 
 import datetime
-import io
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch import parquet_blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
@@ -40,11 +36,9 @@ def read(reader, columns=None):
     [
         ([pa.array([1], pa.int32()), pa.array([2**40], pa.int64())], pa.int64()),
         ([pa.array([1], pa.int64()), pa.array([1.5], pa.float32())], pa.float64()),
-        ([pa.array(TEXTS), pa.array(TEXTS, pa.large_string())], pa.large_string()),
         ([pa.array(TEXTS), pa.array(TEXTS).dictionary_encode()], pa.string()),
         ([pa.array(TEXTS), pa.array(TEXTS, pa.string_view())], pa.large_string()),
         ([pa.nulls(2), pa.array(TEXTS)], pa.string()),
-        ([pa.array(TEXTS), pa.nulls(2), pa.array(["x"])], pa.string()),
         ([pa.array([{"a": 1}]), pa.array([{"a": 2, "b": "x"}])], None),
         (
             [pa.array([[1]], pa.list_(pa.int16())), pa.array([[2, 3]], pa.large_list(pa.int32()))],
@@ -110,24 +104,3 @@ def test_a_value_that_does_not_fit_is_an_input_error(tmp_path):
         InputError, match=r"'1.parquet' has 'x' as int64.*make it double.*does not fit"
     ):
         read(reader, ["x"])
-
-
-def test_a_row_group_is_not_read_ahead_as_a_whole(tmp_path, monkeypatch):
-    """pyarrow does so since version 26, unless it is told not to."""
-    table = pa.table({"text": ["x" * 1000] * 10_000})
-    pq.write_table(table, tmp_path / "0.parquet", compression="none", use_dictionary=False)
-    sizes = []
-
-    class File(io.FileIO):
-        def read(self, size=-1, /):
-            sizes.append(size)
-            return super().read(size)
-
-    monkeypatch.setattr(parquet_blocks, "opened", lambda folder, name: File(tmp_path / name))
-    monkeypatch.setattr(DataFolder, "open", lambda folder, name, *mode: File(tmp_path / name))
-    reader = ParquetReader(tmp_path.as_posix(), limit=5)
-    blocks = BlockInput(reader)
-    assert len(blocks.read(blocks[0])) == blocks[0].rows
-    blocks.close()
-    assert len(list(reader.run())) == 5
-    assert 0 < max(sizes) < 2**22, "10 MB are there"

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
-from datatrove_ckpt.maintenance.where import is_config, open_place
+from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 
 NONCE = "0123456789abcdef"
@@ -161,16 +161,6 @@ def test_a_url_that_cannot_work_is_refused():
 # YAML --------------------------------------------------------------------------------------------
 
 
-def test_a_yaml_file_is_told_from_a_folder(tmp_path):
-    (tmp_path / "job.txt").touch()
-    (tmp_path / "folder.yaml").mkdir()
-    assert is_config(str(tmp_path / "job.txt"))
-    assert is_config("missing.yaml")
-    assert not is_config(str(tmp_path / "folder.yaml"))
-    assert not is_config("s3://bucket/job.yaml")
-    assert not is_config("checkpoints")
-
-
 def test_the_mirror_is_read_if_it_has_ranks_that_this_node_has_not(tmp_path):
     local, remote = tmp_path / "local", str(tmp_path / "remote")
     mirror(f"{remote}/00000")
@@ -207,34 +197,10 @@ def test_without_the_network_the_folder_is_read(tmp_path, monkeypatch):
         assert not place.is_copy
 
 
-def test_a_yaml_file_without_a_checkpoint_or_with_several_is_refused(tmp_path):
-    missing = config(str(tmp_path / "checkpoints"))
-    refused(
-        r"job.yaml: nothing has started yet, or not on this node: .*/checkpoints, ",
-        "job.yaml",
-        missing,
-    )
-    refused(
-        r"job.yaml: no step of its pipeline has checkpoints_local_dir", "job.yaml", config(None)
-    )
-    several = config("a")
-    several["executor"]["init_args"]["pipeline"] += config("b")["executor"]["init_args"]["pipeline"]
-    refused(
-        r"Give the folder of one of them: pipeline\[1\]: a, pipeline\[3\]: b", "job.yaml", several
-    )
-    for odd in ({"executor": None}, {"executor": {"init_args": {"pipeline": "x"}}}):
-        refused("no step of its pipeline", "job.yaml", odd)
-
-
 def of_jobs(logging_dir, **executor):
     found = config("checkpoints", logging_dir=logging_dir, **executor)
     found["executor"]["class_path"] = "JobsPipelineExecutor"
     return found
-
-
-def test_the_run_folder_of_a_queued_job_has_not_started_yet(tmp_path):
-    (tmp_path / "logs").mkdir()
-    refused(r"nothing has started yet: .* A submitted job may wait in its queue", str(tmp_path))
 
 
 def test_of_hugging_face_jobs_the_mirror_is_read_and_never_a_folder_of_this_machine(

@@ -269,9 +269,11 @@ def test_cancel_with_and_without_jobs(
     jobs,
     here,
     command,
+    log,
     monkeypatch,
 ):
     write_job(hub, "http://127.0.0.1:1", 1, 1)
+    base = f"hf://buckets/{BUCKET}"
     assert "No job of this run waits or runs" in command("run", "job.yaml", "--cancel")
     alive = SimpleNamespace(id="job7", url="http://hub/job7", environment={})
     canceled = []
@@ -281,6 +283,15 @@ def test_cancel_with_and_without_jobs(
     )
     assert "Canceled 1 job. " in command("run", "job.yaml", "--cancel")
     assert canceled == ["job7"]
+    assert not any("experimental" in line for line in log)
+    monkeypatch.setattr("datatrove_ckpt.JobsPipelineExecutor.run", lambda executor: None)
+    job = {
+        "input": f"{base}/input/*.jsonl",
+        "prompt": "Say {text}",
+        "model": "m",
+        "endpoint": "http://127.0.0.1:1",
+    }
+    assert datatrove_ckpt.run(run_folder=f"{base}/run/", jobs={}, **job) == f"{base}/run/output"
 
 
 @pytest.mark.slow
@@ -456,31 +467,64 @@ def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
     assert not jobs.all
 
 
-def test_the_short_form_starts_a_job_of_what_the_user_asked_for(hub, here, command, monkeypatch):
+def test_the_short_form_and_datatroves_own_executor(
+    hub,
+    jobs,
+    here,
+    command,
+    log,
+    monkeypatch,
+):
+    """What each would start. Jobs of datatrove's script unpack no package."""
     started = []
 
     def run_uv_job(script, **arguments):
-        started.append(arguments)
+        started.append({"script": Path(script).name, **arguments})
         raise ConfigError("enough")
 
     monkeypatch.setattr("huggingface_hub.run_uv_job", run_uv_job)
     write_job(hub, "http://127.0.0.1:1", 2, 1)
+    run = f"hf://buckets/{BUCKET}/short"
     short = {
-        "run_folder": f"hf://buckets/{BUCKET}/short",
+        "run_folder": run,
         "input": f"hf://buckets/{BUCKET}/input/*.jsonl",
         "prompt": "Say {text}",
         "model": "m",
+    }
+    short |= {
         "endpoint": "http://127.0.0.1:1",
         "jobs": {"flavor": "a10g-small", "timeout": "2h", "poll_interval": 0},
     }
     Path("short.yaml").write_text(yaml.safe_dump(short))
+    assert "run_folder: must be a folder of this machine" in command(
+        "run", "short.yaml", "--jobs=null", code=2
+    )
     assert "refuses to start a job" in command("run", "short.yaml", code=1)
     (job,) = started
     assert job["flavor"] == "a10g-small"
     assert job["env"]["DATATROVE_CKPT_JOB_SECONDS"] == "7200"
+    assert job["script"] == "job_launch.py"
     names = {re.split("[<>=;]", one)[0] for one in job["dependencies"]}
     assert {"aiohttp", "datatrove", "datasets", "huggingface_hub"} <= names
     assert "vllm" not in names
+    assert "short.yaml: nothing has started yet" in command("status", "short.yaml", code=2)
+
+    content = yaml.safe_load(Path("job.yaml").read_text())
+    content["executor"]["class_path"] = "datatrove.executor.JobsPipelineExecutor"
+    content["executor"]["init_args"]["pipeline"][1]["init_args"]["checkpoints_remote_dir"] = (
+        f"{run}/mirror"
+    )
+    content["executor"]["init_args"]["poll_interval"] = 1
+    Path("theirs.yaml").write_text(yaml.safe_dump(content))
+    command("run", "theirs.yaml", code=None)
+    assert started[1]["script"] == "launch_pickled_pipeline.py"
+    assert (
+        sum(
+            "datatrove's JobsPipelineExecutor: its jobs have this package only if" in line
+            for line in log
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,14 @@ from datatrove_ckpt.checkpoint.training_policies import (
     keep_policy,
     save_policy,
 )
-from datatrove_ckpt.checkpoint.training_steps import Manifest, StepName, blocks, size_of
+from datatrove_ckpt.checkpoint.training_steps import (
+    Manifest,
+    StepName,
+    blocks,
+    is_left_behind,
+    left_behind,
+    size_of,
+)
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -635,9 +642,11 @@ class TrainingCheckpoints:
                 self._note("not copied", name, error=str(error))
                 return
             there[name] = manifests[name]
-            kept = self._keep.kept(_metrics(there)) | {max(there)}
+            gone = (incomplete - {name}) | left_behind(there)
+            staying = {one: manifest for one, manifest in there.items() if one not in gone}
+            kept = self._keep.kept(_metrics(staying)) | {max(staying)}
             try:
-                for one in (incomplete - {name}) | (there.keys() - kept):
+                for one in gone | (staying.keys() - kept):
                     self._steps.remove_remote(one)
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
@@ -709,7 +718,9 @@ class TrainingCheckpoints:
             self._load(name, reader, states, weights_only)
             if not weights_only:
                 self._last = name
+                self._steps.back_to = self._steps.manifest(name)["back_to"]
                 if step != "latest" and name != self._newest:
+                    self._steps.back_to = None
                     self._last = StepName(self._newest.rollbacks + 1, name.step)
                 self._load_input(loader, name)
                 self._begin_counting()
@@ -736,6 +747,8 @@ class TrainingCheckpoints:
         manifests = dict(self._manifests)
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
+        for name in left_behind(manifests):
+            del manifests[name]
         return self._best.ordered(_metrics(manifests))[::-1]
 
     def _begin_counting(self) -> None:
@@ -975,6 +988,7 @@ class TrainingCheckpoints:
             self._load_input(loader, old)
         self._ranks.gather(None)
         self._last = new
+        self._steps.back_to = old.step
         if self._is_owner:
             self._uploading.join()
             self._replace_newer(new)
@@ -991,12 +1005,13 @@ class TrainingCheckpoints:
         source = self._steps.folder / str(old)
         manifest = self._steps.manifest(old)
         contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
-        self._steps.write(new, contents | changed, manifest["metrics"])
+        back = {"back_to": old.step}
+        self._steps.write(new, contents | changed, manifest["metrics"], back)
 
     def _replace_newer(self, new: StepName) -> None:
         self._manifests[new] = self._steps.publish(new)
         for name in self._steps.names():
-            if name.rollbacks < new.rollbacks and name.step > new.step:
+            if is_left_behind(name, new):
                 self._steps.remove(name)
                 self._manifests.pop(name, None)
 

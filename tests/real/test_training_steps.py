@@ -104,6 +104,21 @@ def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(
         saved.save(60, model=model)
 
 
+def test_what_a_rollback_throws_away_comes_back_from_no_remote(tmp_path):
+    settings = {"remote": str(tmp_path / "remote"), "keep": Last(3) | Best("loss")}
+    model = model_of(0)
+    with opened(tmp_path / "run", **settings) as saved:
+        for step, loss in ((100, 3.0), (200, 2.0), (300, 0.01)):
+            saved.save(step, model=model, metrics={"loss": loss})
+        saved.rollback(to=200, model=model)
+        for step, loss in ((300, 1.5), (400, 1.8), (500, 1.7), (600, 1.6)):
+            saved.save(step, model=model, metrics={"loss": loss})
+    with opened(tmp_path / "new node", **settings) as saved:
+        assert saved.steps() == [300, 400, 500, 600]
+        assert saved.restore("best", model=model) == 300
+        assert saved.metrics == {"loss": 1.5}
+
+
 def test_a_step_that_is_not_there_is_named(tmp_path):
     filled(tmp_path)
     with pytest.raises(ConfigError, match=r"no step 31; there are \[20, 30, 40, 50\]"):

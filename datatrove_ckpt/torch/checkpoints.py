@@ -557,8 +557,8 @@ class TrainingCheckpoints:
     ) -> None:
         began = time.monotonic()
         try:
-            with suppress(StorageFailed):  # the other ranks write, too
-                self._make_room(name, metrics)
+            with suppress(Exception):  # the other ranks wait for the parts of this one
+                self._make_room(name)
             for key, content in parts.items():
                 folder = self._steps.folder / f".saving-{name}" / "states" / key
                 save_parts(content, folder, self._ranks.writing)
@@ -598,12 +598,13 @@ class TrainingCheckpoints:
                     logger.error(f"{name} is damaged: {error}")
                     self._note("damaged", name, error=str(error))
 
-    def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
+    def _make_room(self, name: StepName) -> None:
+        """Removes what the save would remove, but for what only its metrics would: it may fail."""
         if not self._manifests:
             return
         newest = max(self._manifests)
         if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
-            self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
+            self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
 
     def _remove_old(
         self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
@@ -725,11 +726,15 @@ class TrainingCheckpoints:
                 self._load_input(loader, name)
                 self._begin_counting()
                 seconds = time.monotonic() - began
-                self._note("restored", name, seconds=seconds, passed_over=passed)
+                self._history.note(
+                    "restored",
+                    name.step,
+                    rollbacks=name.rollbacks,
+                    seconds=seconds,
+                    passed_over=passed,
+                )
         finally:
-            if not self._has_claimed:
-                # Until the first save: a process that only reads keeps no training out.
-                self._steps.unlock()
+            self._unlock_unless_claimed()  # after a fetch
         if self._ranks.rank == 0:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
@@ -750,6 +755,11 @@ class TrainingCheckpoints:
         for name in left_behind(manifests):
             del manifests[name]
         return self._best.ordered(_metrics(manifests))[::-1]
+
+    def _unlock_unless_claimed(self) -> None:
+        """Until the first save: a process that only reads keeps no training out."""
+        if not self._has_claimed:
+            self._steps.unlock()
 
     def _begin_counting(self) -> None:
         self._look_after = 0
@@ -795,6 +805,7 @@ class TrainingCheckpoints:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
             self._steps.lock()
+            self._unlock_unless_claimed()
         for name in self._steps.names():
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)

@@ -5,6 +5,7 @@ Needs torch.
 
 import csv
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,10 @@ from torch import nn
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance import tracking
+from datatrove_ckpt.maintenance import training as training_module
 from datatrove_ckpt.maintenance.tracking import TrainingTracker
+from datatrove_ckpt.maintenance.training import read_training
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
 from datatrove_ckpt.torch import checkpoints as module
 from tests.real.test_training_checkpoints import Full
@@ -119,6 +123,39 @@ def test_what_a_rollback_throws_away_comes_back_from_no_remote(tmp_path):
         assert saved.metrics == {"loss": 1.5}
 
 
+def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypatch, log):
+    model = nn.Linear(2, 2)
+    with opened(tmp_path, keep=Last(1) | Best("loss")) as saved:
+        saved.save(1, model=model, metrics={"loss": 1.0})
+        saved.save(2, model=model, metrics={"loss": 2.0})
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "disk", Full(0))
+            saved.save(3, model=model, metrics={"loss": 0.5})
+        assert "No space left" in str(saved.failure)
+        assert saved.steps() == [1, 2]
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: 1 / 0)
+        saved.save(4, model=model)  # a look that fails ends no save
+
+
+def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    filled(tmp_path)
+    with opened(tmp_path) as training:
+        assert training.restore(model=model) == 50
+        evaluator = opened(tmp_path)
+        check = evaluator._steps.check
+
+        def check_during_a_save(name):
+            training.save(60, model=model)
+            check(name)
+
+        monkeypatch.setattr(evaluator._steps, "check", check_during_a_save)
+        assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
+    events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
+    assert [event["event"] for event in events][-2:] == ["restored", "saved"]
+
+
 def test_a_step_that_is_not_there_is_named(tmp_path):
     filled(tmp_path)
     with pytest.raises(ConfigError, match=r"no step 31; there are \[20, 30, 40, 50\]"):
@@ -205,16 +242,25 @@ def test_the_curve_of_a_training_that_was_killed_is_that_of_the_whole_one(tmp_pa
     assert found[20] == ["20", "5.0", "20.0"]
 
 
-def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(tmp_path):
+def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(
+    tmp_path, monkeypatch
+):
     sent = []
     ends = []
     run = SimpleNamespace(
         send=lambda at, values, step: sent.append((step, values)), end=ends.append
     )
-    tracker = TrainingTracker(filled(tmp_path), [lambda job: run])
+    away = iter([OSError("away")] * 2)
+
+    def other(job):
+        for error in away:
+            raise error
+        return SimpleNamespace(send=lambda at, values, step: None, end=lambda status: None)
+
+    tracker = TrainingTracker(filled(tmp_path), [lambda job: run, other])
     expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
-    assert tracker.work() == ""
-    assert tracker.work() == ""
+    assert tracker.work() == "OSError: away"
+    assert tracker.work() == "OSError: away"
     assert sent == expected
     assert not tracker.is_over
     with opened(tmp_path) as saved:
@@ -222,10 +268,16 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
         saved.save(40, model=model_of(0), metrics={"loss": 0.5})
         tracker.work()  # while it saves
     assert sent == [*expected, (40, {"loss": 0.5})]
-    for _ in range(3):
-        assert ends == []
+    now = time.time()
+    saved_at = [step.at for step in read_training(tmp_path, full=False).steps]
+    for hours, end in ((1, []), (1, []), (1, []), (9, ["FINISHED"])):
+        # The last two saves were four hours apart: it may have started again.
+        at = [saved_at[-1] - 4 * 3600.0, saved_at[-1]]
+        monkeypatch.setattr(tracking, "_times", lambda state, at=at: at)
+        moment = now + hours * 3600.0
+        monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda moment=moment: moment))
         tracker.work()
-    assert ends == ["FINISHED"]
+        assert ends == end
     assert tracker.is_over
 
 
@@ -246,6 +298,22 @@ def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
     assert "<- a restore takes it" in rows[-1]
     assert "no problem: 4 steps" in command("verify", folder).out
     assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    with opened(tmp_path, keep=Last(2)) as saved:
+        saved.save(1, model=model_of(0))
+        saved.save(2, model=model_of(0))
+        check = training_module.check_files
+
+        def check_during_a_save(folder, name):
+            if name.step == 1:
+                saved.save(3, model=model_of(0))
+            check(folder, name)
+
+        monkeypatch.setattr(training_module, "check_files", check_during_a_save)
+        steps = read_training(tmp_path, full=True).steps
+    assert [(step.step, step.damage) for step in steps] == [(2, "")]
 
 
 def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_path, command):

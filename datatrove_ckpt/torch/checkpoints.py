@@ -3,7 +3,7 @@ one step.
 
     with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
         states = {"model": model, "optimizer": optimizer}
-        step = checkpoints.restore_latest(loader=loader, **states) or 0
+        step = checkpoints.restore(loader=loader, **states) or 0
         for epoch in range(checkpoints.epoch, epochs):
             dataset.set_epoch(epoch)
             for batch in loader:
@@ -99,6 +99,7 @@ _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
 _CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
+_CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -182,7 +183,8 @@ class TrainingCheckpoints:
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._checking = _Task(asynchronous)
-        self._checked_at = time.monotonic()
+        self._checked_at: float | None = None
+        self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._manifests = dict[StepName, Manifest]()
         self._copied = StepName(-1, 0)
@@ -250,6 +252,8 @@ class TrainingCheckpoints:
         if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
+        if self._steps.is_locked:
+            self._write_curve()
         self._steps.unlock()
         self._has_claimed = False
         if raises and self.failure is not None:
@@ -351,7 +355,8 @@ class TrainingCheckpoints:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is
         ignored.
 
-        The folder has them from its first save on: ``metrics.csv``, ``datatrove-ckpt status``.
+        The folder has them from its first save on: ``datatrove-ckpt status``. ``metrics.csv`` is
+        written at the end, and each ten minutes.
         """
         self._log(step, {name: float(value) for name, value in metrics.items()})
 
@@ -466,7 +471,7 @@ class TrainingCheckpoints:
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore_latest returned; a training from the start takes a new folder."
+                "restore returned; a training from the start takes a new folder."
             )
         return step
 
@@ -514,7 +519,7 @@ class TrainingCheckpoints:
         if names and not self._has_looked:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
-                "Call restore_latest() to go on with it, or choose another folder."
+                "Call restore() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
 
@@ -582,9 +587,23 @@ class TrainingCheckpoints:
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
-        if time.monotonic() - self._checked_at > _CHECK_SECONDS and not self._checking.is_running:
-            self._checked_at = time.monotonic()
+        if time.monotonic() - self._curve_at > _CURVE_SECONDS:
+            self._write_curve()
+        if not self._checking.is_running and self._is_check_due():
+            self._checked_at = time.time()
             self._checking.start(self._check_kept)
+
+    def _write_curve(self) -> None:
+        with suppress(Exception):  # the next save names the full disk
+            self._history.write_curve()
+        self._curve_at = time.monotonic()
+
+    def _is_check_due(self) -> bool:
+        """A training that is started again each day checks its steps, too."""
+        if self._checked_at is None:
+            oldest = min(manifest["at"] for manifest in self._manifests.values())
+            self._checked_at = max(self._history.last("checked"), oldest)
+        return time.time() - self._checked_at > _CHECK_SECONDS
 
     def _check_kept(self) -> None:
         """Finds steps whose files a disk has changed. A restore would take the one before, or that
@@ -597,6 +616,7 @@ class TrainingCheckpoints:
                 if name in self._manifests:  # it was not removed
                     logger.error(f"{name} is damaged: {error}")
                     self._note("damaged", name, error=str(error))
+        self._note("checked", self._last)
 
     def _make_room(self, name: StepName) -> None:
         """Removes what the save would remove, but for what only its metrics would: it may fail."""
@@ -665,12 +685,6 @@ class TrainingCheckpoints:
     def latest_step(self) -> int | None:
         """Returns the newest step of ``steps``."""
         return next(reversed(self.steps()), None)
-
-    def restore_latest(
-        self, *, loader: DataLoader | None = None, reader: Writer | None = None, **states: Any
-    ) -> int | None:
-        """Calls ``restore("latest")``."""
-        return self.restore(loader=loader, reader=reader, **states)
 
     def restore(
         self,
@@ -886,7 +900,7 @@ class TrainingCheckpoints:
         if left and not weights_only and self._ranks.rank == 0:
             keys = ", ".join(sorted(left))
             logger.warning(
-                f"{name} also holds {keys}: not restored, as restore_latest and rollback were not "
+                f"{name} also holds {keys}: not restored, as restore and rollback were not "
                 "given it."
             )
         if reader is not None:
@@ -965,7 +979,7 @@ class TrainingCheckpoints:
 
         Raises:
             ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
-            CheckpointCorrupt, CheckpointMismatch: as ``restore_latest``.
+            CheckpointCorrupt, CheckpointMismatch: as ``restore``.
             CheckpointLocked: as ``save``.
         """
         if (to is None) == (before is None):

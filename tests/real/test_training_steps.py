@@ -86,7 +86,7 @@ def test_what_follows_an_older_step_is_newer_than_all_steps(tmp_path):
         saved.save(40, model=model_of(41))
     model = model_of(0)
     with opened(tmp_path) as saved:
-        assert saved.restore_latest(model=model) == 40
+        assert saved.restore(model=model) == 40
         assert weight(model) == 41
         saved.save(50, model=model_of(51), metrics={"loss": 9.0})
         assert saved.steps()[-2:] == [40, 50]
@@ -194,6 +194,24 @@ def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatc
     assert len(log) == 1
 
 
+def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(tmp_path, monkeypatch, log):
+    keep = Last(1) | Every(10)
+    with opened(tmp_path, keep=keep) as saved:
+        saved.save(10, model=model_of(1))
+        saved.save(11, model=model_of(1))
+    file = Path(tmp_path, "step-00000010/states/model.pt")
+    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+    now = time.time()
+    for day in (0.5, 1.2, 1.7, 2.4):
+        moment = now + day * 86400
+        monkeypatch.setattr(module.time, "time", lambda moment=moment: moment)
+        with opened(tmp_path, keep=keep) as saved:
+            saved.restore()
+            saved.save(round(10 * day) + 12, model=model_of(1))
+        found = [line for line in log if "step-00000010 is damaged" in line]
+        assert len(found) == int(day)
+
+
 def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
     seen = {"ids": torch.arange(3), "mean": torch.tensor(1.0)}
     with opened(tmp_path, asynchronous=True) as saved:
@@ -218,7 +236,7 @@ def train(folder, until, stop):
     """Logs each step, saves each tenth; ends at ``stop`` as a kill would."""
     model = nn.Linear(2, 2)
     saved = opened(folder)
-    step = saved.restore_latest(model=model) or 0
+    step = saved.restore(model=model) or 0
     while step < until:
         step += 1
         saved.log(step, loss=100.0 / step)
@@ -240,6 +258,21 @@ def test_the_curve_of_a_training_that_was_killed_is_that_of_the_whole_one(tmp_pa
     assert found[0] == ["step", "loss", "accuracy"]
     assert [row[0] for row in found[1:]] == [str(step) for step in range(1, 51)]
     assert found[20] == ["20", "5.0", "20.0"]
+
+
+def test_the_loop_writes_no_curve_but_each_ten_minutes(tmp_path, monkeypatch):
+    with opened(tmp_path) as saved:
+        saved.log(1, loss=1.0)
+        saved.save(1, model=model_of(1))
+        saved.log(1, accuracy=0.5)  # of an evaluation after the save
+        saved.save(2, model=model_of(1))
+        assert not Path(tmp_path, "metrics.csv").exists()
+        monkeypatch.setattr(module, "_CURVE_SECONDS", 0.0)
+        saved.save(3, model=model_of(1))
+        expected = [["step", "loss", "accuracy"], ["1", "1.0", "0.5"]]
+        assert curve_of(tmp_path) == expected
+        saved.log(3, loss=2.0)
+    assert curve_of(tmp_path) == [*expected, ["3", "2.0", ""]]
 
 
 def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(
@@ -329,4 +362,4 @@ def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_p
     file.write_bytes(content[:-1])
     assert "A restore takes step 40" in command("status", str(folder)).out
     with opened(folder) as saved:
-        assert saved.restore_latest() == 40
+        assert saved.restore() == 40

@@ -32,6 +32,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
 _IDLE_LOOKS = 3  # with no rank at work
+_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
 _INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
 _AT_ONCE = 100  # parameters that MLflow takes
 
@@ -309,6 +310,9 @@ def _times(state: TrainingState) -> list[float]:
 
 def _is_quiet(times: Sequence[float]) -> bool:
     """Returns whether a training that goes on would have saved since the newest of its saves."""
-    if len(times) < 2:
+    if not times:
         return True
-    return time.time() - times[-1] > _INTERVALS * (times[-1] - times[-2])
+    interval = _UNKNOWN_SECONDS
+    if len(times) > 1:
+        interval = times[-1] - times[-2]
+    return time.time() - times[-1] > _INTERVALS * interval

@@ -91,7 +91,7 @@ def left_behind(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
     rollbacks = {
         StepName(name.rollbacks, manifest["back_to"])
         for name, manifest in manifests.items()
-        if manifest["back_to"] is not None
+        if manifest.get("back_to") is not None
     }
     return {name for name in manifests for back in rollbacks if is_left_behind(name, back)}
 

@@ -733,7 +733,7 @@ class TrainingCheckpoints:
             self._load(name, reader, states, weights_only)
             if not weights_only:
                 self._last = name
-                self._steps.back_to = self._steps.manifest(name)["back_to"]
+                self._steps.back_to = self._steps.manifest(name).get("back_to")
                 if step != "latest" and name != self._newest:
                     self._steps.back_to = None
                     self._last = StepName(self._newest.rollbacks + 1, name.step)

@@ -2,7 +2,7 @@
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
 step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, damaged, not copied, and metrics, which may be of each step.
+restored, rolled back, checked, damaged, not copied, and metrics, which may be of each step.
 """
 
 from __future__ import annotations
@@ -68,48 +68,32 @@ class TrainingHistory:
         self._is_owner = is_owner
         self._lock = threading.Lock()  # the training logs, and its writing thread notes
         self._waiting: list[JsonObject] = []
-        self._rows: list[Row] = []
-        self._columns: list[str] = []
-        self._written = -1
-        """The last step in the CSV file; -1: it is written anew."""
 
     def note(self, event: str, step: int, **others: object) -> None:
-        """Raises StorageFailed. The CSV file follows with the next event that is not a metric."""
+        """Raises StorageFailed."""
         with self._lock:
             self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
             if not self._is_owner():
                 return
             lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
             files.disk.append(self._folder / HISTORY, lines)
-            for row in curve(self._waiting):
-                self._log(*row)
             self._waiting = []  # of a full disk, they come with the next event
-            if event != "metrics" and self._rows:
-                self._write_curve()
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step <= self._written or not metrics.keys() <= {*self._columns}:
-            self._written = -1
-        add_row(self._rows, step, metrics)
-
-    def _write_curve(self) -> None:
-        """Appends the new steps to the CSV file, or writes it anew."""
-        path = self._folder / CURVE
-        if self._written >= 0:
-            files.disk.append(path, self._lines())
-        else:
-            self._rows = curve(read_events(self._folder)) or self._rows
-            self._columns = [*dict.fromkeys(name for _, row in self._rows for name in row)]
-            files.disk.forget(path)
-            files.disk.replace(path, self._lines(["step", *self._columns]), files.PUBLIC_FILE)
-        self._written = self._rows[-1][0]
-        self._rows = []
-
-    def _lines(self, head: list[str] | None = None) -> bytes:
+    def write_curve(self) -> None:
+        """Writes the CSV file anew, which takes seconds after many steps. Raises StorageFailed."""
+        rows = curve(read_events(self._folder))
+        if not rows:
+            return
+        columns = [*dict.fromkeys(name for _, row in rows for name in row)]
         text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        if head is not None:
-            rows.writerow(head)
-        for step, metrics in self._rows:
-            rows.writerow([step, *(metrics.get(name) for name in self._columns)])
-        return text.getvalue().encode()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["step", *columns])
+        for step, metrics in rows:
+            table.writerow([step, *(metrics.get(name) for name in columns)])
+        files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
+
+    def last(self, event: str) -> float:
+        """Returns when the last such event was; 0: never."""
+        return max(
+            (one["at"] for one in read_events(self._folder) if one["event"] == event), default=0.0
+        )

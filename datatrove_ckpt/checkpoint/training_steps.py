@@ -2,8 +2,8 @@
 
 step-00000100      the newest is the one of the most rollbacks, then steps; after two:
 step-00000100.2
-manifest.json    training, step, metrics; size and xxh128 of each other file; a checksum of
-itself
+manifest.json    training, step, metrics; back_to: the step to which the last rollback before it
+went; size and xxh128 of each other file; a checksum of itself
 input.pt         states of all ranks' loaders; random.pt: of their random generators
 states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
 part
@@ -18,7 +18,7 @@ history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -84,6 +84,20 @@ def check_files(folder: Path, name: StepName) -> None:
             raise CheckpointCorrupt(f"{path} has {found[0]} bytes instead of {entry[0]}.")
         if found != entry:
             raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
+
+
+def left_behind(manifests: Mapping[StepName, Manifest]) -> set[StepName]:
+    """Returns the steps after those to which rollbacks went back."""
+    rollbacks = {
+        StepName(name.rollbacks, manifest["back_to"])
+        for name, manifest in manifests.items()
+        if manifest.get("back_to") is not None
+    }
+    return {name for name in manifests for back in rollbacks if is_left_behind(name, back)}
+
+
+def is_left_behind(name: StepName, back: StepName) -> bool:
+    return name.rollbacks < back.rollbacks and name.step > back.step
 
 
 def size_of(manifest: Manifest) -> int:

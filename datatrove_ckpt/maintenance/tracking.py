@@ -32,6 +32,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
 _IDLE_LOOKS = 3  # with no rank at work
+_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
+_INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
 _AT_ONCE = 100  # parameters that MLflow takes
 
 
@@ -218,19 +220,36 @@ class Tracker:
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:
             at = state.newest
-        problems = []
-        for index, service in enumerate(self.services):
-            try:
-                run = self._runs.get(index) or service(job)
-                self._runs[index] = run
-                run.send(at, values_of(state))
-                if status != "RUNNING":
-                    run.end(status)
-                    del self._runs[index]
-            except Exception as error:
-                problems.append(f"{type(error).__name__}: {error}")
+        values = values_of(state)
+
+        def send(index: int, run: TrackedRun) -> None:
+            run.send(at, values)
+
+        problems = _serve(self.services, self._runs, job, send, status)
         self.is_over = status != "RUNNING" and not problems
         return "; ".join(problems)
+
+
+def _serve(
+    services: Sequence[Callable[[TrackedJob], TrackedRun]],
+    runs: dict[int, TrackedRun],
+    job: TrackedJob,
+    send: Callable[[int, TrackedRun], None],
+    status: str,
+) -> list[str]:
+    """Sends to each service. Returns why not all have it."""
+    problems = []
+    for index, service in enumerate(services):
+        try:
+            run = runs.get(index) or service(job)
+            runs[index] = run
+            send(index, run)
+            if status != "RUNNING":
+                run.end(status)
+                del runs[index]
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+    return problems
 
 
 @dataclass
@@ -239,7 +258,8 @@ class TrainingTracker:
     again after a rollback once more.
 
     Attributes:
-        is_over: no process saves into the folder, at several looks, and all is sent.
+        is_over: no process saves into the folder, at several looks and for longer than between its
+            newest saves: one that was started again has not saved yet. All is sent.
     """
 
     folder: Path
@@ -247,37 +267,52 @@ class TrainingTracker:
     name: str | None = None
     is_over: bool = False
     _idle_looks: int = 0
-    _sent: list[Row] = field(default_factory=list)
-    _runs: list[TrackedRun] = field(default_factory=list)
+    _sent: dict[int, list[Row]] = field(default_factory=dict)
+    _runs: dict[int, TrackedRun] = field(default_factory=dict)
 
     def work(self) -> str:
         """Sends new steps. Returns why something could not be sent, or ""."""
         try:
-            self._send(read_training(self.folder, full=False))
+            state = read_training(self.folder, full=False)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _send(self, state: TrainingState) -> None:
-        if not self._runs:
-            known = str(self.folder.absolute())
-            started = min((step.at for step in state.steps), default=time.time())
-            name = self.name or self.folder.absolute().name
-            job = TrackedJob(
-                xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}
-            )
-            self._runs = [service(job) for service in self.services]
-        for number, (step, metrics) in enumerate(state.curve):
-            if self._sent[number : number + 1] == [(step, metrics)]:
-                continue
-            numbers = {name: value for name, value in metrics.items() if value is not None}
-            for run in self._runs:
-                run.send(time.time(), numbers, step)
-            self._sent[number:] = [(step, metrics)]
+        known = str(self.folder.absolute())
+        times = _times(state)
+        started = next(iter(times), time.time())
+        name = self.name or self.folder.absolute().name
+        job = TrackedJob(
+            xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}
+        )
         self._idle_looks += 1
         if state.writer:
             self._idle_looks = 0
-        self.is_over = self._idle_looks >= _IDLE_LOOKS
-        if self.is_over:
-            for run in self._runs:
-                run.end("FINISHED")
+        status = "RUNNING"
+        if self._idle_looks >= _IDLE_LOOKS and _is_quiet(times):
+            status = "FINISHED"
+
+        def send(index: int, run: TrackedRun) -> None:
+            sent = self._sent.setdefault(index, [])
+            for number, (step, metrics) in enumerate(state.curve):
+                if sent[number : number + 1] != [(step, metrics)]:
+                    numbers = {key: value for key, value in metrics.items() if value is not None}
+                    run.send(time.time(), numbers, step)
+                    sent[number:] = [(step, metrics)]
+
+        problems = _serve(self.services, self._runs, job, send, status)
+        self.is_over = status != "RUNNING" and not problems
+        return "; ".join(problems)
+
+
+def _times(state: TrainingState) -> list[float]:
+    """Of the saves that are kept."""
+    return sorted(step.at for step in state.steps if step.at)
+
+
+def _is_quiet(times: Sequence[float]) -> bool:
+    """Returns whether a training that goes on would have saved since the newest of its saves."""
+    if not times:
+        return True
+    interval = _UNKNOWN_SECONDS
+    if len(times) > 1:
+        interval = times[-1] - times[-2]
+    return time.time() - times[-1] > _INTERVALS * interval

@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
-from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
 
 _COPIES = 2  # a step is written before the oldest one is removed
 
@@ -83,8 +83,10 @@ def read_training(folder: Path, full: bool) -> TrainingState:
         try:
             manifests[name] = read_manifest(folder, name)
             _check(folder, name, manifests[name], full)
-        except (CheckpointCorrupt, VersionMismatch) as error:
+        except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
             damages[name] = str(error)
+    left = set(step_names(path.name for path in folder.iterdir()))
+    names = [name for name in names if name in left]  # a training removes steps
     training = ""
     if manifests:
         training = manifests[max(manifests)]["training"]

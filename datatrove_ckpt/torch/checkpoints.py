@@ -3,7 +3,7 @@ one step.
 
     with TrainingCheckpoints("checkpoints", remote="s3://bucket/run") as checkpoints:
         states = {"model": model, "optimizer": optimizer}
-        step = checkpoints.restore_latest(loader=loader, **states) or 0
+        step = checkpoints.restore(loader=loader, **states) or 0
         for epoch in range(checkpoints.epoch, epochs):
             dataset.set_epoch(epoch)
             for batch in loader:
@@ -54,7 +54,14 @@ from datatrove_ckpt.checkpoint.training_policies import (
     keep_policy,
     save_policy,
 )
-from datatrove_ckpt.checkpoint.training_steps import Manifest, StepName, blocks, size_of
+from datatrove_ckpt.checkpoint.training_steps import (
+    Manifest,
+    StepName,
+    blocks,
+    is_left_behind,
+    left_behind,
+    size_of,
+)
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -92,6 +99,7 @@ _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
 _CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
+_CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -175,7 +183,8 @@ class TrainingCheckpoints:
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._checking = _Task(asynchronous)
-        self._checked_at = time.monotonic()
+        self._checked_at: float | None = None
+        self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._manifests = dict[StepName, Manifest]()
         self._copied = StepName(-1, 0)
@@ -243,6 +252,8 @@ class TrainingCheckpoints:
         if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
+        if self._steps.is_locked:
+            self._write_curve()
         self._steps.unlock()
         self._has_claimed = False
         if raises and self.failure is not None:
@@ -344,7 +355,8 @@ class TrainingCheckpoints:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is
         ignored.
 
-        The folder has them from its first save on: ``metrics.csv``, ``datatrove-ckpt status``.
+        The folder has them from its first save on: ``datatrove-ckpt status``. ``metrics.csv`` is
+        written at the end, and each ten minutes.
         """
         self._log(step, {name: float(value) for name, value in metrics.items()})
 
@@ -459,7 +471,7 @@ class TrainingCheckpoints:
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore_latest returned; a training from the start takes a new folder."
+                "restore returned; a training from the start takes a new folder."
             )
         return step
 
@@ -507,7 +519,7 @@ class TrainingCheckpoints:
         if names and not self._has_looked:
             raise ConfigError(
                 f"{self._steps.folder}, or its remote, holds {max(names)} of an earlier training. "
-                "Call restore_latest() to go on with it, or choose another folder."
+                "Call restore() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
 
@@ -550,8 +562,8 @@ class TrainingCheckpoints:
     ) -> None:
         began = time.monotonic()
         try:
-            with suppress(StorageFailed):  # the other ranks write, too
-                self._make_room(name, metrics)
+            with suppress(Exception):  # the other ranks wait for the parts of this one
+                self._make_room(name)
             for key, content in parts.items():
                 folder = self._steps.folder / f".saving-{name}" / "states" / key
                 save_parts(content, folder, self._ranks.writing)
@@ -575,9 +587,23 @@ class TrainingCheckpoints:
             return
         if self._copies and not self._uploading.is_running:
             self._uploading.start(self._upload)
-        if time.monotonic() - self._checked_at > _CHECK_SECONDS and not self._checking.is_running:
-            self._checked_at = time.monotonic()
+        if time.monotonic() - self._curve_at > _CURVE_SECONDS:
+            self._write_curve()
+        if not self._checking.is_running and self._is_check_due():
+            self._checked_at = time.time()
             self._checking.start(self._check_kept)
+
+    def _write_curve(self) -> None:
+        with suppress(Exception):  # the next save names the full disk
+            self._history.write_curve()
+        self._curve_at = time.monotonic()
+
+    def _is_check_due(self) -> bool:
+        """A training that is started again each day checks its steps, too."""
+        if self._checked_at is None:
+            oldest = min(manifest["at"] for manifest in self._manifests.values())
+            self._checked_at = max(self._history.last("checked"), oldest)
+        return time.time() - self._checked_at > _CHECK_SECONDS
 
     def _check_kept(self) -> None:
         """Finds steps whose files a disk has changed. A restore would take the one before, or that
@@ -590,13 +616,15 @@ class TrainingCheckpoints:
                 if name in self._manifests:  # it was not removed
                     logger.error(f"{name} is damaged: {error}")
                     self._note("damaged", name, error=str(error))
+        self._note("checked", self._last)
 
-    def _make_room(self, name: StepName, metrics: dict[str, float]) -> None:
+    def _make_room(self, name: StepName) -> None:
+        """Removes what the save would remove, but for what only its metrics would: it may fail."""
         if not self._manifests:
             return
         newest = max(self._manifests)
         if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
-            self._remove_old({**self._manifests, name: {"metrics": metrics}}, newest)
+            self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
 
     def _remove_old(
         self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
@@ -635,9 +663,11 @@ class TrainingCheckpoints:
                 self._note("not copied", name, error=str(error))
                 return
             there[name] = manifests[name]
-            kept = self._keep.kept(_metrics(there)) | {max(there)}
+            gone = (incomplete - {name}) | left_behind(there)
+            staying = {one: manifest for one, manifest in there.items() if one not in gone}
+            kept = self._keep.kept(_metrics(staying)) | {max(staying)}
             try:
-                for one in (incomplete - {name}) | (there.keys() - kept):
+                for one in gone | (staying.keys() - kept):
                     self._steps.remove_remote(one)
             except Exception as error:
                 logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
@@ -655,12 +685,6 @@ class TrainingCheckpoints:
     def latest_step(self) -> int | None:
         """Returns the newest step of ``steps``."""
         return next(reversed(self.steps()), None)
-
-    def restore_latest(
-        self, *, loader: DataLoader | None = None, reader: Writer | None = None, **states: Any
-    ) -> int | None:
-        """Calls ``restore("latest")``."""
-        return self.restore(loader=loader, reader=reader, **states)
 
     def restore(
         self,
@@ -709,16 +733,22 @@ class TrainingCheckpoints:
             self._load(name, reader, states, weights_only)
             if not weights_only:
                 self._last = name
+                self._steps.back_to = self._steps.manifest(name).get("back_to")
                 if step != "latest" and name != self._newest:
+                    self._steps.back_to = None
                     self._last = StepName(self._newest.rollbacks + 1, name.step)
                 self._load_input(loader, name)
                 self._begin_counting()
                 seconds = time.monotonic() - began
-                self._note("restored", name, seconds=seconds, passed_over=passed)
+                self._history.note(
+                    "restored",
+                    name.step,
+                    rollbacks=name.rollbacks,
+                    seconds=seconds,
+                    passed_over=passed,
+                )
         finally:
-            if not self._has_claimed:
-                # Until the first save: a process that only reads keeps no training out.
-                self._steps.unlock()
+            self._unlock_unless_claimed()  # after a fetch
         if self._ranks.rank == 0:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
@@ -736,7 +766,14 @@ class TrainingCheckpoints:
         manifests = dict(self._manifests)
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
+        for name in left_behind(manifests):
+            del manifests[name]
         return self._best.ordered(_metrics(manifests))[::-1]
+
+    def _unlock_unless_claimed(self) -> None:
+        """Until the first save: a process that only reads keeps no training out."""
+        if not self._has_claimed:
+            self._steps.unlock()
 
     def _begin_counting(self) -> None:
         self._look_after = 0
@@ -782,6 +819,7 @@ class TrainingCheckpoints:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
             self._steps.lock()
+            self._unlock_unless_claimed()
         for name in self._steps.names():
             with suppress(CheckpointCorrupt):
                 self._manifests[name] = self._steps.manifest(name)
@@ -862,7 +900,7 @@ class TrainingCheckpoints:
         if left and not weights_only and self._ranks.rank == 0:
             keys = ", ".join(sorted(left))
             logger.warning(
-                f"{name} also holds {keys}: not restored, as restore_latest and rollback were not "
+                f"{name} also holds {keys}: not restored, as restore and rollback were not "
                 "given it."
             )
         if reader is not None:
@@ -941,7 +979,7 @@ class TrainingCheckpoints:
 
         Raises:
             ConfigError: no step is such a one, or both or none of ``to`` and ``before`` are given.
-            CheckpointCorrupt, CheckpointMismatch: as ``restore_latest``.
+            CheckpointCorrupt, CheckpointMismatch: as ``restore``.
             CheckpointLocked: as ``save``.
         """
         if (to is None) == (before is None):
@@ -975,6 +1013,7 @@ class TrainingCheckpoints:
             self._load_input(loader, old)
         self._ranks.gather(None)
         self._last = new
+        self._steps.back_to = old.step
         if self._is_owner:
             self._uploading.join()
             self._replace_newer(new)
@@ -991,12 +1030,13 @@ class TrainingCheckpoints:
         source = self._steps.folder / str(old)
         manifest = self._steps.manifest(old)
         contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
-        self._steps.write(new, contents | changed, manifest["metrics"])
+        back = {"back_to": old.step}
+        self._steps.write(new, contents | changed, manifest["metrics"], back)
 
     def _replace_newer(self, new: StepName) -> None:
         self._manifests[new] = self._steps.publish(new)
         for name in self._steps.names():
-            if name.rollbacks < new.rollbacks and name.step > new.step:
+            if is_left_behind(name, new):
                 self._steps.remove(name)
                 self._manifests.pop(name, None)
 

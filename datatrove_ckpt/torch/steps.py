@@ -58,6 +58,8 @@ class Steps:
         self.folder = folder
         self.training = ""
         """Identifies the training."""
+        self.back_to: int | None = None
+        """The step to which the last rollback went, if steps follow it."""
         self._owner = ""
         self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
         self.store: ObjectStore | None = None
@@ -129,7 +131,7 @@ class Steps:
         the manifest last.
 
         Args:
-            of: the manifest of the step, if this is a copy.
+            of: what the manifest has in place of the usual; all of it, if this is a copy.
         """
         staging = self.folder / f".saving-{name}"
         entries = dict[str, Entry]()
@@ -144,6 +146,7 @@ class Steps:
             "training": self.training,
             "step": name.step,
             "rollbacks": name.rollbacks,
+            "back_to": self.back_to,
         }
         manifest |= {"at": time.time(), "metrics": metrics, **(of or {}), "files": entries}
         files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)

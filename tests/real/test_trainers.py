@@ -218,7 +218,7 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
                     )
 
             trainer = Trainer(model, arguments, train_dataset=dataset(folder), callbacks=[Keeps()])
-            checkpoints.restore_latest(reader=found.append)
+            checkpoints.restore(reader=found.append)
             trainer.train(resume_from_checkpoint=str(found[0]) if found else None)
         return model.batches
 
@@ -240,7 +240,7 @@ def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
         loader = StatefulDataLoader(rows, batch_size=BATCH)
         prepared, optimizer = accelerator.prepare(model, optimizer)
         with TrainingCheckpoints(ram / "kept", every_steps=2) as checkpoints:
-            step = checkpoints.restore_latest(loader=loader, reader=accelerator.load_state) or 0
+            step = checkpoints.restore(loader=loader, reader=accelerator.load_state) or 0
             for epoch in range(checkpoints.epoch, EPOCHS):
                 rows.set_epoch(epoch)
                 for batch in loader:

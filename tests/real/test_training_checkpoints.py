@@ -116,7 +116,7 @@ class Training:
         steps: int,
         then: Callable[[int], object] = lambda step: None,
     ) -> None:
-        step = saved.restore_latest(loader=self.loader, **self.states) or 0
+        step = saved.restore(loader=self.loader, **self.states) or 0
         epoch = saved.epoch
         while step < steps:
             self.dataset.set_epoch(epoch)
@@ -194,9 +194,9 @@ def test_a_step_that_is_saved_again_is_there_after_a_crash_at_every_effect(ram):
         checkpoints(folder).save(4, model=model)
         with crash_at(number, folder) as disk:
             saved = checkpoints(folder)
-            saved.restore_latest()
+            saved.restore()
             saved.save(4, model=model)
-        assert checkpoints(folder).restore_latest(model=model) == 4, disk.crashed_at
+        assert checkpoints(folder).restore(model=model) == 4, disk.crashed_at
         if disk.crashed_at is None:
             break
         number += 1
@@ -213,7 +213,7 @@ def test_what_is_removed_leaves_nothing_after_a_crash_at_every_effect(ram):
             saved.save(2, model=model)
         saved.close(raises=False)
         again = checkpoints(folder, keep_last=1, keep_best=0)
-        assert again.restore_latest(model=model) in (1, 2), disk.crashed_at
+        assert again.restore(model=model) in (1, 2), disk.crashed_at
         again.save(3, model=model)
         left = {path.name for path in folder.iterdir()} - {"history.jsonl", ".lock"}
         assert left == {"step-00000003"}, disk.crashed_at
@@ -228,11 +228,11 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
 ):
     model, folder = nn.Linear(2, 2), tmp_path / "run"
     first, second = checkpoints(folder), checkpoints(folder)
-    assert second.restore_latest(model=model) is None
+    assert second.restore(model=model) is None
     first.save(1, model=model)
     unfinished = folder / ".saving-step-00000002"
     unfinished.mkdir()
-    assert checkpoints(folder).restore_latest(model=model) == 1
+    assert checkpoints(folder).restore(model=model) == 1
     assert unfinished.exists()
     with pytest.raises(
         CheckpointLocked, match=f"{folder}: another training.* saves into it: pid {os.getpid()}"
@@ -240,7 +240,7 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
         second.save(2, model=model)
     first.close()
     second.save(2, model=model)
-    assert checkpoints(folder).restore_latest(model=model) == 2
+    assert checkpoints(folder).restore(model=model) == 2
 
 
 def test_two_trainings_share_no_remote(documents, tmp_path, log):
@@ -251,7 +251,7 @@ def test_two_trainings_share_no_remote(documents, tmp_path, log):
     trained(documents, tmp_path / "two", 5)
     refused = pytest.raises(ConfigError, match="remote holds step-00000024 of another training")
     with refused, checkpoints(tmp_path / "two", remote=remote) as saved:
-        assert saved.restore_latest() == 4
+        assert saved.restore() == 4
         assert "step-00000024 is passed over" in log[0]
         assert "is of another training" in log[0]
         assert not any("step-00000012" in line for line in log)
@@ -264,7 +264,7 @@ def test_what_a_caller_forgets_is_said(tmp_path, log):
     with checkpoints(tmp_path) as saved:
         saved.save(8, model=model, optimizer=torch.optim.Adam(model.parameters()))
     with checkpoints(tmp_path) as saved:
-        assert saved.restore_latest(model=model) == 8
+        assert saved.restore(model=model) == 8
         assert "also holds optimizer: not restored" in log[0]
         with pytest.raises(ConfigError, match="step 4 comes after step 8"):
             saved.save(4, model=model)
@@ -302,7 +302,7 @@ def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path)
     lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
     lost.save(4, model=model)
     with checkpoints(tmp_path / "two", remote=remote) as saved:
-        assert saved.restore_latest(model=model) == 4
+        assert saved.restore(model=model) == 4
         saved.save(8, model=model)
         lost.save(12, model=model)
     assert "Fenced: A later process of this training copies to" in str(lost.failure)
@@ -318,7 +318,7 @@ def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(docu
         saved, training = checkpoints(tmp_path / f"{rank}-{seed}"), Training(documents)
         torch.manual_seed(seed)
         saved._ranks.rank = rank
-        saved.restore_latest(loader=training.loader)
+        saved.restore(loader=training.loader)
         found.add(training.loader.generator.initial_seed())
         saved._ranks.rank = 0
         saved.save(4, loader=training.loader, **training.states)
@@ -335,7 +335,7 @@ def test_a_new_process_rolls_back_at_once(tmp_path):
             saved.save(step, model=model)
     with checkpoints(tmp_path / "run", remote=remote) as saved:
         assert saved.rollback(to=4, model=model) == 4
-    assert checkpoints(tmp_path / "new node", remote=remote).restore_latest(model=model) == 4
+    assert checkpoints(tmp_path / "new node", remote=remote).restore(model=model) == 4
 
 
 def test_conjugate_views_are_saved_as_they_are(tmp_path):
@@ -346,7 +346,7 @@ def test_conjugate_views_are_saved_as_they_are(tmp_path):
     with checkpoints(tmp_path, asynchronous=True) as saved:
         saved.save(1, holder=holder)
     found = {}
-    checkpoints(tmp_path).restore_latest(holder=SimpleNamespace(load_state_dict=found.update))
+    checkpoints(tmp_path).restore(holder=SimpleNamespace(load_state_dict=found.update))
     assert (found["one"], found["other"]) == (value, value.conj())
 
 
@@ -397,7 +397,7 @@ def loops_over_numbers(run, workers, stop, **named):
     )
     seen = []
     with checkpoints(run, every_steps=1) as saved:
-        step = saved.restore_latest(loader=loader) or 0
+        step = saved.restore(loader=loader) or 0
         for epoch in range(saved.epoch, 3):
             for batch in loader:
                 seen.append((epoch, batch.tolist()))
@@ -434,14 +434,14 @@ def test_a_step_that_was_copied_to_another_name_is_passed_over(tmp_path, log):
     with checkpoints(tmp_path) as saved:
         saved.save(4, model=model)
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000008")
-    assert checkpoints(tmp_path).restore_latest(model=model) == 4
+    assert checkpoints(tmp_path).restore(model=model) == 4
     assert "is a copy of step-00000004" in log[0]
 
 
 def test_another_trainings_steps_are_not_mixed_with_new_ones(documents, tmp_path):
     trained(documents, tmp_path / "run")
     with pytest.raises(
-        ConfigError, match=r"step-00000024 of an earlier training\. Call restore_latest\(\)"
+        ConfigError, match=r"step-00000024 of an earlier training\. Call restore\(\)"
     ):
         checkpoints(tmp_path / "run").save(1, **Training(documents).states)
 
@@ -461,25 +461,26 @@ def test_every_damaged_byte_is_found_and_the_step_before_is_used(documents, tmp_
             path.write_bytes(flipped(whole, place))
             log.clear()
             training = Training(documents)
-            assert (
-                checkpoints(folder).restore_latest(**training.states, loader=training.loader) == 20
-            ), (path, place)
+            assert checkpoints(folder).restore(**training.states, loader=training.loader) == 20, (
+                path,
+                place,
+            )
             assert str(path) in log[0]
             assert "passed over" in log[0]
             places += 1
         for damage in (whole[:-1], whole + b"\0", b"", None):
             path.unlink() if damage is None else path.write_bytes(damage)
-            assert checkpoints(folder).restore_latest(**Training(documents).states) == 20, (
+            assert checkpoints(folder).restore(**Training(documents).states) == 20, (
                 path,
                 damage,
             )
         path.write_bytes(whole)
     assert places > 150
-    assert checkpoints(folder).restore_latest(**Training(documents).states) == 24
+    assert checkpoints(folder).restore(**Training(documents).states) == 24
 
 
 def test_without_any_whole_step_it_says_what_is_wrong_with_each(documents, tmp_path):
-    assert checkpoints(tmp_path / "run").restore_latest() is None
+    assert checkpoints(tmp_path / "run").restore() is None
     trained(documents, tmp_path / "run")
     for manifest in Path(tmp_path, "run").glob("step-*/manifest.json"):
         manifest.unlink()
@@ -487,18 +488,18 @@ def test_without_any_whole_step_it_says_what_is_wrong_with_each(documents, tmp_p
         CheckpointCorrupt,
         match=r"no step that is whole: step-00000024: .*missing.* step-00000020: ",
     ):
-        checkpoints(tmp_path / "run").restore_latest()
+        checkpoints(tmp_path / "run").restore()
 
 
 def test_what_does_not_fit_is_named(documents, tmp_path):
     trained(documents, tmp_path / "run")
     saved, training = checkpoints(tmp_path / "run"), Training(documents)
     with pytest.raises(ConfigError, match="holds no 'ema': it was saved without"):
-        saved.restore_latest(ema=training.model)
+        saved.restore(ema=training.model)
     with pytest.raises(
         ConfigError, match=r"(?s)model: step-00000024 does not fit: .*size mismatch"
     ):
-        saved.restore_latest(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
+        saved.restore(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
     with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
         saved.save(30, model=lambda: None)
     with pytest.raises(ConfigError, match="Last: must be an integer from 1 on"):
@@ -530,15 +531,15 @@ def test_a_state_that_no_restore_would_take_ends_the_first_save(tmp_path, asynch
 def test_any_object_is_saved_and_restored_only_if_that_is_asked_for(tmp_path):
     checkpoints(tmp_path, only_plain=False).save(1, custom=Custom())
     with pytest.raises(ConfigError, match="set only_plain=False"):
-        checkpoints(tmp_path).restore_latest(custom=Custom())
-    assert checkpoints(tmp_path, only_plain=False).restore_latest(custom=Custom()) == 1
+        checkpoints(tmp_path).restore(custom=Custom())
+    assert checkpoints(tmp_path, only_plain=False).restore(custom=Custom()) == 1
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../model", "", ".metadata"])
 def test_a_name_that_is_no_files_name_is_refused(tmp_path, name):
     calls = [
         lambda saved, state: saved.save(1, **state),
-        lambda saved, state: saved.restore_latest(**state),
+        lambda saved, state: saved.restore(**state),
         lambda saved, state: saved.rollback(to=1, **state),
     ]
     for call in calls:
@@ -551,9 +552,9 @@ def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path, log):
     (tmp_path / "file").touch()
     remote, model = str(tmp_path / "file" / "run"), nn.Linear(2, 2)
     with pytest.raises(StorageFailed, match=f"{remote} cannot be listed: NotADirectoryError"):
-        checkpoints(tmp_path / "run", remote=remote).restore_latest(model=model)
+        checkpoints(tmp_path / "run", remote=remote).restore(model=model)
     checkpoints(tmp_path / "run").save(1, model=model)
-    assert checkpoints(tmp_path / "run", remote=remote).restore_latest(model=model) == 1
+    assert checkpoints(tmp_path / "run", remote=remote).restore(model=model) == 1
     assert f"{remote} cannot be listed" in log[0]
     with pytest.raises(ConfigError, match="remote: 'nothing://x' cannot be used"):
         checkpoints(tmp_path / "run", remote="nothing://x")
@@ -569,7 +570,7 @@ def test_the_last_save_is_there_without_a_with_block(tmp_path):
         [sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True
     )
     assert "not used in a with block" in done.stderr
-    assert checkpoints(run).restore_latest() == 1
+    assert checkpoints(run).restore() == 1
     assert Path(remote, "step-00000001/manifest.json").exists()
 
 
@@ -641,7 +642,7 @@ def test_the_end_of_slurms_time_limit_saves(documents, tmp_path, monkeypatch):
     training = Training(documents)
     with pytest.raises(CkptError, match="time limit"), checkpoints(tmp_path / "run") as saved:
         training.run(saved, 10**6, lambda step: time.sleep(0.05))
-    assert checkpoints(tmp_path / "run").restore_latest() == max(training.losses)
+    assert checkpoints(tmp_path / "run").restore() == max(training.losses)
 
 
 # the remote --------------------------------------------------------------------------------------
@@ -658,16 +659,10 @@ def test_a_new_node_restores_from_the_remote(documents, tmp_path, log):
 
     model = next(Path(tmp_path, "run").glob("step-00000024/states/model.pt"))
     model.write_bytes(b"damaged")
-    assert (
-        checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states)
-        == 24
-    )
+    assert checkpoints(tmp_path / "run", remote=remote).restore(**Training(documents).states) == 24
     model.write_bytes(b"damaged")
     Path(remote, "step-00000024/states/model.pt").write_bytes(b"damaged, too")
-    assert (
-        checkpoints(tmp_path / "run", remote=remote).restore_latest(**Training(documents).states)
-        == 20
-    )
+    assert checkpoints(tmp_path / "run", remote=remote).restore(**Training(documents).states) == 20
     assert "step-00000024 is passed over" in log[0]
     assert remote in log[0]
     assert str(model) in log[0]
@@ -718,11 +713,11 @@ def test_the_training_waits_for_the_copy_in_memory_only(documents, tmp_path, mon
         until(lambda: Path(tmp_path, "run/step-00000001").exists())
         later = itertools.count(3)
         until(lambda: saved.maybe_save(next(later), **training.states))
-    newest = checkpoints(tmp_path / "run").restore_latest()
+    newest = checkpoints(tmp_path / "run").restore()
     assert newest == next(later) - 1
     shutil.rmtree(tmp_path / f"run/step-{newest:08}")
     again = Training(documents)
-    checkpoints(tmp_path / "run").restore_latest(**again.states)
+    checkpoints(tmp_path / "run").restore(**again.states)
     assert all(torch.equal(value, before[name]) for name, value in again.model.state_dict().items())
 
 
@@ -811,7 +806,7 @@ def test_a_remote_that_refuses_is_named(documents, tmp_path, monkeypatch, log):
         Training(documents).run(saved, 10)
     assert "step-00000004 is not copied to" in log[0]
     assert "not allowed" in log[0]
-    assert checkpoints(tmp_path / "run").restore_latest() == 8
+    assert checkpoints(tmp_path / "run").restore() == 8
 
 
 def test_a_copy_that_fails_once_is_no_failure(documents, tmp_path, monkeypatch, log):
@@ -841,7 +836,7 @@ def test_an_unreachable_remote_is_no_damage(documents, tmp_path, monkeypatch):
 
     monkeypatch.setattr(object_store.ObjectStore, "get_file", away)
     with pytest.raises(StorageFailed, match=r"step-00000024 cannot be read: PermissionError: away"):
-        checkpoints(tmp_path / "run", remote=remote).restore_latest()
+        checkpoints(tmp_path / "run", remote=remote).restore()
     assert [path.name for path in Path(tmp_path, "run").iterdir()] == []
 
 
@@ -872,7 +867,7 @@ def test_a_rollback_is_exact_with_the_input_again_or_skipped(documents, tmp_path
             == 12
         )
     assert not Path(tmp_path, "run/step-00000016").exists()
-    assert checkpoints(tmp_path / "run").restore_latest() == 12
+    assert checkpoints(tmp_path / "run").restore() == 12
     model = {name: value.clone() for name, value in training.model.state_dict().items()}
 
     again = Training(documents) if killed else training
@@ -935,7 +930,7 @@ def test_a_rollback_to_a_step_or_to_the_best(documents, tmp_path):
             saved.rollback()
         assert saved.rollback("best", loader=training.loader, **training.states) == best
         assert saved.rollback(4, loader=training.loader, **training.states) == 4
-    assert checkpoints(tmp_path / "run").restore_latest() == 4
+    assert checkpoints(tmp_path / "run").restore() == 4
 
 
 # several ranks -----------------------------------------------------------------------------------
@@ -1065,7 +1060,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents, tmp_path, ranks):
         process.join(60)
     assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
     assert max(losses_of(run, 0)) == max(losses_of(run, 1))
-    assert checkpoints(run).restore_latest() == max(losses_of(run))
+    assert checkpoints(run).restore() == max(losses_of(run))
     assert max(losses_of(run)) < 60
     ranks.run(2, documents, run, 60)
     # The scheduler of the first attempt has another length: only the documents are the same.
@@ -1083,7 +1078,7 @@ def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents, tmp_pat
     for process in processes:
         process.join(30)
         assert process.exitcode == 128 + signal.SIGTERM
-    assert checkpoints(run).restore_latest() == max(losses_of(run)) <= late + 15
+    assert checkpoints(run).restore() == max(losses_of(run)) <= late + 15
 
 
 def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_path, monkeypatch):
@@ -1093,7 +1088,7 @@ def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_pa
             saved.maybe_save(step)
             if step == 1500:
                 signal.raise_signal(signal.SIGINT)
-    assert checkpoints(tmp_path).restore_latest() <= 1500 + 32
+    assert checkpoints(tmp_path).restore() <= 1500 + 32
 
 
 @pytest.mark.parametrize(
@@ -1147,7 +1142,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         _, said = process.communicate(timeout=60)
         assert f"is saved ({number.name})" in said
         assert process.returncode != 0
-        assert checkpoints(run).restore_latest() == max(losses_of(run)) < 100
+        assert checkpoints(run).restore() == max(losses_of(run)) < 100
     finally:
         for each in processes_below(process.pid):
             with suppress(ProcessLookupError):
@@ -1190,7 +1185,7 @@ def fsdp_rank(rank, size, port, run, steps, first):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     states = {"model": model, "optimizer": optimizer}
     with checkpoints(run, every_steps=2, asynchronous=True) as saved:
-        step = saved.restore_latest(**states) or 0
+        step = saved.restore(**states) or 0
         while step < steps:
             batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
             model(batch).square().mean().backward()
@@ -1265,7 +1260,7 @@ def slow_fsdp_rank(rank, port, run):
             model.weight.zero_()
         goes_on.set()
     with checkpoints(run) as saved:
-        saved.restore_latest(model=model)
+        saved.restore(model=model)
     torch.save(model.weight.full_tensor(), Path(run, f"weight-{rank}.pt"))
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ Needs torch.
 
 import csv
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,10 @@ from torch import nn
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.maintenance import tracking
+from datatrove_ckpt.maintenance import training as training_module
 from datatrove_ckpt.maintenance.tracking import TrainingTracker
+from datatrove_ckpt.maintenance.training import read_training
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
 from datatrove_ckpt.torch import checkpoints as module
 from tests.real.test_training_checkpoints import Full
@@ -82,7 +86,7 @@ def test_what_follows_an_older_step_is_newer_than_all_steps(tmp_path):
         saved.save(40, model=model_of(41))
     model = model_of(0)
     with opened(tmp_path) as saved:
-        assert saved.restore_latest(model=model) == 40
+        assert saved.restore(model=model) == 40
         assert weight(model) == 41
         saved.save(50, model=model_of(51), metrics={"loss": 9.0})
         assert saved.steps()[-2:] == [40, 50]
@@ -102,6 +106,54 @@ def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(
     assert Path(tmp_path, "history.jsonl").read_text() == history
     with pytest.raises(ConfigError, match="holds step-00000050 of an earlier training"):
         saved.save(60, model=model)
+
+
+def test_what_a_rollback_throws_away_comes_back_from_no_remote(tmp_path):
+    settings = {"remote": str(tmp_path / "remote"), "keep": Last(3) | Best("loss")}
+    model = model_of(0)
+    with opened(tmp_path / "run", **settings) as saved:
+        for step, loss in ((100, 3.0), (200, 2.0), (300, 0.01)):
+            saved.save(step, model=model, metrics={"loss": loss})
+        saved.rollback(to=200, model=model)
+        for step, loss in ((300, 1.5), (400, 1.8), (500, 1.7), (600, 1.6)):
+            saved.save(step, model=model, metrics={"loss": loss})
+    with opened(tmp_path / "new node", **settings) as saved:
+        assert saved.steps() == [300, 400, 500, 600]
+        assert saved.restore("best", model=model) == 300
+        assert saved.metrics == {"loss": 1.5}
+
+
+def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypatch, log):
+    model = nn.Linear(2, 2)
+    with opened(tmp_path, keep=Last(1) | Best("loss")) as saved:
+        saved.save(1, model=model, metrics={"loss": 1.0})
+        saved.save(2, model=model, metrics={"loss": 2.0})
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "disk", Full(0))
+            saved.save(3, model=model, metrics={"loss": 0.5})
+        assert "No space left" in str(saved.failure)
+        assert saved.steps() == [1, 2]
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: 1 / 0)
+        saved.save(4, model=model)  # a look that fails ends no save
+
+
+def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    filled(tmp_path)
+    with opened(tmp_path) as training:
+        assert training.restore(model=model) == 50
+        evaluator = opened(tmp_path)
+        check = evaluator._steps.check
+
+        def check_during_a_save(name):
+            training.save(60, model=model)
+            check(name)
+
+        monkeypatch.setattr(evaluator._steps, "check", check_during_a_save)
+        assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
+    events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
+    assert [event["event"] for event in events][-2:] == ["restored", "saved"]
 
 
 def test_a_step_that_is_not_there_is_named(tmp_path):
@@ -142,6 +194,24 @@ def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatc
     assert len(log) == 1
 
 
+def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(tmp_path, monkeypatch, log):
+    keep = Last(1) | Every(10)
+    with opened(tmp_path, keep=keep) as saved:
+        saved.save(10, model=model_of(1))
+        saved.save(11, model=model_of(1))
+    file = Path(tmp_path, "step-00000010/states/model.pt")
+    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+    now = time.time()
+    for day in (0.5, 1.2, 1.7, 2.4):
+        moment = now + day * 86400
+        monkeypatch.setattr(module.time, "time", lambda moment=moment: moment)
+        with opened(tmp_path, keep=keep) as saved:
+            saved.restore()
+            saved.save(round(10 * day) + 12, model=model_of(1))
+        found = [line for line in log if "step-00000010 is damaged" in line]
+        assert len(found) == int(day)
+
+
 def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
     seen = {"ids": torch.arange(3), "mean": torch.tensor(1.0)}
     with opened(tmp_path, asynchronous=True) as saved:
@@ -166,7 +236,7 @@ def train(folder, until, stop):
     """Logs each step, saves each tenth; ends at ``stop`` as a kill would."""
     model = nn.Linear(2, 2)
     saved = opened(folder)
-    step = saved.restore_latest(model=model) or 0
+    step = saved.restore(model=model) or 0
     while step < until:
         step += 1
         saved.log(step, loss=100.0 / step)
@@ -190,16 +260,40 @@ def test_the_curve_of_a_training_that_was_killed_is_that_of_the_whole_one(tmp_pa
     assert found[20] == ["20", "5.0", "20.0"]
 
 
-def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(tmp_path):
+def test_the_loop_writes_no_curve_but_each_ten_minutes(tmp_path, monkeypatch):
+    with opened(tmp_path) as saved:
+        saved.log(1, loss=1.0)
+        saved.save(1, model=model_of(1))
+        saved.log(1, accuracy=0.5)  # of an evaluation after the save
+        saved.save(2, model=model_of(1))
+        assert not Path(tmp_path, "metrics.csv").exists()
+        monkeypatch.setattr(module, "_CURVE_SECONDS", 0.0)
+        saved.save(3, model=model_of(1))
+        expected = [["step", "loss", "accuracy"], ["1", "1.0", "0.5"]]
+        assert curve_of(tmp_path) == expected
+        saved.log(3, loss=2.0)
+    assert curve_of(tmp_path) == [*expected, ["3", "2.0", ""]]
+
+
+def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(
+    tmp_path, monkeypatch
+):
     sent = []
     ends = []
     run = SimpleNamespace(
         send=lambda at, values, step: sent.append((step, values)), end=ends.append
     )
-    tracker = TrainingTracker(filled(tmp_path), [lambda job: run])
+    away = iter([OSError("away")] * 2)
+
+    def other(job):
+        for error in away:
+            raise error
+        return SimpleNamespace(send=lambda at, values, step: None, end=lambda status: None)
+
+    tracker = TrainingTracker(filled(tmp_path), [lambda job: run, other])
     expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
-    assert tracker.work() == ""
-    assert tracker.work() == ""
+    assert tracker.work() == "OSError: away"
+    assert tracker.work() == "OSError: away"
     assert sent == expected
     assert not tracker.is_over
     with opened(tmp_path) as saved:
@@ -207,10 +301,16 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
         saved.save(40, model=model_of(0), metrics={"loss": 0.5})
         tracker.work()  # while it saves
     assert sent == [*expected, (40, {"loss": 0.5})]
-    for _ in range(3):
-        assert ends == []
+    now = time.time()
+    saved_at = [step.at for step in read_training(tmp_path, full=False).steps]
+    for hours, end in ((1, []), (1, []), (1, []), (9, ["FINISHED"])):
+        # The last two saves were four hours apart: it may have started again.
+        at = [saved_at[-1] - 4 * 3600.0, saved_at[-1]]
+        monkeypatch.setattr(tracking, "_times", lambda state, at=at: at)
+        moment = now + hours * 3600.0
+        monkeypatch.setattr(tracking, "time", SimpleNamespace(time=lambda moment=moment: moment))
         tracker.work()
-    assert ends == ["FINISHED"]
+        assert ends == end
     assert tracker.is_over
 
 
@@ -233,6 +333,22 @@ def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
     assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
 
 
+def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    with opened(tmp_path, keep=Last(2)) as saved:
+        saved.save(1, model=model_of(0))
+        saved.save(2, model=model_of(0))
+        check = training_module.check_files
+
+        def check_during_a_save(folder, name):
+            if name.step == 1:
+                saved.save(3, model=model_of(0))
+            check(folder, name)
+
+        monkeypatch.setattr(training_module, "check_files", check_during_a_save)
+        steps = read_training(tmp_path, full=True).steps
+    assert [(step.step, step.damage) for step in steps] == [(2, "")]
+
+
 def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_path, command):
     folder = filled(tmp_path / "run")
     file = folder / "step-00000050/states/model.pt"
@@ -246,4 +362,4 @@ def test_the_commands_name_a_damaged_step_and_what_a_restore_takes_instead(tmp_p
     file.write_bytes(content[:-1])
     assert "A restore takes step 40" in command("status", str(folder)).out
     with opened(folder) as saved:
-        assert saved.restore_latest() == 40
+        assert saved.restore() == 40

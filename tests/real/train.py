@@ -69,7 +69,7 @@ def main(documents: str, run: str, steps: int) -> None:
     with TrainingCheckpoints(
         run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))
     ) as saved:
-        step = saved.restore_latest(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
+        step = saved.restore(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
         epoch = saved.epoch
         while step < steps:
             dataset.set_epoch(epoch)

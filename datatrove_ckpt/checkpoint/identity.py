@@ -36,6 +36,7 @@ from loguru import logger
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
     CACHE,
     COMMITS,
     JOB,
@@ -664,9 +665,10 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
 
 
 def holds_work(folder: Path) -> bool:
-    """Whether a rank's folder holds a commit, a line of a journal, or a cached answer."""
+    """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
     written = [
         folder / COMMITS,
+        folder / BATCHES,
         *(journal_path(folder, index) for index in journal_indices(folder)),
     ]
     return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(

@@ -180,6 +180,7 @@ class ProviderPasses:
         self._watch = watch
         self._providers: dict[str, BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
+        self._gone_since: dict[int, float] = {}
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
@@ -279,8 +280,7 @@ class ProviderPasses:
             return False
         if remote.status == "failed":
             return await self._refused(batch, remote)
-        await self._collect(provider, batch, remote)
-        return True
+        return await self._collect(provider, batch, remote)
 
     async def _upload(self, provider: BatchProvider, batch: Batch) -> bool:
         path = await self._change(lambda rank: rank.batches.path(batch.number))
@@ -344,8 +344,15 @@ class ProviderPasses:
             "again."
         )
 
-    async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> None:
+    async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
+        """Reads the answers. Returns False if the provider says that it has no such file: that may
+        pass, and its answers were paid for.
+
+        Raises:
+            ServerRefused: it has said so for ``server_patience_seconds``.
+        """
         rows: list[CachedRequest] = []
+        gone = ""
         answers = lines = 0
         for file in remote.files:
             try:
@@ -360,19 +367,28 @@ class ProviderPasses:
                         await self._change(partial(_put, rows))
                         rows = []
             except FileGone as error:
-                logger.error(
-                    f"Batch {remote.id}: the provider no longer has the file {file} of its "
-                    f"answers ({error}). Its requests are sent again, and paid for again."
-                )
+                gone = f"{file} ({error})"
         await self._change(partial(_put, rows))
         await self._change(lambda rank: rank.sync())
+        if gone:
+            now = time.monotonic()
+            since = self._gone_since.setdefault(batch.number, now)
+            if now - since < self._configs[batch.model].server_patience_seconds:
+                return False
         await self._note(batch, "read")
+        if gone:
+            raise ServerRefused(
+                f"Batch {remote.id}: the provider has no file {gone} of its answers, which were "
+                "paid for. If you run the same command again, its requests are sent, and paid for, "
+                "again."
+            )
         missing = batch.requests - answers
         again = f"; {plural_is(missing, 'request')} sent again" if missing > 0 else ""
         logger.info(
             f"Batch {remote.id} is {remote.status}: {plural(answers, 'answer')} of "
             f"{plural(batch.requests, 'request')}{again}."
         )
+        return True
 
     # the storage thread --------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.identity import (
 )
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
     COMMITS,
     JOB,
     RUN,
@@ -157,7 +158,7 @@ def newest_manifest(url: str) -> Manifest | None:
 
 def _kept(manifest: Manifest) -> KeptRun:
     holds_work = bool(manifest.answers) or any(
-        name == COMMITS or is_journal(name) for name in manifest.files
+        name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
     )
     # Whether a process works on it is not known: a run is stopped before its output is moved.
     return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

@@ -14,7 +14,7 @@ import pytest
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import ConfigError, ServerRefused, WaitsForBatches
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider
 from datatrove_ckpt.readers import JsonlReader
@@ -113,20 +113,43 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
     assert set(provider.billed.values()) == {1}
 
 
-def test_answers_that_the_provider_has_lost_are_paid_for_again_with_an_error(tmp_path, log):
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_answers_whose_file_is_not_found_are_awaited_and_not_paid_for_again_by_itself(
+    tmp_path, comes_back
+):
+    config = {**BATCHES, "server_patience_seconds": 60 if comes_back else 0.3}
     with FakeProvider() as provider:
         provider.hide_output = True
         shown = provider._shown
+        looks = []
 
         def look(batch):
-            provider.hide_output = len(provider.batches) == 1
+            looks.append(batch)
+            provider.hide_output = not comes_back or len(looks) < 20
             return shown(batch)
 
         provider._shown = look
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        if not comes_back:
+            with pytest.raises(ServerRefused, match="which were paid for"):
+                runner(tmp_path, provider, config=config).run(documents(3))
+            provider._shown = shown
+            provider.hide_output = False
+        assert set(provider.billed.values()) <= {1}
+        runner(tmp_path, provider, config=config).run(documents(3))
     assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {2}
-    assert "paid for again" in "".join(log)
+    assert set(provider.billed.values()) == {2 - comes_back}
+
+
+def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        step = runner(tmp_path, provider, config=BATCHES)
+        step.no_wait = True
+        with pytest.raises(WaitsForBatches):
+            step.run(documents(2))
+        other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
+        with pytest.raises(CheckpointMismatch, match="temperature"):
+            runner(tmp_path, provider, config=other).run(documents(2))
 
 
 async def unrepeatable(document, generate):
@@ -282,15 +305,15 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
         shown = provider._shown
 
         def stop(batch):
+            provider._shown = shown  # a second signal, after the run, would end the tests
             os.kill(os.getpid(), signal.SIGTERM)
-            return batch
+            return shown(batch)
 
         provider._shown = stop
         with pytest.raises(SystemExit):
             runner(tmp_path, provider, config=BATCHES).run(documents(3))
         assert "They stay there; the same command collects" in "".join(log)
         assert not rows(tmp_path)
-        provider._shown = shown
         runner(tmp_path, provider, config=BATCHES).run(documents(3))
     assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1

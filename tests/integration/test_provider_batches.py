@@ -305,12 +305,12 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
         shown = provider._shown
 
         def stop(batch):
-            provider._shown = shown  # a second signal, after the run, would end the tests
-            os.kill(os.getpid(), signal.SIGTERM)
+            provider._shown = shown
+            os.kill(os.getpid(), signal.SIGINT)
             return shown(batch)
 
         provider._shown = stop
-        with pytest.raises(SystemExit):
+        with pytest.raises(KeyboardInterrupt):
             runner(tmp_path, provider, config=BATCHES).run(documents(3))
         assert "They stay there; the same command collects" in "".join(log)
         assert not rows(tmp_path)

@@ -177,6 +177,7 @@ class TrainingCheckpoints:
         self._is_shared = not self._ranks.highest([owner])[0]
         self._epoch: int | None = 0
         self._told_epoch: int | None = None
+        self._restored_input: tuple[int, list[Any]] | None = None  # until a later step
         self.metrics = dict[str, float]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
@@ -438,10 +439,13 @@ class TrainingCheckpoints:
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
         contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
-        contents |= {
-            _RANDOM: [each[0] for each, _, _ in gathered],
-            _INPUT: [each[1] for each, _, _ in gathered],
-        }
+        inputs = [each[1] for each, _, _ in gathered]
+        if self._restored_input is not None and loader is not None:
+            # A loader that has not begun again, as after the last epoch, knows less.
+            restored, found = self._restored_input
+            if restored == step:
+                inputs = found
+        contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: inputs}
         if self._is_owner and not self._manifests:
             self._warn_of_first(numbers, own[1])
         if not self._is_owner:
@@ -932,6 +936,7 @@ class TrainingCheckpoints:
         found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
+        self._restored_input = (name.step, found)
         self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         if isinstance(getattr(loader, "dataset", None), StatefulIterable):
@@ -1009,6 +1014,7 @@ class TrainingCheckpoints:
             assert self._not_saved is not None
             raise self._not_saved
         self._load(old, reader, states)
+        self._restored_input = None
         if loader is not None and not skip_input:
             self._load_input(loader, old)
         self._ranks.gather(None)

@@ -148,8 +148,9 @@ def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
         assert not tmp_path.joinpath("killed/run/step-00000072").exists()
     assert started("killed").wait(300) == 0
     assert tmp_path.joinpath("killed/run/metrics.csv").read_text() == expected
-    assert started("killed").wait(300) == 0  # there is nothing left to train
-    assert tmp_path.joinpath("killed/run/metrics.csv").read_text() == expected
+    for _ in range(2):  # there is nothing left to train
+        assert started("killed").wait(300) == 0
+        assert tmp_path.joinpath("killed/run/metrics.csv").read_text() == expected
 
 
 def test_a_tensor_of_a_document_counts_by_type_shape_and_content():

@@ -47,8 +47,8 @@ class BatchReader(JsonlReader):
         strict = copy.deepcopy(self)
         strict.stop_on_bad_line = True
         left = _CHECKED
+        earlier = set[str]()
         for name in list_input(self).names:
-            earlier = set[str]()
             try:
                 for request, position in islice(strict._read(name, ()), left):
                     left -= 1

@@ -80,6 +80,15 @@ def test_each_body_is_sent_as_written_to_its_url_and_each_line_has_the_whole_ans
     assert ranked == ranks
 
 
+def test_two_files_may_not_have_a_line_of_one_custom_id(server, command):
+    Path("in").mkdir()
+    for name in ("in/a.jsonl", "in/b.jsonl"):
+        write(request("one", model="m"), path=name)
+    job = ["run", "--input", "in", "--endpoint", server.url, "--run-folder", "runs/x"]
+    assert "b.jsonl`, line 1: an earlier line has the custom_id 'one'" in command(*job, code=2).err
+    assert not server.asked
+
+
 def test_an_answer_that_may_be_cut_off_is_no_line(command):
     def seconds(payload, times):
         """The first answers are cut off; later ones are whole."""

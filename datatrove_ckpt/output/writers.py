@@ -115,7 +115,11 @@ def writes_media(writer: DiskWriter) -> bool:
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> Row:
-    data = {name: value for name in _NAMES if (value := getattr(document, name))}
+    data = {}
+    for name in _NAMES:
+        value = getattr(document, name)
+        if value or (name == "id" and value == 0):  # datatrove's leaves out an id of 0, too
+            data[name] = value
     if writer.expand_metadata and "metadata" in data:
         data |= data.pop("metadata")
     if not writer.save_media_bytes and "media" in data:

@@ -391,10 +391,10 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
         Raises:
-            ConfigError: a state has no ``state_dict``, or it differs between ranks or holds what no
-                restore takes; there is a writer or FSDP, and nodes have folders of their own; the
-                step is before the last one; or folder or remote hold steps, and nothing was
-                restored.
+            ConfigError: a state has no ``state_dict``, its tensors differ in shape between ranks,
+                or it holds what no restore takes; there is a writer or FSDP, and nodes have folders
+                of their own; the step is before the last one; or folder or remote hold steps, and
+                nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -930,10 +930,15 @@ class TrainingCheckpoints:
             )
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
+        found = self._steps.load(name, _INPUT, self._only_plain)
         if loader is None:
+            if found[0] is not None and self._ranks.rank == 0:
+                logger.warning(
+                    f"{name} also holds loader: not restored, as restore was not given it. The "
+                    "input begins anew."
+                )
             return
         self._prepare(loader, name.step)
-        found = self._steps.load(name, _INPUT, self._only_plain)
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
         self._restored_input = (name.step, found)

@@ -261,11 +261,13 @@ def test_two_trainings_share_no_remote(documents, tmp_path, log):
 
 def test_what_a_caller_forgets_is_said(tmp_path, log):
     model = nn.Linear(2, 2)
+    loader = StatefulDataLoader([1, 2])
     with checkpoints(tmp_path) as saved:
-        saved.save(8, model=model, optimizer=torch.optim.Adam(model.parameters()))
+        saved.save(8, loader=loader, model=model, optimizer=torch.optim.Adam(model.parameters()))
     with checkpoints(tmp_path) as saved:
         assert saved.restore(model=model) == 8
-        assert "also holds optimizer: not restored" in log[0]
+        assert "also holds optimizer: not restored" in "".join(log)
+        assert "also holds loader: not restored" in "".join(log)
         with pytest.raises(ConfigError, match="step 4 comes after step 8"):
             saved.save(4, model=model)
         with pytest.raises(ConfigError, match="must be an integer"):

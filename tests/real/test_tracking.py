@@ -8,6 +8,7 @@ import pytest
 from datatrove_ckpt.cli import track
 from datatrove_ckpt.errors import CkptError
 from tests.jobs import ask, documents, fails_at, runner
+from tests.patience import until
 
 mlflow_tracking = pytest.importorskip("mlflow.tracking")
 pytest.importorskip("wandb")
@@ -88,9 +89,14 @@ def test_wandb_takes_what_it_is_given(tmp_path, monkeypatch, server, command):
     runner(tmp_path, server).run(documents(4))
     command("track", "checkpoints", "--wandb", "team/texts", "--name", "books")
     (file,) = (tmp_path / "wandb").rglob("*.wandb")
-    records = [
-        wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())
-    ]
+
+    def read():
+        data = wandb_records(file.read_bytes())
+        return [wandb_internal_pb2.Record.FromString(each) for each in data]
+
+    # Its own process writes the file, on a busy machine after the run's end.
+    until(lambda: any(record.HasField("exit") for record in read()))
+    records = read()
     (run,) = (record.run for record in records if record.HasField("run"))
     assert (run.display_name, run.project, run.entity) == ("books", "texts", "team")
     assert "records_per_chunk" in {item.key for item in run.config.update}

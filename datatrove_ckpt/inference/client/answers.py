@@ -399,6 +399,9 @@ def _thoughts(content: object) -> str:
 _MAX_COUNT = 1 << 40
 
 
+_SUMS = {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
 def token_counts(usage: JsonObject) -> tuple[int, int]:
     """Returns the prompt and completion tokens of a usage."""
     prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
@@ -411,6 +414,8 @@ def token_counts(usage: JsonObject) -> tuple[int, int]:
 
 def token_details(usage: JsonObject) -> tuple[int, int]:
     """Returns how many prompt tokens were cached, and how many completion tokens are reasoning."""
+    if usage.keys() <= _SUMS:  # most servers
+        return 0, 0
     cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
     reasoning = 0
     for name, details in usage.items():

@@ -28,6 +28,7 @@ class FakeProvider(FakeServer):
         list_lag: seconds for which a new batch is missing in the list.
         steps: how often a batch is looked at before it ends.
         lose: of each path ("/v1/batches"): how many answers are not sent, after the effect.
+        lost: the status that is sent in their place.
         outcome: returns how a request ends: None: with an answer; "expired"; or a response.
         status: of batches that have ended.
         hide_output: files of answers are gone.
@@ -40,6 +41,7 @@ class FakeProvider(FakeServer):
         self.list_lag = 0.0
         self.steps = 1
         self.lose: Counter[str] = Counter()
+        self.lost = 502
         self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
         self.status = "completed"
         self.hide_output = False
@@ -73,7 +75,7 @@ class FakeProvider(FakeServer):
     def _reply(self, request: web.Request, content: Any) -> web.Response:
         if self.lose[request.path] > 0:
             self.lose[request.path] -= 1
-            return web.json_response({"error": "lost"}, status=502)
+            return web.json_response({"error": "lost"}, status=self.lost)
         return web.json_response(content)
 
     async def _upload(self, request: web.Request) -> web.Response:

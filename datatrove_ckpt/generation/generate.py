@@ -257,13 +257,12 @@ class Answers:
         """
         if self.batch_answers or self._cached is None or not self._cached.done():
             return True
-        rows = [answer.result for answer in self._cached.result().values()]
-        return not any(
-            row is not None
-            and (fields := orjson.loads(row)).keys() & _OF_BATCH
-            and fields.get("run") == run
-            for row in rows
-        )
+        for answer in self._cached.result().values():
+            if answer.result is not None:
+                fields = orjson.loads(answer.result)
+                if not _OF_BATCH.isdisjoint(fields) and fields["run"] == run:
+                    return False
+        return True
 
     def request_started(self) -> None:
         self._pending += 1

@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
@@ -67,7 +67,6 @@ _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
 _NEVER_SENT = frozenset({"batch_expired", "batch_cancelled"})
-_TOO_MANY = 429
 _FULL = "token_limit_exceeded"
 
 
@@ -297,10 +296,7 @@ class ProviderPasses:
         await asyncio.to_thread(self._checkpoint.lease.check_spending)
         try:
             remote = await provider.create(batch.file, batch.path, batch.tag)
-        except RetryableError as error:
-            if error.status == _TOO_MANY:
-                await self._note(batch, "uploaded")
-                raise
+        except RetryableError as error:  # a gateway's 429, too, may come after the batch
             logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
             return False
         except ServerRefused:  # perhaps the provider no longer has the file
@@ -353,15 +349,12 @@ class ProviderPasses:
         """
         rows: list[CachedRequest] = []
         gone = ""
-        answers = lines = 0
         for file in remote.files:
             try:
                 async for line in provider.lines(file):
                     row = _row(line, batch.run)
-                    lines += 1
                     if row is None:
                         continue
-                    answers += 1
                     rows.append(row)
                     if len(rows) >= _ROWS:
                         await self._change(partial(_put, rows))
@@ -382,11 +375,9 @@ class ProviderPasses:
                 "paid for. If you run the same command again, its requests are sent, and paid for, "
                 "again."
             )
-        missing = batch.requests - answers
-        again = f"; {plural_is(missing, 'request')} sent again" if missing > 0 else ""
         logger.info(
-            f"Batch {remote.id} is {remote.status}: {plural(answers, 'answer')} of "
-            f"{plural(batch.requests, 'request')}{again}."
+            f"Batch {remote.id} is {remote.status}, and its answers are saved. Requests that have "
+            "none are sent again."
         )
         return True
 

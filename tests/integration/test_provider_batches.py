@@ -60,7 +60,8 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
     assert len(provider.batches) == 2
 
 
-def test_answers_that_are_missing_are_asked_for_again(tmp_path):
+@pytest.mark.parametrize("lost", [502, 429])
+def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
     """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
     with FakeProvider() as provider:
         draws = random.Random(0)
@@ -72,6 +73,7 @@ def test_answers_that_are_missing_are_asked_for_again(tmp_path):
 
         provider.outcome = outcome
         provider.list_lag = 0.1
+        provider.lost = lost
         provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
         runner(tmp_path / "online", provider).run(documents(30))
         runner(tmp_path / "batch", provider, config=BATCHES).run(documents(30))

@@ -139,9 +139,9 @@ class TakenLetters:
         path, line = self._lines[attempt]
         if (taken := orjson.loads(line)["id"]) != doc_id:
             raise CheckpointMismatch(
-                f"Document {attempt[0]} of this rank is {safe_repr(doc_id)}, but {path} has "
+                f"Document {attempt[0]} of this task is {safe_repr(doc_id)}, but {path} has "
                 f"{safe_repr(taken)} under this number, from a retry of dead letters: the input "
-                "was changed since. Restore the input, or start this rank over: move its folder, "
+                "was changed since. Restore the input, or start this task over: move its folder, "
                 "those of its retries, and its output files elsewhere."
             )
         return line

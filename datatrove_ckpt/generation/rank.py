@@ -405,7 +405,7 @@ class RankMessages:
         if not self.checkpoint.has_locks:
             logger.warning(
                 f"{self.folder} has no working file locks: do not start a second process for rank "
-                f"{self.rank}. A second process takes over the rank, and this one stops before its "
+                f"{self.rank}. A second process takes over the task, and this one stops before its "
                 "next write."
             )
         point = self.checkpoint.resumed

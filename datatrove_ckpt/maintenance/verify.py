@@ -129,7 +129,7 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
 def _check_ordinals(report: Report, rank: RankLedger) -> None:
     """Checks that the commits together cover every document once."""
     start_over = (
-        "Restore commits.jsonl from a copy, or start this rank over: remove "
+        "Restore commits.jsonl from a copy, or start this task over: remove "
         f"{rank.folder} and its output."
     )
     chunk_index = ordinal = 0

@@ -65,7 +65,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
-        f"{where} has other content, which this rank has not published, under these names: "
+        f"{where} has other content, which this task has not published, under these names: "
         f"{some(names)}. Nothing was overwritten. Probably another job writes to the same folder "
         "with the same output_filename. Stop one of the jobs, and start it anew with "
         f"{written.own_folders}. The other one goes on with the same command, once files that are "

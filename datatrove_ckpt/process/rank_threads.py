@@ -28,7 +28,7 @@ from datatrove_ckpt.process.tasks import Tasks
 
 _LOOK_SECONDS = 0.1
 _LOOKS = 2  # how many looks in a row must find free places before a rank starts
-_FAILED = "the failure of another rank"
+_FAILED = "the failure of another task"
 
 
 class Servers(Protocol):

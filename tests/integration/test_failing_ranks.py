@@ -181,7 +181,7 @@ def test_after_drain_seconds_the_rank_ends(tmp_path, log):
     with FakeServer(hold_after=5) as server, pytest.raises(DocumentFailed, match="fisrt"):
         step_of(tmp_path, server, with_a_typo, drain_seconds=0.2).run(documents(DOCUMENTS))
     (line,) = [line for line in log if DRAINS in line]
-    assert "The rank has failed (DocumentFailed): " in line
+    assert "The task has failed (DocumentFailed): " in line
     assert "have 0.2 s to be answered; a signal ends the wait at once." in line
 
 

@@ -299,7 +299,7 @@ def test_times_of_change_alone_are_a_warning(job, tmp_path):
     job()
     assert "time of the last change" not in job().err
     os.utime(tmp_path / "documents/1.jsonl", (1, 1))
-    assert "1 input file of finished ranks" in job().err
+    assert "1 input file of finished tasks" in job().err
 
 
 def test_another_text_key_or_limit_is_refused_for_finished_ranks(job, tmp_path):
@@ -341,7 +341,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
     assert (
-        "is not what rank 0 has read:\n  added, or moved here from another rank: '"
+        "is not what task 0 has read:\n  added, or moved here from another task: '"
         in job(code=1).err
     )
     (tmp_path / "documents/00.jsonl").unlink()
@@ -361,7 +361,7 @@ def test_a_finished_rank_without_its_marker_reads_new_files_and_refuses_other_co
     rewrite(tmp_path / "documents/0.jsonl", "text 0", "Text 0")
     shutil.rmtree(tmp_path / "logs")
     assert (
-        "is not what rank 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
+        "is not what task 0 has read:\n  changed: '0.jsonl' (has other content)" in job(code=1).err
     )
 
 

@@ -123,7 +123,7 @@ def test_of_many_tasks_the_terminal_shows_what_needs_somebody_and_the_logs_every
         for line in said.err.splitlines()
         if "|" in line and "SUCCESS" not in line
     ] == [
-        "task 1: Document 'id 4' (number 1 of this rank) becomes a dead letter: AssertionError, in my_rollout.py, "
+        "task 1: Document 'id 4' (number 1 of this task) becomes a dead letter: AssertionError, in my_rollout.py, "
         "line 2 (f)"
     ]
     assert said.err.count("SUCCESS") == said.err.count("Stats: All 3 tasks") == 1

@@ -483,7 +483,7 @@ def forget_documents(job):
 @pytest.mark.parametrize(
     ("forget", "proof"),
     [
-        (forget_last_chunk, "shard.json says that this finished rank has read 5."),
+        (forget_last_chunk, "shard.json says that this finished task has read 5."),
         (forget_documents, "last_chunk"),
     ],
 )

@@ -216,7 +216,7 @@ def test_the_failure_of_a_rank_lets_the_others_save_what_they_have():
     ranks = ("wait 0,a", "wait 1", "bad", "b")
     log = Path("job/logs/logs/task_00001.log")
     with (
-        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
+        gate_opens(lambda: log.exists() and "the failure of another task" in log.read_text()),
         pytest.raises(DocumentFailed, match="2-0"),
     ):
         executor(*ranks, rollout=cannot_do_bad_ones).run()
@@ -267,7 +267,7 @@ async def interrupts_at_bad_ones(document, generate):
 def test_a_rollout_that_raises_keyboard_interrupt_fails_its_rank_only():
     log = Path("job/logs/logs/task_00000.log")
     with (
-        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
+        gate_opens(lambda: log.exists() and "the failure of another task" in log.read_text()),
         pytest.raises(DocumentFailed, match="KeyboardInterrupt"),
     ):
         executor("wait 0", "bad", rollout=interrupts_at_bad_ones).run()

@@ -417,7 +417,7 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
     assert "2 done" in seen["status"]
     assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"]
     assert seen["repair"] == "There is nothing to repair.\n"
-    assert "error: This very process works on this rank already" in seen["repair of a lost file"]
+    assert "error: This very process works on this task already" in seen["repair of a lost file"]
     said("verify", tmp_path, code=1)
 
 

@@ -105,7 +105,7 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command)
     versions.write_manifest(
         Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z"
     )
-    assert "error: rank 0: pid 42 on node7 works on this rank" in command(
+    assert "error: rank 0: pid 42 on node7 works on this task" in command(
         "repair", mirrored.remote, code=1
     )
     command("verify", mirrored.remote, code=1)  # as it was
@@ -129,7 +129,7 @@ def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here, server, command):
     command("verify", "job.yaml")
     Path("output/00000_00000.jsonl").unlink()
     text = command("repair", "job.yaml")
-    assert "remove logs/completions/00000, so that the rank runs again" in text
+    assert "remove logs/completions/00000, so that the task runs again" in text
     assert text.endswith("Done. Run the pipeline again to process these chunks.\n")
     command("run", "job.yaml")
     assert outputs(here / "output") == expected

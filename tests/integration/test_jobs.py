@@ -203,14 +203,14 @@ def test_jobs_that_die_are_started_again_with_what_is_left(
         )
         said = command("run", "job.yaml", code=None)
         assert said.code == 0, said + "\n".join(job.log for job in jobs.all)
-        print(f"{ranks} ranks in {len(jobs.all)} jobs: {jobs.ends}. Asked again: {ends.again}.")
+        print(f"{ranks} tasks in {len(jobs.all)} jobs: {jobs.ends}. Asked again: {ends.again}.")
         assert ends.done == ended
         assert len(server.asked) == number
         assert {*ends.again} <= {"kill"}, "a job that drains loses no answer"
         assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == number
         assert f"{number} of {number} documents" in said.out
         assert "will be saved in this bucket" not in said
-        assert f"no problem: {ranks} ranks, {number} documents" in command(
+        assert f"no problem: {ranks} tasks, {number} documents" in command(
             "verify", "job.yaml", "--full"
         )
         there, started = written(hub), len(jobs.all)

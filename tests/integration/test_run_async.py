@@ -113,7 +113,7 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
         with pytest.raises(asyncio.CancelledError):
             await running
         for thread in threading.enumerate():
-            if thread.name == "rank 0":
+            if thread.name == "task 0":
                 thread.join(300)
                 assert not thread.is_alive()
     with FakeServer() as server:
@@ -153,7 +153,7 @@ async def test_a_second_call_for_a_rank_names_this_process(tmp_path):
         first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
         await asked.wait()
         with pytest.raises(
-            CheckpointLocked, match=r"^This very process works on this rank already"
+            CheckpointLocked, match=r"^This very process works on this task already"
         ):
             await runner(tmp_path, server, rollout).run_async(documents(1))
         go_on.set()

@@ -142,19 +142,19 @@ class InferenceServer:
         if self._process is None:
             return False
         problem = await self._lasting_problem()
-        whose = f"that rank {self.started_by} started (log {self._log_path})"
+        whose = f"that task {self.started_by} started (log {self._log_path})"
         if config.replicas > 1:
             which = f"server {self.replica}"
         else:
             which = "the server"
         if problem is not None:
             logger.warning(
-                f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is "
+                f"{config.said}Task {rank} cannot take over {which} {whose}: it {problem}. It is "
                 "started anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{config.said}Rank {rank} takes over {which} {whose}.")
+        logger.debug(f"{config.said}Task {rank} takes over {which} {whose}.")
         return True
 
     async def _lasting_problem(self) -> str | None:

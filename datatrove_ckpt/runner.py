@@ -132,4 +132,4 @@ class InferenceRunner(Step):
             CkptError: see ``run``.
             asyncio.CancelledError: this call was cancelled.
         """
-        await run_hosted(partial(self.run, data_gen, rank, world_size), f"rank {rank}")
+        await run_hosted(partial(self.run, data_gen, rank, world_size), f"task {rank}")

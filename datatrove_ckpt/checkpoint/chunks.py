@@ -185,7 +185,7 @@ class ChunkTracker:
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
         if known != fingerprint:
             raise CheckpointMismatch(
-                f"Document {ordinal} of this rank is not the one that was finished there before "
+                f"Document {ordinal} of this task is not the one that was finished there before "
                 f"(see {self._folder}): the input, or a step before this one, has changed. "
                 "Restore it, or start with ",
                 StartOver(),

@@ -63,7 +63,7 @@ class CommitsDamaged(CheckpointCorrupt):
         else:
             checkpoints = root.parent
         super().__init__(
-            f"{what} Keep the rank's output files: they may belong to lost commits. Restore "
+            f"{what} Keep the task's output files: they may belong to lost commits. Restore "
             f"{path.name} from a copy or from the mirror. If there is none: ",
             Repair(str(checkpoints), logging_dir),
             ". Commits that can be proved are kept; the other chunks are processed again.",
@@ -347,7 +347,7 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         raise CheckpointCorrupt(
             path,
             f", line {number}: the line is whole, but no commit of this version of the program "
-            f"({error!r}). Keep the rank's output files. Use the version that wrote it, or "
+            f"({error!r}). Keep the task's output files. Use the version that wrote it, or "
             "restore the file from a copy.",
         ) from error
 

@@ -392,12 +392,12 @@ def _held_by(holder: bytes, path: Path) -> str:
     found = _holder(holder)
     if found == this_process():
         return (
-            "This very process works on this rank already: another call of run or run_async in it "
+            "This very process works on this task already: another call of run or run_async in it "
             f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
-            f"once need two ranks, or two {written.checkpoints_local_dir}."
+            f"once need two tasks, or two {written.checkpoints_local_dir}."
         )
     return (
-        f"Another process works on this rank: {name_holder(found)} holds {path}. Wait for it to "
+        f"Another process works on this task: {name_holder(found)} holds {path}. Wait for it to "
         "end, or stop it, and run the same command again."
     )
 

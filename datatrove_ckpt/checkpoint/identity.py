@@ -229,7 +229,7 @@ _MAX_BYTES = 64 * 2**20
 """Of ``run.json``, which holds a few values of the user's besides names and numbers."""
 _MAX_TASKS = 10_000_000
 _NO_RUN = (
-    "Restore it from a copy or from the mirror. If there is none, start this rank over: move "
+    "Restore it from a copy or from the mirror. If there is none, start this task over: move "
     "its folder away."
 )
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."

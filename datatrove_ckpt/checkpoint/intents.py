@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.lines import read_lines, seal
 
 _ADVICE = (
     "Check that no other job writes to the output folder, then remove this file: uncommitted "
-    "output files under the rank's names count as the rank's own then."
+    "output files under the task's names count as the task's own then."
 )
 
 

@@ -141,7 +141,7 @@ def journal_indices(folder: Path) -> list[int]:
             continue
         if not is_journal(path.name):
             raise CheckpointCorrupt(
-                path, " is not a journal of this program. Move it out of the rank's folder."
+                path, " is not a journal of this program. Move it out of the task's folder."
             )
         found.append(int(path.stem.removeprefix("chunk_")))
     return sorted(found)

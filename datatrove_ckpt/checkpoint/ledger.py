@@ -271,7 +271,7 @@ class RankLedger:
 
 def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> str:
     parts = [root] if root else []
-    parts += [f"rank {rank}"] if rank is not None else []
+    parts += [f"task {rank}"] if rank is not None else []
     parts += [f"chunk {chunk_index}"] if chunk_index is not None else []
     return ", ".join(parts)
 
@@ -591,7 +591,7 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 
 
 _START_OVER = (
-    "Restore the file from a copy, or start this rank over: remove its folder and its output."
+    "Restore the file from a copy, or start this task over: remove its folder and its output."
 )
 
 
@@ -637,7 +637,7 @@ class Expected:
             found = f"{path} is missing"
         if number < self.known:
             raise CommitsDamaged(
-                path, f"{found}, but there were {self.known} when the rank was last started."
+                path, f"{found}, but there were {self.known} when the task was last started."
             )
         if self.last is not None and commits.unbroken <= self.last:
             raise CommitsDamaged(
@@ -649,7 +649,7 @@ class Expected:
             raise CommitsDamaged(
                 path,
                 f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says "
-                f"that this finished rank has read {self.documents}.",
+                f"that this finished task has read {self.documents}.",
             )
         last = max(commits.indices, default=0)
         if (gap := last - number) > MAX_GAP:
@@ -705,6 +705,6 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
         raise CheckpointCorrupt(
             path,
             f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            "Restore the file from a copy or from the mirror. If there is none, start this rank "
+            "Restore the file from a copy or from the mirror. If there is none, start this task "
             "over: remove its folder and its output.",
         )

@@ -266,5 +266,5 @@ def read_shard(path: Path) -> Json:
         raise CheckpointCorrupt(
             path,
             f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows "
-            "whether the input of this finished rank changes.",
+            "whether the input of this finished task changes.",
         ) from error

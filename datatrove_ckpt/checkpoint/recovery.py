@@ -197,7 +197,7 @@ def uncommitted_journals(
             raise CheckpointCorrupt(
                 journal_path(folder, chunk_index),
                 f" is the journal of a chunk that this run cannot have begun: the "
-                f"chunks from {before} on are not done. Move the file out of the rank's folder.",
+                f"chunks from {before} on are not done. Move the file out of the task's folder.",
             )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)

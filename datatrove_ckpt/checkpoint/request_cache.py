@@ -130,7 +130,7 @@ class RequestCache:
         except StorageFailed as error:
             if "database is locked" in str(error.__cause__):
                 raise CheckpointLocked(
-                    f"Another process works on this rank: it has {path} open. Wait for it to end, "
+                    f"Another process works on this task: it has {path} open. Wait for it to end, "
                     "or stop it, and run the same command again."
                 ) from error
             self._set_aside(error)

@@ -236,7 +236,7 @@ def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
     left = sorted({*plan.incomplete(skip_completed=True), *anew})
     if left:
         raise CkptError(
-            f"{len(left)} of {plan.tasks} tasks are not complete; rank {left[0]} is the first. "
+            f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "
             f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
             "again to resume."
         )
@@ -270,7 +270,7 @@ def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
     incomplete = plan.incomplete(skip_completed=True)
     if incomplete:
         raise ConfigError(
-            f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} ranks are not finished (rank "
+            f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not finished (task "
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
     for runner in plan.runners:

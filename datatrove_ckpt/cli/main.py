@@ -375,7 +375,7 @@ def plan() -> None:
     "status",
     _WHAT,
     _JSON,
-    _flag("--all", "print a line for every rank, too"),
+    _flag("--all", "print a line for every task, too"),
 )
 def status() -> None:
     """Show how far a run is, and which ranks need attention; also during the run.
@@ -518,7 +518,7 @@ def verify() -> None:
     _FULL,
     _argument(
         "DIR",
-        "the executor's logging_dir; its completion markers of repaired ranks are removed",
+        "the executor's logging_dir; its completion markers of repaired tasks are removed",
         "--logging-dir",
     ),
     _flag("--dry-run", "print what would be done, and do nothing"),
@@ -533,11 +533,11 @@ def repair() -> None:
 
     It takes back the commits of chunks whose output is missing, truncated, grown or (with --full)
     altered, and removes what is left of that output. Then run the pipeline again: exactly these
-    chunks are processed again, from journals and cached answers where they still exist. No rank may
+    chunks are processed again, from journals and cached answers where they still exist. No task may
     run during the repair. What it cannot repair, it names and leaves alone.
 
-    datatrove's executors skip a rank that has a marker in LOGGING_DIR/completions. With
-    --logging-dir, the markers of the repaired ranks are removed, too.
+    datatrove's executors skip a task that has a marker in LOGGING_DIR/completions. With
+    --logging-dir, the markers of the repaired tasks are removed, too.
 
     exit codes:
       0  all problems are repaired (with --dry-run: would be)

@@ -154,7 +154,7 @@ def report(arguments: argparse.Namespace) -> int:
                 f"--output: {target} cannot be written: {error.strerror}. Give another file with "
                 "-o."
             ) from error
-        number = plural(len(state.ranks), "rank")
+        number = plural(len(state.ranks), "task")
         write_out(
             f"{target}: the report of {number} ({byte_size(len(text))}). Open it in a browser.\n"
         )

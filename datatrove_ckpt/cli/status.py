@@ -91,7 +91,7 @@ def _what_next(state: RunState) -> Iterator[str]:
         if state.logs:
             log = f" Log: {state.logs}/logs/task_{failed[0]:05d}.log."
         yield (
-            f"Nothing runs. First correct what ended {plural(len(failed), 'rank')} "
+            f"Nothing runs. First correct what ended {plural(len(failed), 'task')} "
             f"({ranges(failed)}), or the same error comes again.{log} To resume then: {command}"
         )
     else:
@@ -113,7 +113,7 @@ def _full_disk(state: RunState) -> Iterator[str]:
         free = shutil.disk_usage(state.ranks[0].folder).free
         if free < _LEAST_FREE:
             yield (
-                f"The disk of {state.what} is full: {byte_size(free)} are free. Ranks may have "
+                f"The disk of {state.what} is full: {byte_size(free)} are free. Tasks may have "
                 "ended for that reason, and could not write it down. Make room, and run the same "
                 "command again."
             )
@@ -126,7 +126,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
         yield (
-            f"{counted(len(troubled), 'rank')} {'needs' if len(troubled) == 1 else 'need'} "
+            f"{counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
             "attention:"
         )
     if state.is_mostly_dead:
@@ -136,7 +136,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
             "them at the end."
         )
     elif not troubled:
-        yield "No rank needs attention."
+        yield "No task needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]
         alike: dict[tuple[str, str], list[RankState]] = {}
@@ -149,7 +149,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         others = [rank for group in groups[MAX_TROUBLED:] for rank in group]
         if others:
             yield (
-                f"  {trouble}, too: {counted(len(others), 'rank')}: "
+                f"  {trouble}, too: {counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
 
@@ -157,7 +157,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
 def _places(ranks: Sequence[RankState]) -> str:
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
-    numbers = f"ranks {ranges([rank.rank for rank in ranks])}"
+    numbers = f"tasks {ranges([rank.rank for rank in ranks])}"
     if ranks[0].root:
         return f"{ranks[0].root}, {numbers}"
     return numbers
@@ -170,7 +170,7 @@ _TABLE_BAR = 10
 
 def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
     yield (
-        f"{'rank':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
+        f"{'task':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
         f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
     )
     for rank in ranks:

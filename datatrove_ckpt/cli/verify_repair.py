@@ -75,7 +75,7 @@ def _verdict(report: Report, full: bool) -> str:
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"
     return (
-        f"{found}: {plural(sums.ranks, 'rank')}, {plural(counts.read, 'document')} "
+        f"{found}: {plural(sums.ranks, 'task')}, {plural(counts.read, 'document')} "
         f"({counts.written} written, {counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} of "
         f"{report.output} (checked: {checked})"
@@ -128,5 +128,5 @@ def _repair(
     names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)
     return (
         f"Done. Now remove {names}, where they exist (or repair again with --logging-dir "
-        f"LOGGING_DIR): datatrove skips ranks that have such a marker. {again}"
+        f"LOGGING_DIR): datatrove skips tasks that have such a marker. {again}"
     )

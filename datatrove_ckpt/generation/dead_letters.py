@@ -142,9 +142,9 @@ class TakenLetters:
         path, line = self._lines[attempt]
         if (taken := orjson.loads(line)["id"]) != doc_id:
             raise CheckpointMismatch(
-                f"Document {attempt[0]} of this rank is {safe_repr(doc_id)}, but {path} has "
+                f"Document {attempt[0]} of this task is {safe_repr(doc_id)}, but {path} has "
                 f"{safe_repr(taken)} under this number, from a retry of dead letters: the input "
-                "was changed since. Restore the input, or start this rank over: move its folder, "
+                "was changed since. Restore the input, or start this task over: move its folder, "
                 "those of its retries, and its output files elsewhere."
             )
         return line
@@ -175,7 +175,7 @@ class DeadLetterPass:
         folder = rank_folder(root, rank)
         if not is_finished(folder):
             raise CheckpointMismatch(
-                f"Rank {rank} in {root} is not finished. Run it to its end first, without "
+                f"Task {rank} in {root} is not finished. Run it to its end first, without "
                 f"{written.retry_dead_letters}."
             )
         numbers = sorted(filter(None, [retry_number(path.name) for path in retry_folders(root)]))

@@ -98,9 +98,9 @@ class Failures:
         self.dead += 1
         if self.limit is not None and self.dead > self.limit:
             raise TooManyDeadLetters(
-                f"{plural(self.dead, 'document')} of this rank failed, more than "
+                f"{plural(self.dead, 'document')} of this task failed, more than "
                 f"max_dead_letters={self.limit} allows. The last one, {name}: {cause}. Fix the "
-                "cause and run the same command again. When the rank is finished, "
+                "cause and run the same command again. When the task is finished, "
                 f"{written.retry_dead_letters} processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
@@ -151,7 +151,7 @@ _WORD = "BadRequestError"
 
 
 def _named(doc_id: str, slot: ChunkSlot) -> str:
-    return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this rank)"
+    return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this task)"
 
 
 def correction(rollout_fn: object) -> list[object]:

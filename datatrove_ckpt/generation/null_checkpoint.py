@@ -162,7 +162,7 @@ class NullCheckpoint:
             raise
         except Exception as error:
             raise OutputFailed(
-                f"Document {document.id!r} (number {slot.ordinal} of this rank) could not be "
+                f"Document {document.id!r} (number {slot.ordinal} of this task) could not be "
                 f"written by {type(self._writer).__name__}: {type(error).__name__}: {error}. This "
                 "run has no checkpoint (checkpoints_local_dir is not set), so the next one starts "
                 "over."

@@ -481,7 +481,7 @@ class DocumentSource:
                 as_read(document).data
             ):
                 raise CheckpointMismatch(
-                    f"Document {ordinal} of this rank, {safe_repr(document.id)}, is not the one "
+                    f"Document {ordinal} of this task, {safe_repr(document.id)}, is not the one "
                     "that was done there before: the input, or a step before this one, has "
                     "changed. Restore it, or start with ",
                     StartOver(),

@@ -307,7 +307,7 @@ class ProviderPasses:
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
         await self._note(batch, "created", id=remote.id)
-        logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this rank.")
+        logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
         """Looks for a batch that may have been created."""
@@ -428,4 +428,4 @@ def _row(line: bytes, run: str) -> CachedRequest | None:
 def _said(batches: list[Batch]) -> str:
     requests = sum(batch.requests for batch in batches)
     names = ", ".join(batch.id or f"number {batch.number}" for batch in batches[:5])
-    return f"Batches are open, with {plural(requests, 'request')} of this rank: {names}."
+    return f"Batches are open, with {plural(requests, 'request')} of this task: {names}."

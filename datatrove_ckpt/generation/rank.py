@@ -141,7 +141,7 @@ class _Run:
         restore_from_mirror(step, rank, self.preemption)
         StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
         if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
-            logger.info(f"Rank {rank}: there are no dead letters to retry.")
+            logger.info(f"Task {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
         self._take_in_passes(retry.documents(), retry.root, retry.prefix)
@@ -484,8 +484,8 @@ class RankMessages:
     def started(self) -> None:
         if not self.checkpoint.has_locks:
             logger.warning(
-                f"{self.folder} has no working file locks: do not start a second process for rank "
-                f"{self.rank}. A second process takes over the rank, and this one stops before its "
+                f"{self.folder} has no working file locks: do not start a second process for task "
+                f"{self.rank}. A second process takes over the task, and this one stops before its "
                 "next write."
             )
         point = self.checkpoint.resumed
@@ -501,7 +501,7 @@ class RankMessages:
     def stopped(self, shutdown: Shutdown) -> None:
         if self.checkpoint.error is not None:
             logger.error(
-                f"Rank {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
+                f"Task {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
             )
         if self.folder is None:
             saved = (
@@ -524,18 +524,18 @@ class RankMessages:
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
                 "again to resume."
             )
-        logger.warning(f"Rank {self.rank}: interrupted by {shutdown.cause}{saved}")
+        logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
         counts = self.checkpoint.counts
         if not counts.read:
             logger.success(
-                f"Rank {self.rank}: there are no documents in its input.{self.progress.skipped}"
+                f"Task {self.rank}: there are no documents in its input.{self.progress.skipped}"
             )
             return
         sent = self.progress.progress().own.sent
         logger.success(
-            f"Rank {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
+            f"Task {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
             f"{where} "
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
             f"{plural(counts.requests, 'request')}, "

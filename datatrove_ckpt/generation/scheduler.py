@@ -546,7 +546,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     if not clients:
         _cancel(serving)  # a model may need minutes to load
     elif shutdown.failure is None or in_flight:
-        why = shutdown.cause or f"The rank has failed ({type(shutdown.failure).__name__})"
+        why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         if shutdown.cause:
             hurried_by = shutdown.hurried_by
         else:

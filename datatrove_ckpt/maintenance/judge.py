@@ -136,7 +136,7 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
         # To the minute, so that the ranks that one outage has met have one reason.
         since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
         patience = f"{last.silence.patience:g} s (server_patience_seconds)"
-        reason = f"{last.silence}: no answer since {since:%H:%M}; a rank stops after {patience}"
+        reason = f"{last.silence}: no answer since {since:%H:%M}; a task stops after {patience}"
         rank.need_attention("stuck", reason)
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.need_attention("stuck", _stuck(recent, last, now))
@@ -213,7 +213,7 @@ def find_slow(ranks: Sequence[RankState]) -> None:
     for rank in running:
         own = _speed(rank.rates)
         if own[0] < SLOW_SHARE * documents and own[1] < SLOW_SHARE * tokens:
-            median = f"the median of {len(peers)} ranks is {documents:.3g}"
+            median = f"the median of {len(peers)} tasks is {documents:.3g}"
             rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 

@@ -116,7 +116,7 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
     for rank in ranks:
         if rank.key in running:
             raise CheckpointLocked(
-                f"{rank.place}: {running[rank.key]} works on this rank, or was killed less than 20 "
+                f"{rank.place}: {running[rank.key]} works on this task, or was killed less than 20 "
                 f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
                 "and run the same command again."
             )

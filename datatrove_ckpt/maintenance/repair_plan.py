@@ -48,8 +48,8 @@ class RepairPlan:
             yield from redo.describe()
         for number in self.markers:
             yield (
-                f"rank {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
-                "rank runs again"
+                f"task {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
+                "task runs again"
             )
 
 
@@ -162,7 +162,7 @@ def _plan_rank(
         plan.left += [
             f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
             "or records_per_chunk changed, and would not end where the next chunk starts. Start "
-            f"this rank over: remove {rank.folder} and its output."
+            f"this task over: remove {rank.folder} and its output."
             for index in chunks
         ]
     to_redo = {commit.chunk_index for commit in redo.commits}

@@ -45,7 +45,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         what = "`run` restores them from the mirror, or refuses while their output files are there"
         yield "", f"removed, though they had begun: {ranges(state.gone)}; {what}"
     if state.foreign:
-        ranks = f"{plural(state.tasks, 'rank')}: {ranges(state.foreign)}"
+        ranks = f"{plural(state.tasks, 'task')}: {ranges(state.foreign)}"
         yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
     yield from _workers(state)
     if state.retries:
@@ -55,7 +55,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
             "of them written"
         )
         if retried.states["running"]:
-            text = f"{text}; {plural(retried.states['running'], 'rank')} at work"
+            text = f"{text}; {plural(retried.states['running'], 'task')} at work"
         yield "retries", text
 
 
@@ -68,7 +68,7 @@ def _batches(state: RunState) -> Iterator[tuple[str, str]]:
                 if batch.is_open:
                     yield (
                         "batches",
-                        f"{batch.id or f'number {batch.number}'} of rank {rank.rank}: "
+                        f"{batch.id or f'number {batch.number}'} of task {rank.rank}: "
                         f"{plural(batch.requests, 'request')}, {batch.state} "
                         f"{duration(max(1.0, state.read_at - batch.at))} ago",
                     )
@@ -78,11 +78,11 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
     topic = "workers"
     for worker in state.workers[:_SHOWN_WORKERS]:
         if worker.runs_all:
-            claimed = "all ranks"
+            claimed = "all tasks"
         elif worker.ranks:
-            claimed = f"{plural(len(worker.ranks), 'rank')}: {ranges(worker.ranks)}"
+            claimed = f"{plural(len(worker.ranks), 'task')}: {ranges(worker.ranks)}"
         else:
-            claimed = "no rank"
+            claimed = "no task"
         if not worker.is_alive:
             claimed = f"gone, and left {claimed}"
         yield topic, f"{worker.process}: {claimed}"
@@ -92,10 +92,10 @@ def _workers(state: RunState) -> Iterator[tuple[str, str]]:
         yield (
             "",
             f"{len(others)} more, with "
-            f"{plural(sum(len(worker.ranks) for worker in others), 'rank')}",
+            f"{plural(sum(len(worker.ranks) for worker in others), 'task')}",
         )
     for rank, cause in sorted(state.given_up.items()):
-        yield "given up", f"rank {rank}: {cause}"
+        yield "given up", f"task {rank}: {cause}"
 
 
 def ranks_of(state: RunState) -> str:
@@ -107,7 +107,7 @@ def ranks_of(state: RunState) -> str:
     ]
     if not_started:
         states.append(f"{not_started} not started")
-    return f"{plural(len(state.ranks) + not_started, 'rank')} ({', '.join(states)})"
+    return f"{plural(len(state.ranks) + not_started, 'task')} ({', '.join(states)})"
 
 
 def age(state: RunState) -> str:
@@ -145,7 +145,7 @@ def progress_of(state: RunState) -> str:
     end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
     left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
     if totals.halted:
-        left = f"{left}, not counting {plural(totals.halted, 'rank')} without progress"
+        left = f"{left}, not counting {plural(totals.halted, 'task')} without progress"
     return f"{done}, {left}"
 
 

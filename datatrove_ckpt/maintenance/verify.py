@@ -129,7 +129,7 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
 def _check_ordinals(report: Report, rank: RankLedger) -> None:
     """Checks that the commits together cover every document once."""
     start_over = (
-        "Restore commits.jsonl from a copy, or start this rank over: remove "
+        "Restore commits.jsonl from a copy, or start this task over: remove "
         f"{rank.folder} and its output."
     )
     chunk_index = ordinal = 0
@@ -218,7 +218,7 @@ def _check_settings(report: Report) -> None:
                     f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
                 )
                 message = (
-                    f"was run with settings that differ from rank {usual[0].number}: {differences}."
+                    f"was run with settings that differ from task {usual[0].number}: {differences}."
                 )
                 report.add_problem("identity", message, rank, path=rank.folder / RUN)
 

@@ -70,7 +70,7 @@ def upload_rank(url: str, folder: Path) -> None:
         uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(
-            f"Could not upload the changed rank to {url}: {failure_line(error)}. The mirror is as "
+            f"Could not upload the changed task to {url}: {failure_line(error)}. The mirror is as "
             "it was. Correct that, and run the same command again."
         ) from error
 

@@ -75,7 +75,7 @@ def join_mirrored_job(
         return job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(
-            f"Could not compare this rank with those on the mirror {url} ({failure_line(error)})."
+            f"Could not compare this task with those on the mirror {url} ({failure_line(error)})."
         )
         return None
 

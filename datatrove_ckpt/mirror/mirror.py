@@ -131,7 +131,7 @@ class RemoteMirror:
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this "
-                    f"rank over. Its output waits {_LOOK_SECONDS:g} s of two minutes for an "
+                    f"task over. Its output waits {_LOOK_SECONDS:g} s of two minutes for an "
                     "answer, and is published then all the same."
                 )
             self._answers = False
@@ -139,7 +139,7 @@ class RemoteMirror:
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
-            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The rank's "
+            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}). The task's "
             "first output waits for that: if this node were lost, nothing would tell it from "
             "another job's. Every answer is saved on this node. Correct that (network, "
             "credentials, room), or remove the setting checkpoints_remote_dir, and run the same "

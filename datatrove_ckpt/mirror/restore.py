@@ -168,7 +168,7 @@ def _restore_newest(
     )
     if owner is not None:
         logger.warning(
-            f"Another node has continued this rank since {folder} was written here (version "
+            f"Another node has continued this task since {folder} was written here (version "
             f"{version.number} at {mirrored.url}). The old folder is kept as {aside}; remove it "
             "when you like."
         )
@@ -218,7 +218,7 @@ def _build_newest(
         # Only the first version is written before any object, and it is empty. A kill has torn its
         # manifest.
         logger.warning(
-            f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The rank starts from "
+            f"{problems[0]}. Nothing else was mirrored to {mirrored.url} yet. The task starts from "
             "nothing."
         )
         for version in versions:
@@ -231,9 +231,9 @@ def _no_complete_version(url: str, problems: str) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         f"No version at {url} is complete:\n  {problems}\nBring the objects back if you can (some "
         "buckets keep "
-        "overwritten ones), and run the same command again. To start this rank over, and pay for "
+        "overwritten ones), and run the same command again. To start this task over, and pay for "
         "it again, remove "
-        f"{url} and the rank's output files."
+        f"{url} and the task's output files."
     )
 
 

@@ -89,7 +89,7 @@ class Seal:
         elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
             raise CheckpointCorrupt(
                 f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
-                "rank and version: it was made with another key, changed, or moved there. Set the "
+                "task and version: it was made with another key, changed, or moved there. Set the "
                 "key that made it, or remove this version."
             )
 

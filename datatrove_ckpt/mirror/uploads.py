@@ -214,7 +214,7 @@ class Uploads:
         if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
             other = self._versions.owner_text(ownerships[-1])
             raise Fenced(
-                f"Another process has taken this rank over: {other} owns the mirror "
+                f"Another process has taken this task over: {other} owns the mirror "
                 f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
             )
         return ownerships, versions

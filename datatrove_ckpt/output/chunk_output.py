@@ -161,7 +161,7 @@ class ChunkOutput:
             owner = self._taken.setdefault(plain(name), mine)
             if owner != mine:
                 raise OutputFailed(
-                    f"Chunks {owner[1]} and {chunk_index} of rank {self._rank} would both write "
+                    f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
                     f"{name}: fields of documents run into the chunk index in output_filename "
                     f"{self.names.template!r}. Put a / or _ between them, and start again with ",
                     StartOver(),

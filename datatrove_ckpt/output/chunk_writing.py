@@ -124,7 +124,7 @@ class ChunkWriting:
         except NotUnited as error:
             raise _NotWritten from error
         if found:
-            logger.warning(f"Rank {self._rank}: {warning(found, chunk_index)}")
+            logger.warning(f"Task {self._rank}: {warning(found, chunk_index)}")
 
     def _write(
         self,
@@ -170,7 +170,7 @@ class ChunkWriting:
             name = "(unreadable)"
             with suppress(Exception):
                 name = repr(decode(error.finished.document).id)
-            what = f"Document {name} (number {error.finished.ordinal} of this rank)"
+            what = f"Document {name} (number {error.finished.ordinal} of this task)"
         return OutputFailed(
             f"{what} could not be written by {type(self._writer).__name__}: {why}. {advice}. The "
             "chunk's journal is kept: run the same command again, and no request is sent twice."

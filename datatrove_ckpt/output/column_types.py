@@ -137,7 +137,7 @@ def name_culprit(
     def find(check: Callable[[Row], object], where: str) -> str | None:
         for finished in documents:
             document = decode(finished.document)
-            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this rank)"
+            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
             row = writer.adapter(document)
             try:
                 check(row)

@@ -65,7 +65,7 @@ def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
 def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
     """Returns the refusal to replace files that this rank has not published."""
     return OutputMismatch(
-        f"{where} has other content, which this rank has not published, under these names: "
+        f"{where} has other content, which this task has not published, under these names: "
         f"{some(names)}. Nothing was overwritten. Probably another job writes to the same folder "
         "with the same output_filename. Stop one of the jobs, and start it anew with "
         f"{written.own_folders}. The other one goes on with the same command, once files that are "
@@ -96,7 +96,7 @@ class CommittedFile(OutputFile):
 
     @property
     def place(self) -> str:
-        place = f"rank {self.rank}, chunk {self.chunk_index}"
+        place = f"task {self.rank}, chunk {self.chunk_index}"
         return f"{self.root}, {place}" if self.root else place
 
 
@@ -336,7 +336,7 @@ class OutputCheck:
         if names:
             raise OutputMismatch(
                 f"{self.where} holds {plural(len(names), 'file')} that output_filename "
-                f"{self._template!r} may have named for rank {commits.rank} ({some(names)}), but "
+                f"{self._template!r} may have named for task {commits.rank} ({some(names)}), but "
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows "
                 "none of them. Another run wrote them (datatrove's own InferenceRunner, or one "
                 "whose checkpoint was deleted), and they would be overwritten, or stand beside "
@@ -358,7 +358,7 @@ class OutputCheck:
         if intended is not None:
             is_own = intended.__contains__
         names = sorted(name for _, name in found.by_rank[commits.rank] if not is_own(name))
-        self._refuse(names, f"no commit of rank {commits.rank} names", self._is_certain)
+        self._refuse(names, f"no commit of task {commits.rank} names", self._is_certain)
 
     def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
         """Refuses to call a rank complete while files of its template are there that no commit
@@ -368,7 +368,7 @@ class OutputCheck:
         unknown = [
             (root, name) for root, name in files if not self._may_be_committed(commits, name)
         ]
-        which = f"no commit of rank {commits.rank} names"
+        which = f"no commit of task {commits.rank} names"
         certain = {
             name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)
         }
@@ -400,7 +400,7 @@ class OutputCheck:
         """
         others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
         names = sorted(name for files in others.values() for _, name in files)
-        which = f"are of ranks that a job with tasks={tasks} does not have"
+        which = f"are of tasks that a job with tasks={tasks} does not have"
         self._refuse(names, which, self._is_certain)
 
     def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:

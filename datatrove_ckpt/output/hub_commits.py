@@ -183,7 +183,7 @@ class HubCommits(Placement):
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         meanwhile = "generation goes on"
         if ends:
-            meanwhile = "the rank has nothing else left to do"
+            meanwhile = "the task has nothing else left to do"
         logger.info(
             f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: "
             f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "

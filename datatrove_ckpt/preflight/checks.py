@@ -330,8 +330,8 @@ def _check_lock(probe: Path) -> Finding:
     if lock.works:
         return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
     text = (
-        "the file system has no locks. Of two processes for one rank, the first notices the "
-        "second only after that has started: start no rank twice, or choose a folder with locks."
+        "the file system has no locks. Of two processes for one task, the first notices the "
+        "second only after that has started: start no task twice, or choose a folder with locks."
     )
     return Finding("warning", "locks", text)
 
@@ -547,7 +547,7 @@ def _network_concerns(mount: Mount) -> tuple[str, ...]:
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
         return (
-            "It is mounted without flock: mount it with -o flock, or two processes for a rank "
+            "It is mounted without flock: mount it with -o flock, or two processes for a task "
             "notice each other late.",
         )
     if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):

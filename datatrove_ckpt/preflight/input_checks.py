@@ -345,7 +345,7 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
         raise CheckpointMismatch(
             f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
             f"input:\n  {lines}\n"
-            "A finished rank is not run again, so its output would stay that of the old steps. Put "
+            "A finished task is not run again, so its output would stay that of the old steps. Put "
             "the steps back, or "
             "process the new input as another run: with ",
             StartOver(),
@@ -356,8 +356,8 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
 def _who(ranks: Sequence[int]) -> str:
     others = len(ranks) - 1
     if not others:
-        return f"rank {ranks[0]} has"
-    return f"rank {ranks[0]} and {plural(others, 'other finished rank')} have"
+        return f"task {ranks[0]} has"
+    return f"task {ranks[0]} and {plural(others, 'other finished task')} have"
 
 
 def _check_reader(
@@ -404,7 +404,7 @@ def _check_reader(
         if all_finished:
             where = "added"
         else:
-            where = "added, or moved here from another rank"
+            where = "added, or moved here from another task"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
@@ -413,8 +413,8 @@ def _check_reader(
         ]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the ranks in another order"]),
-            "\nA finished rank is not run again, so its output would stay that of the old input. "
+            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
+            "\nA finished task is not run again, so its output would stay that of the old input. "
             "Put the input "
             "back, or "
             "process the new one as another run: with ",
@@ -424,7 +424,7 @@ def _check_reader(
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:
         logger.warning(
-            f"{plural(touched, 'input file')} of finished ranks in {reader.data_folder.path}: the "
+            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
             "time of the last change is another, size and samples of the content are the same. "
             "They are taken as unchanged."
         )

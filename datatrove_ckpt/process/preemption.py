@@ -296,7 +296,7 @@ class LoopWatch:
         with suppress(BaseException):
             self._save()
         logger.error(
-            "This rank was asked to stop, and a rollout keeps its event loop from ending: it "
+            "This task was asked to stop, and a rollout keeps its event loop from ending: it "
             "computes without end, calls time.sleep, or has an async generator or a thread that "
             "does not end. Everything that is finished is saved, and the process ends now. Run "
             "the same command again to resume."
@@ -352,15 +352,15 @@ class Preemption:
         if self._is_pool_worker:
             die_with_parent()
             logger.info(
-                "This rank runs in a worker of multiprocessing's pool: signals end it like kill "
-                "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, ranks drain."
+                "This task runs in a worker of multiprocessing's pool: signals end it like kill "
+                "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
             )
         if in_main_thread():
             between_ranks.restore()
             numbers = [signal.Signals[name] for name in self._names]
             self._handlers.install(filter(may_handle, numbers))
         elif not (self._is_one_of_many or self._is_pool_worker):
-            logger.info("This rank runs in a thread: signals end it at once, without a drain.")
+            logger.info("This task runs in a thread: signals end it at once, without a drain.")
         parent = self.shutdown.parent  # its rollouts run in the main thread
         of_process = parent is not None and parent.handles_interrupt
         self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
@@ -385,7 +385,7 @@ class Preemption:
             return
         if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
             logger.error(
-                f"This rank was stopped by {self.shutdown.cause}, and it also failed: {error}"
+                f"This task was stopped by {self.shutdown.cause}, and it also failed: {error}"
             )
         # A signal to the whole group has ended them, and datatrove's executor would fail in its
         # ``finally`` block.
@@ -500,7 +500,7 @@ class Preemption:
         if not self._is_one_of_many and not has_time_for(self.shutdown.drain_seconds, 0.0):
             self.stop_for_time_limit()
             logger.warning(
-                f"{_TIME_LIMIT} is too near to start this rank. The job's next attempt runs it."
+                f"{_TIME_LIMIT} is too near to start this task. The job's next attempt runs it."
             )
             self.shutdown.raise_preempted()
 

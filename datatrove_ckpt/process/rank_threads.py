@@ -28,7 +28,7 @@ from datatrove_ckpt.process.tasks import Tasks
 
 _LOOK_SECONDS = 0.1
 _LOOKS = 2  # how many looks in a row must find free places before a rank starts
-_FAILED = "the failure of another rank"
+_FAILED = "the failure of another task"
 
 
 class Servers(Protocol):
@@ -145,7 +145,7 @@ class RankThreads:
 
     async def _work(self, rank: int, host: HostLoop) -> None:
         try:
-            result = await run_hosted(partial(self._run, rank), f"rank {rank}", host)
+            result = await run_hosted(partial(self._run, rank), f"task {rank}", host)
             self._tasks.done(rank, result)
         except BaseException as error:
             if self._failure is None:

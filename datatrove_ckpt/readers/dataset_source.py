@@ -100,7 +100,7 @@ class DatasetInputs(Inputs):
         if len(self.names) > 1:
             if rank >= len(self.names):
                 logger.warning(
-                    f"The dataset has {len(self.names)} shards, so rank {rank} of {world_size} "
+                    f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} "
                     "gets none."
                 )
             return self.shard(rank, world_size)

@@ -82,5 +82,5 @@ class ShardRecord:
             raise CheckpointCorrupt(
                 path,
                 f" cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody "
-                "notices if the input of this finished rank changes.",
+                "notices if the input of this finished task changes.",
             ) from error

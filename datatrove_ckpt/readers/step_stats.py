@@ -57,7 +57,7 @@ class StepStats:
         if not self._take(read_shard(shard)) and self._steps:
             logger.warning(
                 "The stats of the steps before InferenceRunner are empty: an earlier release, or "
-                "another pipeline, has finished this rank, and a retry of dead letters does not "
+                "another pipeline, has finished this task, and a retry of dead letters does not "
                 "run them."
             )
         self.finish(0)

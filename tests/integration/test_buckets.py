@@ -128,7 +128,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
     lose_the_node()
     assert "2 tasks are complete already" in command("run", "job.yaml")
     for what in ("job.yaml", f"{BUCKET}/mirror"):
-        assert "2 ranks (2 finished)" in command("status", what)
+        assert "2 tasks (2 finished)" in command("status", what)
         assert "no problem: 2 ranks, 6 documents" in command("verify", what, "--full")
         assert "report.html: the report of 2 ranks" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
@@ -167,13 +167,13 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     assert "Set it to a bucket: hf://buckets/org/data/mirror" in said
     assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
-        assert "2 ranks (2 finished)" in command("status", what)
+        assert "2 tasks (2 finished)" in command("status", what)
         assert "no problem: 2 ranks, 6 documents" in command("verify", what)
     # What ``hf cp`` calls.
     HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")
     write_yaml(server)
     lose_the_node()
-    assert "2 ranks (2 finished)" in command("status", "job.yaml")
+    assert "2 tasks (2 finished)" in command("status", "job.yaml")
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
     job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], by_hand)
     command("run", "job.yaml")

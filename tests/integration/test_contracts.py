@@ -151,21 +151,21 @@ SITUATIONS = {
     "an output file is missing": (DONE, gone(only("output")), ()),
     "an output file is cut": (DONE, cut(only("output")), ()),
     "an output file of no commit": (DONE, add("output/00001_00007.jsonl", "{}\n"), ()),
-    "an output file of a rank that there is not": (DONE, add("output/00005_00000.jsonl", "{}\n"), ()),
+    "an output file of a task that there is not": (DONE, add("output/00005_00000.jsonl", "{}\n"), ()),
     "the output folder was moved": (DONE, moved, ()),
     "an input file is gone": (DONE, gone(only("input")), ()),
     "an input file has grown": (DONE, add("input/0.jsonl", '\n{"text": "more", "id": "more"}'), ()),
     "commits are gone": (DONE, gone(rank(0, "commits.jsonl")), ()),
     "commits are cut": (DONE, cut(rank(0, "commits.jsonl"), -200), ()),
     "a commit is altered": (DONE, swap(rank(0, "commits.jsonl"), b'"read":2', b'"read":1'), ()),
-    "commits of another rank": (DONE, copied_over, ()),
+    "commits of another task": (DONE, copied_over, ()),
     "run.json is gone": (DONE, gone(rank(0, "run.json")), ()),
     "run.json is altered": (DONE, swap(rank(0, "run.json"), b'"fake"', b'"mine"'), ()),
     "run.json is of a newer version": (
         DONE, lambda job: edit(rank(0, "run.json")(job), format=999, written_by="7.1.0"), ()),
     "job.json is cut": (DONE, cut(folder("checkpoints/job.json")), ()),
     "the checkpoints are gone": (DONE, gone(folder("checkpoints")), ()),
-    "the checkpoints of a rank are gone": (DONE, gone(folder("checkpoints/00000")), ()),
+    "the checkpoints of a task are gone": (DONE, gone(folder("checkpoints/00000")), ()),
     "another prompt, stopped": (STOPPED, None, (f"{STEP}.rollout_fn.prompt=Tell {{text}}",)),
     "another model, stopped": (STOPPED, None, (f"{STEP}.config.model_name_or_path=other",)),
     "a committed file is missing, stopped": (STOPPED, gone(only("output", "*.jsonl")), ()),
@@ -173,14 +173,14 @@ SITUATIONS = {
     "the journal is altered": (STOPPED, swap(only("checkpoints/00000", "chunk_*"), b"text", b"tixt"), ()),
     "the cache is no database": (STOPPED, lambda job: rank(0, "replay.sqlite3")(job).write_bytes(b"no" * 3000), ()),
     "the input has changed, stopped": (STOPPED, swap(only("input"), b'"a"', b'"another"'), ()),
-    "the rank runs": (STOPPED, locked, ()),
+    "the task runs": (STOPPED, locked, ()),
 }  # fmt: skip
 
 
 BY_DEFAULT = """no input file matches; the output would be read; the key is not set; the checkpoints are datatrove's;
 another prompt, done; an output file is missing; an output file of no commit; an input file has grown; commits are cut;
-run.json is gone; run.json is of a newer version; the checkpoints of a rank are gone; another prompt, stopped;
-a file of no commit, stopped; the rank runs""".replace("\n", " ").split("; ")
+run.json is gone; run.json is of a newer version; the checkpoints of a task are gone; another prompt, stopped;
+a file of no commit, stopped; the task runs""".replace("\n", " ").split("; ")
 
 
 @pytest.fixture(scope="module")

@@ -296,7 +296,7 @@ def test_all_damage_is_refused_or_does_not_matter(half, server, said):
 @pytest.mark.parametrize(
     ("file", "read", "advice"),
     [
-        ("00000/run.json", read_run, "start this rank over: move its folder away"),
+        ("00000/run.json", read_run, "start this task over: move its folder away"),
         ("job.json", read_run, "Remove it: the next start makes it again"),
         ("00000/shard.json", read_shard, "Restore it from a copy, or remove it"),
     ],
@@ -341,7 +341,7 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, serv
     folder = half.restore(finished=True)
     lost(folder, name)
     with pytest.raises(
-        CheckpointCorrupt, match="Keep the rank's output files: they may belong to lost commits"
+        CheckpointCorrupt, match="Keep the task's output files: they may belong to lost commits"
     ) as error:
         run(folder, server)
     for command in ("status", "verify"):

@@ -127,7 +127,7 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
         text = job_yaml(endpoint(server), tasks=2)
         write_job(here, text + "          skip_bad_requests: true\n", "abc", "def")
         assert (
-            "2 of 2 ranks are not finished"
+            "2 of 2 tasks are not finished"
             in command("run", job, "--retry-dead-letters", code=2).err
         )
         printed = command("run", job).out
@@ -144,7 +144,7 @@ def test_the_command_line_retries_finished_ranks_and_refuses_others(here, comman
         assert " Retried 1 dead letter: 0 succeeded, 1 still dead. " in printed
         assert "Retried" not in command("run", job), "what earlier commands retried"
     assert (
-        "Rank 1: there are no dead letters to retry"
+        "Task 1: there are no dead letters to retry"
         in (here / "logs/logs/task_00001.log").read_text()
     )
     assert "once more." in (here / "logs/logs/task_00000.log").read_text()

@@ -103,13 +103,13 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, 
     assert "Launching pipeline for rank=0" in begun
     second = subprocess.run(argv, **settings, check=False, timeout=300)
     assert second.returncode == 1
-    assert "Another process works on this rank" in second.stderr
+    assert "Another process works on this task" in second.stderr
     server.release()
     _, error = first.communicate(timeout=400)
     assert first.returncode == 0, error
     ended = log.read_text()
     assert ended.startswith(begun)
-    assert "Another process works on this rank" in ended
+    assert "Another process works on this task" in ended
     assert "Processing done for rank=0" in ended
     assert "\0" not in ended
 

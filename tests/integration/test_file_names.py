@@ -153,7 +153,7 @@ def test_two_chunks_that_would_write_one_file_are_refused(tmp_path, server):
     step.run(found(1))
     for _ in range(2):  # chunk 0 is known from its commit
         with pytest.raises(
-            OutputFailed, match="Chunks 0 and 1 of rank 0 would both write 0000000001"
+            OutputFailed, match="Chunks 0 and 1 of task 0 would both write 0000000001"
         ):
             step.run(found(2))
     assert ids(tmp_path / "output")["0000000001"] == ["id 0"]

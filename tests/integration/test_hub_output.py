@@ -125,7 +125,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
         "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look"
         in said
     )
-    assert "the rank has nothing else left to do." in said
+    assert "the task has nothing else left to do." in said
 
 
 @pytest.mark.slow

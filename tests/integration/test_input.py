@@ -210,9 +210,9 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     skipped = "Skipped: 3 damaged lines and 2 rows without text."
     assert skipped in job().out
     closing = [(tmp_path / f"logs/logs/task_0000{rank}.log").read_text() for rank in range(2)]
-    assert "Rank 0: 7 of 7" in closing[0]
+    assert "Task 0: 7 of 7" in closing[0]
     assert f"completion tokens. {skipped} If you" in closing[0]
-    assert "Rank 1: 4 of 4" in closing[1]
+    assert "Task 1: 4 of 4" in closing[1]
     assert "Skipped: " not in closing[1]
     assert skipped in job().out
     assert kept(tmp_path)["skipped"] == [3, 2]
@@ -275,7 +275,7 @@ def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
 
 
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
-    """Rank 0 is finished. Rank 1 stops in its second file, which is then corrected."""
+    """Task 0 is finished. Rank 1 stops in its second file, which is then corrected."""
     second = tmp_path / "documents/3.jsonl"
     second.write_bytes(b"")
     second = second.rename(second.with_suffix(".jsonl.gz"))
@@ -284,7 +284,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     assert completed(tmp_path) == ["00000"]
     (tmp_path / "documents/00.jsonl").write_text("")
     assert (
-        "is not what rank 0 has read:\n  added, or moved here from another rank: '"
+        "is not what task 0 has read:\n  added, or moved here from another task: '"
         in job(code=1).err
     )
     (tmp_path / "documents/00.jsonl").unlink()

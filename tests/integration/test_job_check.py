@@ -243,7 +243,7 @@ def test_other_plain_functions_are_refused_for_finished_ranks(two_files, server,
     executor_of(two_files, server, *then).run()
     with pytest.raises(
         CheckpointMismatch,
-        match=r"The steps before InferenceRunner are not those through which rank 0",
+        match=r"The steps before InferenceRunner are not those through which task 0",
     ):
         executor_of(two_files, server, *now).run()
     with pytest.raises(CheckpointMismatch) as caught:

@@ -330,8 +330,8 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
         job.run(server)
     assert not server.asked
     assert str(refused.value).count("its manifest is damaged") == 3
-    advice = f"remove {job.remote}/00000 and the rank's output files."
-    assert f"To start this rank over, and pay for it again, {advice}" in str(refused.value)
+    advice = f"remove {job.remote}/00000 and the task's output files."
+    assert f"To start this task over, and pay for it again, {advice}" in str(refused.value)
     assert not job.rank.exists()
     for manifest in manifests(job):
         manifest.unlink()
@@ -364,7 +364,7 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     aside = job.checkpoints / "00000.replaced-1"
     assert state(aside) == old
     assert any(
-        "Another node has continued this rank" in line and str(aside) in line for line in log
+        "Another node has continued this task" in line and str(aside) in line for line in log
     )
 
 
@@ -401,7 +401,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
         committed = {path: path.stat() for path in (job.folder / "output").glob("0*")}
         server.release()
         first.join(300)
-        assert "Another process has taken this rank over" in str(failed[0])
+        assert "Another process has taken this task over" in str(failed[0])
         assert "This one writes nothing more" in str(failed[0])
     assert {path: path.stat() for path in (job.folder / "output").glob("0*")} == committed
     assert {path.name: path.read_bytes() for path in committed} == expected
@@ -497,7 +497,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
         running.join(300)
     assert outputs(job.folder / "output") == expected
     assert (
-        sum("does not say whether another process has taken this rank over" in line for line in log)
+        sum("does not say whether another process has taken this task over" in line for line in log)
         == 1
     )
 

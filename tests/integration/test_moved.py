@@ -80,7 +80,7 @@ def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_as
     for _ in range(2):  # a refusal leaves nothing that hides it
         with pytest.raises(OutputMismatch) as refused:
             run(new, server.url, 1)
-        said = f"{new}/output lacks output files that were committed, such as {lost.name} (rank {rank}, chunk "
+        said = f"{new}/output lacks output files that were committed, such as {lost.name} (task {rank}, chunk "
         assert str(refused.value).startswith(said)
         assert f"They were written to {tmp_path}/old/output, and that folder still exists" in str(
             refused.value
@@ -142,13 +142,13 @@ def test_what_a_rank_writes_into_the_job_while_its_new_place_is_noted_is_kept(
     taken = files.Lock
 
     def lock(path):
-        edit(root / "job.json", model="another rank was first")
+        edit(root / "job.json", model="another task was first")
         return taken(path)
 
     monkeypatch.setattr(files, "Lock", lock)
     note_output(root, "elsewhere")
     job = content_of(root / "job.json")
-    assert (job["output_folder"], job["model"]) == ("elsewhere", "another rank was first")
+    assert (job["output_folder"], job["model"]) == ("elsewhere", "another task was first")
 
 
 def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(tmp_path, server, command):

@@ -263,7 +263,7 @@ def test_an_input_without_documents_is_said(job, command):
     said = command("run", "job.yaml")
     assert said.startswith("There are no documents in the input, so there is no output in ")
     log = (job / "logs/logs/task_00000.log").read_text()
-    assert "Rank 0: there are no documents in its input." in log
+    assert "Task 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
 
@@ -310,7 +310,7 @@ def forget_documents(job):
 @pytest.mark.parametrize(
     ("forget", "proof"),
     [
-        (forget_last_chunk, "shard.json says that this finished rank has read 5."),
+        (forget_last_chunk, "shard.json says that this finished task has read 5."),
         (forget_documents, "last_chunk"),
     ],
 )

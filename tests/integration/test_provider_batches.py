@@ -267,7 +267,7 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command):
         job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
         for _ in range(2):
             assert "batch_2" in command("run", *job, "--no-wait", code=75)
-        assert "batch_2 of rank 0: 4 requests, created" in command("status", "job")
+        assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
         provider.steps = 0
         command("run", *job, "--no-wait")
         assert "batch_2" not in command("status", "job")

@@ -127,10 +127,10 @@ def test_each_rank_has_its_own_log():
         executor(*RANKS).run()
     for rank in range(3):
         text = Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
-        assert f"Rank {rank}: " in text
+        assert f"Task {rank}: " in text
         assert f"Processing done for rank={rank}" in text
         assert re.findall(r"Reading input file (\d)", text) == [str(rank)]
-        assert not [other for other in range(3) if other != rank and f"Rank {other}: " in text]
+        assert not [other for other in range(3) if other != rank and f"Task {other}: " in text]
 
 
 def test_at_most_so_many_run_at_once():
@@ -157,7 +157,7 @@ def test_the_failure_of_a_rank_lets_the_others_save_what_they_have():
     ranks = ("wait 0,a", "wait 1", "bad", "b")
     log = Path("job/logs/logs/task_00001.log")
     with (
-        gate_opens(lambda: log.exists() and "the failure of another rank" in log.read_text()),
+        gate_opens(lambda: log.exists() and "the failure of another task" in log.read_text()),
         pytest.raises(DocumentFailed, match="2-0"),
     ):
         executor(*ranks, rollout=cannot_do_bad_ones).run()
@@ -379,7 +379,7 @@ def test_a_signal_while_three_ranks_have_requests_in_flight(number):
 
 
 def test_a_signal_does_not_wait_for_a_rank_that_has_not_begun():
-    """Rank 1 waits for its mirror, in a thread, where no signal interrupts it."""
+    """Task 1 waits for its mirror, in a thread, where no signal interrupts it."""
     slow = """
 import time
 import datatrove_ckpt.generation.rank as rank

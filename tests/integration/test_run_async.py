@@ -153,7 +153,7 @@ async def test_a_second_call_for_a_rank_names_this_process(tmp_path):
         first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
         await asked.wait()
         with pytest.raises(
-            CheckpointLocked, match=r"^This very process works on this rank already"
+            CheckpointLocked, match=r"^This very process works on this task already"
         ):
             await runner(tmp_path, server, rollout).run_async(documents(1))
         go_on.set()

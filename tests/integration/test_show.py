@@ -92,7 +92,7 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_p
     said = show("--dead")
     assert ids(said) == ["id 1", "id 3"]
     assert (
-        "1. id 1  (rank 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n"
+        "1. id 1  (task 0)\n  text: text 1\n  failed: ValueError: cannot make sense of id 1\n"
         in said.out
     )
     runner(

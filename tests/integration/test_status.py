@@ -68,11 +68,11 @@ def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_
     text = said(tmp_path, code=1)
     lines = text.splitlines()
     states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
-    assert lines[0].startswith(f"{tmp_path}: 12 ranks ({states}); last change ")
+    assert lines[0].startswith(f"{tmp_path}: 12 tasks ({states}); last change ")
     assert "  dead " not in text, "a retry has written them"
     assert "retries    3 dead letters retried, 3 of them written" in text
-    troubled = lines[lines.index("5 ranks need attention:") + 1 :]
-    kinds = [line.split(": ")[1] for line in troubled if line.startswith("  rank ")]
+    troubled = lines[lines.index("5 tasks need attention:") + 1 :]
+    kinds = [line.split(": ")[1] for line in troubled if line.startswith("  task ")]
     assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
     assert "\nretry-00001/7  finished" in said(tmp_path, "--all", code=1)
     found = json.loads(said(tmp_path, "--json", code=1))

@@ -137,18 +137,18 @@ def rewrite(change):
 
 
 MENDABLE = {
-    "missing": (remove, "rank 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
+    "missing": (remove, "task 0, chunk 1: 00000_chunk_00001.jsonl is missing."),
     "truncated": (
         rewrite(lambda data: data[:-1]),
-        "rank 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has ",
+        "task 0, chunk 1: 00000_chunk_00001.jsonl is truncated: it has ",
     ),
     "grown": (
         rewrite(lambda data: data + b"\n"),
-        "rank 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has ",
+        "task 0, chunk 1: 00000_chunk_00001.jsonl is grown: it has ",
     ),
     "altered": (
         rewrite(lambda data: data.replace(b"answer", b"ANSWER", 1)),
-        "rank 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
+        "task 0, chunk 1: 00000_chunk_00001.jsonl is altered: the xxh128 of its content is ",
     ),
 }
 
@@ -191,23 +191,23 @@ OTHER_DAMAGE = {
     "duplicate": (
         share_a_file,
         [
-            "rank 0, chunk 1: 00000_chunk_00001.jsonl is named by rank 0, chunk 1 and by rank 1, chunk 2."
+            "task 0, chunk 1: 00000_chunk_00001.jsonl is named by task 0, chunk 1 and by task 1, chunk 2."
         ],
     ),
     "lost": (
         lose_a_commit,
         [
-            "rank 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To process them: datatrove-ckpt ",
+            "task 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To process them: datatrove-ckpt ",
             "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
     "lost inside": (
         lambda job: shift(job, 1),
-        ["rank 0: no commit covers documents 4. Restore commits.jsonl"],
+        ["task 0: no commit covers documents 4. Restore commits.jsonl"],
     ),
     "overlap": (
         lambda job: shift(job, -1),
-        ["rank 0, chunk 2: an earlier commit also covers documents 3. Restore"],
+        ["task 0, chunk 2: an earlier commit also covers documents 3. Restore"],
     ),
     "another version": (
         lambda job: edit_commits(job, lambda commit: commit | {"from": "the future"}),
@@ -215,7 +215,7 @@ OTHER_DAMAGE = {
     ),
     "corrupt settings": (
         lambda job: (job / "checkpoints/00001/run.json").write_text("{"),
-        ["rank 1: ", "run.json does not hold a run"],
+        ["task 1: ", "run.json does not hold a run"],
     ),
     "identity": (
         lambda job: edit_settings(
@@ -224,22 +224,22 @@ OTHER_DAMAGE = {
             model="other",
             accepted_changes=[{"field": "model", "old": "fake", "new": "a third"}],
         ),
-        ['rank 1: was run with settings that differ from rank 0: model: "fake" -> "other".'],
+        ['task 1: was run with settings that differ from task 0: model: "fake" -> "other".'],
     ),
     "one too many": (
         lambda job: [edit_settings(job, rank, tasks=1) for rank in range(2)],
-        ["rank 1: is one too many: the run has 1 task."],
+        ["task 1: is one too many: the run has 1 task."],
     ),
     "dead_letters": (
         lose_a_dead_letter,
         [
-            "rank 0, chunk 2: ",
+            "task 0, chunk 2: ",
             "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1.",
         ],
     ),
     "more dead letters": (
         lambda job: (job / "checkpoints/00000/dead_letters.jsonl").open("a").write("{}\n"),
-        ["rank 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
+        ["task 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
     ),
 }
 
@@ -306,7 +306,7 @@ def test_a_published_file_that_is_not_committed_yet_is_not_foreign(
             runner(tmp_path, server).run(documents(1))
     assert chunk_file(tmp_path, 0).exists()
     text = said("verify", tmp_path, code=3)
-    assert "rank 0, chunk 0: 00000_chunk_00000.jsonl is published but not committed yet." in text
+    assert "task 0, chunk 0: 00000_chunk_00000.jsonl is published but not committed yet." in text
 
 
 def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, server, said):
@@ -322,7 +322,7 @@ def test_changes_that_were_accepted_between_two_ranks_are_no_problem(tmp_path, s
     for rank in range(2):
         edit_settings(tmp_path, rank, accepted_changes=[])
     (tmp_path / "checkpoints/job.json").unlink()
-    assert "was run with settings that differ from rank 0" in said("verify", tmp_path, code=1)
+    assert "was run with settings that differ from task 0" in said("verify", tmp_path, code=1)
 
 
 def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
@@ -344,11 +344,11 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
 
     with pytest.raises(OutputMismatch, match=r"00000_chunk_00000\.jsonl is missing"):
         runner(tmp_path, server, rollout).run(documents(3))
-    assert "1 rank (1 running)" in seen["status"]
+    assert "1 task (1 running)" in seen["status"]
     assert "2 done" in seen["status"]
-    assert "rank 0: is not finished: the run is active, or must be run again." in seen["verify"]
+    assert "task 0: is not finished: the run is active, or must be run again." in seen["verify"]
     assert seen["repair"] == "There is nothing to repair.\n"
-    assert "error: This very process works on this rank already" in seen["repair of a lost file"]
+    assert "error: This very process works on this task already" in seen["repair of a lost file"]
     said("verify", tmp_path, code=1)
 
 
@@ -369,13 +369,13 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
     said("verify", job, code=1)
     text = said("repair", job, "--full")
     assert text.startswith(
-        "rank 0, chunk 1: take back its commit, to have 2 documents processed again; remove 00000_chunk_00001.jsonl\n"
+        "task 0, chunk 1: take back its commit, to have 2 documents processed again; remove 00000_chunk_00001.jsonl\n"
         "Done. Now remove LOGGING_DIR/completions/00000"
     )
     assert not chunk_file(job, 1).exists()
     assert (job / "checkpoints/last_chunk/00000.txt").read_text() == "0\n"
     text = said("verify", job, "--full", code=3)
-    assert text.splitlines()[0] == "rank 0, chunk 1: is not started, although later chunks are."
+    assert text.splitlines()[0] == "task 0, chunk 1: is not started, although later chunks are."
     run(job, server)
     assert set(server.asked) == {"text 2", "text 3"}
     assert outputs(job / "output") == undamaged
@@ -512,7 +512,7 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(job, said):
     remove(job)
     before = outputs(job)
     text = said("repair", job, "--dry-run")
-    assert text.splitlines()[0].startswith("rank 0, chunk 1: take back its commit")
+    assert text.splitlines()[0].startswith("task 0, chunk 1: take back its commit")
     assert text.splitlines()[1] == "Nothing was done (--dry-run)."
     assert outputs(job) == before
 
@@ -568,10 +568,10 @@ def test_completion_markers_of_repaired_ranks_are_removed_and_no_others(job, tmp
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (move_letters, "rank 0, chunk 0: cannot be redone: its dead letters are damaged in"),
+        (move_letters, "task 0, chunk 0: cannot be redone: its dead letters are damaged in"),
         (
             None,
-            "not repaired: rank 0, chunk 1: cannot be redone: it was made before the input grew",
+            "not repaired: task 0, chunk 1: cannot be redone: it was made before the input grew",
         ),
     ],
 )
@@ -609,7 +609,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, 
         retried.unlink()
         text = said("verify", job, code=1)
         assert text.startswith(
-            "retry-00001, rank 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing."
+            "retry-00001, task 1, chunk 0: 00001_chunk_retry1_00000.jsonl is missing."
         )
         assert "retries    4 dead letters retried, 4 of them written" in said("status", job)
         assert (

@@ -75,7 +75,7 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log)
     path = Path("logs/server_rank_00003.log")
     for rank in (7, 8):
         assert (
-            f"DEBUG Rank {rank} takes over the server that rank 3 started (log {path.absolute()}).\n"
+            f"DEBUG Rank {rank} takes over the server that task 3 started (log {path.absolute()}).\n"
             in log
         )
     for rank in (3, 7, 8):
@@ -110,7 +110,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     assert len(engines()) == 2
     assert running() == engines()[1:]
     (line,) = [
-        line for line in log if "Rank 1 cannot take over the server that rank 0 started" in line
+        line for line in log if "Task 1 cannot take over the server that task 0 started" in line
     ]
     what = "has ended" if number == signal.SIGKILL else "does not answer"
     assert line.startswith("WARNING")
@@ -118,7 +118,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     monkeypatch.setattr(server, "_PROBE_TIMEOUT", 300.0)  # now a slow answer is one
     run(2)
     assert len(engines()) == 2
-    assert "takes over the server that rank 1 started" in log[-1] + "".join(log)
+    assert "takes over the server that task 1 started" in log[-1] + "".join(log)
 
 
 @pytest.mark.matrix
@@ -178,7 +178,7 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     )
     assert not is_alive(engines()[0])
     assert any(
-        "Rank 1 needs other servers than the server of rank 0, which is stopped." in line
+        "Task 1 needs other servers than the server of task 0, which is stopped." in line
         for line in log
     )
 

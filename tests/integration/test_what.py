@@ -34,7 +34,7 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     assert command("repair", mirrored.remote) == "There is nothing to repair.\n"
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     text = command("verify", mirrored.remote, code=1)
-    assert text.startswith("rank 0, chunk 1: 00000_chunk_00001.jsonl is missing.")
+    assert text.startswith("task 0, chunk 1: 00000_chunk_00001.jsonl is missing.")
     assert f"datatrove-ckpt repair {mirrored.remote}" in text
     assert (
         json.loads(command("verify", mirrored.remote, "--json", code=1))["checkpoints"]
@@ -45,10 +45,10 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     text = command("repair", mirrored.remote)
     assert "datatrove-ckpt-" not in text  # no name of a temporary folder
     assert text.startswith(
-        "rank 0, chunk 1: take back its commit, to have 3 documents processed again"
+        "task 0, chunk 1: take back its commit, to have 3 documents processed again"
     )
     text = command("verify", mirrored.remote, code=3)
-    assert text.startswith("rank 0: is not finished: the run is active, or must be run again.\n")
+    assert text.startswith("task 0: is not finished: the run is active, or must be run again.\n")
     mirrored.run(server)
     assert set(server.asked) == {f"text {n}{end}" for n in (3, 4, 5) for end in ("", " again")}
     assert outputs(mirrored.folder / "output") == expected
@@ -79,7 +79,7 @@ def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command)
     versions.write_manifest(
         Version(newest.number + 1, newest.nonce), running, "2026-01-01T00:00:00Z"
     )
-    assert "error: rank 0: pid 42 on node7 works on this rank" in command(
+    assert "error: task 0: pid 42 on node7 works on this task" in command(
         "repair", mirrored.remote, code=1
     )
     command("verify", mirrored.remote, code=1)  # as it was
@@ -103,7 +103,7 @@ def test_the_yaml_file_of_a_run_is_enough_to_repair_it(here, server, command):
     command("verify", "job.yaml")
     Path("output/00000_00000.jsonl").unlink()
     text = command("repair", "job.yaml")
-    assert "remove logs/completions/00000, so that the rank runs again" in text
+    assert "remove logs/completions/00000, so that the task runs again" in text
     assert text.endswith("Done. Run the pipeline again to process these chunks.\n")
     command("run", "job.yaml")
     assert outputs(here / "output") == expected

@@ -170,7 +170,7 @@ def exits(name):
 def test_a_rollout_that_exits_fails_its_document(tmp_path, server, name, rollouts):
     config = {"rollouts_per_document": rollouts}
     with pytest.raises(
-        DocumentFailed, match=r"'id 2' \(number 2 of this rank\) failed: "
+        DocumentFailed, match=r"'id 2' \(number 2 of this task\) failed: "
     ) as failed:
         runner(tmp_path, server, exits(name), config=config).run(documents(6))
     if name.startswith("SystemExit"):

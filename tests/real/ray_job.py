@@ -160,8 +160,8 @@ CASES: dict[str, tuple[Event | None, dict[str, Any]]] = {
     "plain run of 2": (None, {}),
     "kill -9 of the actor": (kill_actor, {}),
     "SIGTERM to the actor": (terminate_actor, {}),
-    "SIGTERM to the rank's process": (terminate_worker, {"time": LATE}),
-    "kill -9 of the rank's process": (kill_worker, {"time": LATE}),
+    "SIGTERM to the task's process": (terminate_worker, {"time": LATE}),
+    "kill -9 of the task's process": (kill_worker, {"time": LATE}),
 }
 
 

@@ -48,9 +48,9 @@ def results(tmp_path_factory):
         ("plain run of 2", 1, 0),
         ("kill -9 of the actor", 1, IN_FLIGHT),  # Ray starts the rank again by itself
         ("SIGTERM to the actor", 1, IN_FLIGHT),
-        ("SIGTERM to the rank's process", 2, IN_FLIGHT),
+        ("SIGTERM to the task's process", 2, IN_FLIGHT),
         # Both actors wait without end, so the time limit ends them.
-        ("kill -9 of the rank's process", 2, IN_FLIGHT),
+        ("kill -9 of the task's process", 2, IN_FLIGHT),
     ],
 )
 def test_every_document_once(results, case, runs, at_most):

@@ -160,7 +160,7 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_tor
         assert path.read_bytes() == whole
         return
     with pytest.raises(
-        CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the rank's output files"
+        CommitsDamaged, match=r"line 2: .* so no crash did this\. Keep the task's output files"
     ):
         CommitLog(path)
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"

@@ -262,7 +262,7 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     assert run() == 1
     logs = Path("logs/logs").absolute()
     assert capsys.readouterr().err.endswith(
-        f"error: 2 of 3 tasks are not complete; rank 1 is the first. Their logs are in {logs}. Run the same command "
+        f"error: 2 of 3 tasks are not complete; task 1 is the first. Their logs are in {logs}. Run the same command "
         "again to resume.\n"
     )
 
@@ -279,7 +279,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
     ("arguments", "code", "says"),
     [
         (["--version"], 0, "datatrove-ckpt 0."),
-        (["--help"], 0, "show how far a run is, and which ranks need attention"),
+        (["--help"], 0, "show how far a run is, and which tasks need attention"),
         (
             ["verify", "checkpoints", "--executor.tasks=4"],
             2,

@@ -152,7 +152,7 @@ def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time
     write_rank(tmp_path, 2, history=history, chunks=1, per_chunk=120, finished=True)
     state = read(tmp_path, T + 3 * MIN + 10)
     since = datetime.datetime.fromtimestamp(T + 3 * MIN + 10 - seconds).astimezone()
-    ends = "a rank stops after 600 s (server_patience_seconds)"
+    ends = "a task stops after 600 s (server_patience_seconds)"
     expected = (None, "")
     if is_stuck:
         expected = ("stuck", f"the server is unreachable: no answer since {since:%H:%M}; {ends}")
@@ -206,7 +206,7 @@ def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
         "slow" if rank.rank in slow else None for rank in state.ranks
     ]
     assert state.ranks[4].reason == (
-        "0.4 documents/s; the median of 6 ranks is 1.01" if slow else ""
+        "0.4 documents/s; the median of 6 tasks is 1.01" if slow else ""
     )
 
 

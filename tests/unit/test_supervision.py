@@ -267,7 +267,7 @@ async def test_ranks_on_one_node_lease_different_gpus_until_there_are_none():
         first = await ranks.enter_async_context(leased_gpus(config(tp=2)))
         second = await ranks.enter_async_context(leased_gpus(config()))
         assert (gpus_of(first[0]), gpus_of(second[0])) == (("0", "1"), ("2",))
-        with pytest.raises(ConfigError, match="workers: this rank needs 2 of the GPUs 0,1,2,3"):
+        with pytest.raises(ConfigError, match="workers: this task needs 2 of the GPUs 0,1,2,3"):
             await gpus(tp=2)
     assert await gpus(tp=4) == [("0", "1", "2", "3")]
 
@@ -381,7 +381,7 @@ async def test_a_rank_takes_the_gpus_of_all_its_models_or_none():
     each other.
     """
     async with leased(named(writer={"tp": 2})) as first:
-        with pytest.raises(ConfigError, match="workers: this rank needs 3 of the GPUs 0,1,2,3"):
+        with pytest.raises(ConfigError, match="workers: this task needs 3 of the GPUs 0,1,2,3"):
             await node.lease_gpus(named(writer={"tp": 2}, judge={}))
         async with leased(named(writer={"tp": 2})) as second:
             assert (first, second) == ({"": ["0,1"]}, {"": ["2,3"]})

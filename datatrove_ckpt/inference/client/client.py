@@ -212,7 +212,7 @@ class Outage:
         self._log(
             "WARNING",
             f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
-            "(server_patience_seconds). Then the rank stops; finished work is saved.",
+            "(server_patience_seconds). Then the task stops; finished work is saved.",
         )
 
     def _log(self, level: str, line: str) -> None:

@@ -348,8 +348,8 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
             )
         if waited > _LEASE_TIMEOUT:
             raise ConfigError(
-                f"workers: this rank needs {needed} of the GPUs {','.join(visible)}, and other "
-                f"ranks on this node hold too many of them (locks in {folder}). Run fewer workers "
+                f"workers: this task needs {needed} of the GPUs {','.join(visible)}, and other "
+                f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "
                 "at once."
             )
         await asyncio.sleep(_LEASE_POLL)

@@ -223,7 +223,7 @@ class ServerSupervisor:
             which = f"Server {self.index}"
         else:
             which = "The server"
-        self._name = f"{self.config.said}{which} of rank {self.rank}"
+        self._name = f"{self.config.said}{which} of task {self.rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at

@@ -142,7 +142,7 @@ class InferenceServer:
         if self._process is None:
             return False
         problem = await self._lasting_problem()
-        whose = f"that rank {self.started_by} started (log {self._log_path})"
+        whose = f"that task {self.started_by} started (log {self._log_path})"
         if config.replicas > 1:
             which = f"server {self.replica}"
         else:

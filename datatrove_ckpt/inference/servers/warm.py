@@ -59,7 +59,7 @@ class ServerSet:
     def __str__(self) -> str:
         of_model = f" of {self.model}" if self.model else ""
         return (
-            f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of rank {self.rank}"
+            f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of task {self.rank}"
         )
 
 
@@ -218,7 +218,7 @@ class RankModels:
                 self._warm[name] = warm
                 continue
             others.append(warm)
-            logger.info(f"Rank {self._rank} needs other servers than {warm}, which is stopped.")
+            logger.info(f"Task {self._rank} needs other servers than {warm}, which is stopped.")
         await asyncio.to_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)
 

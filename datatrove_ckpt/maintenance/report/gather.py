@@ -84,7 +84,7 @@ def gather(run: RunState) -> Page:
         made_at=run.read_at,
         version=__version__,
         age=f"{age(run).capitalize()}.",
-        sums=[("ranks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
+        sums=[("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
         charts=list(_charts(ranks, [attempt.last_seen for _, attempt in ended], run.read_at)),
         tables=[table for table in tables if table.rows],
     )
@@ -139,7 +139,7 @@ def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:
     if len(newest) < len(ended):
         note += f" These are the last {len(newest)} of {len(ended)}."
     columns = (
-        "rank",
+        "task",
         "started",
         "last sign of life",
         "how it ended",

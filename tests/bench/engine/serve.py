@@ -10,7 +10,7 @@ import json
 import os
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", required=True)
     parser.add_argument("--command", type=json.loads, required=True)

@@ -2,8 +2,6 @@
 answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import asynccontextmanager

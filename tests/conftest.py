@@ -3,8 +3,6 @@
 Tests that only need files use memory, where it is there: syncs cost nothing in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -6,8 +6,6 @@ reaches it. So one attempt that goes on, and of whose folder a copy is kept at e
 what crashes at all of them leave.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Disks that refuse: every effect of a job fails, once and permanently."""
 
-from __future__ import annotations
-
 import errno
 import os
 

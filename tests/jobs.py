@@ -1,7 +1,5 @@
 """Small jobs that several tests run: documents in, a counting server, chunk files out."""
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 
 import orjson

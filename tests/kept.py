@@ -5,8 +5,6 @@ An answer is written down a moment after it came. So a test that says exactly wh
 cost waits until those are kept that are not to be lost.
 """
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import tempfile

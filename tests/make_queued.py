@@ -14,8 +14,6 @@ No path in them is absolute, no function is pickled by value, and no test may ne
 for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

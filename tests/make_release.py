@@ -9,8 +9,6 @@ The job has three tasks. Task 0 is finished, and has retried its dead letter. Ta
 has not started. Task 1 has a mirror.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

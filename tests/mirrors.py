@@ -2,8 +2,6 @@
 answered.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sqlite3

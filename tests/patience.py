@@ -6,8 +6,6 @@ that does other work does not. The limit of a test (``timeout`` in pyproject.tom
 waits for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import select

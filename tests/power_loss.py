@@ -1,7 +1,5 @@
 """A disk that loses power: a subclass of ``files.Disk`` that stands in for it during a test."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

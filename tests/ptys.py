@@ -1,7 +1,5 @@
 """A terminal of its own for a test: what programs write to a pty, as an emulator shows it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -2,8 +2,6 @@
 read many ranks.
 """
 
-from __future__ import annotations
-
 import socket
 
 import orjson

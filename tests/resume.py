@@ -17,7 +17,6 @@ from itertools import accumulate, groupby
 
 import xxhash
 
-
 _SHOWN = 60  # characters of a sample in a message
 _NAMED = 5  # samples that a message names; it counts the others
 

@@ -7,8 +7,6 @@ A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or 
 which begins with it ("tokens of ...") or names it ("..., in tokens").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -2,8 +2,6 @@
 epoch.
 """
 
-from __future__ import annotations
-
 import random
 
 

@@ -1,7 +1,5 @@
 """A tokenizer whose tokens are words, for tests."""
 
-from __future__ import annotations
-
 
 def write_tokenizer(folder, more=()):
     """Writes ``tokenizer.json`` into the folder, and returns the folder.

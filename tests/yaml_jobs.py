@@ -2,8 +2,6 @@
 directory.
 """
 
-from __future__ import annotations
-
 import json
 
 _YAML = """\

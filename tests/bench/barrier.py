@@ -6,8 +6,6 @@ that answers after as long as the document says. The lengths have a long tail, a
 models. "ideal": all places of the server are always taken.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from pathlib import Path

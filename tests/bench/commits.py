@@ -8,8 +8,6 @@ Ratios are those of a round, and of all rounds the median, the lowest and the hi
 figure of a busy machine says nothing.
 """
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import tempfile

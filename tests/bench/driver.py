@@ -5,8 +5,6 @@ Figures of a busy machine are noise. What counts are ratios of runs that followe
 systems run in turn, each in a fresh process, several times, and medians are printed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

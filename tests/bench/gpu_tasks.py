@@ -8,8 +8,6 @@ The second has no datatrove and no HTTP: as many requests at once are given to t
 process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tempfile

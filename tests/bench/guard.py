@@ -6,8 +6,6 @@ turn: a figure that hardly depends on the machine. Of each, the least of all rou
 whatever runs beside it only adds.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -17,8 +17,6 @@ Both are nearly the same on a busy machine. Waiting for a disk shows in neither:
 test_loop_health.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import asyncio.events
 import heapq

@@ -18,8 +18,6 @@ Times are ``time.monotonic()``, which all processes of a machine share. uvloop i
 installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -21,8 +21,6 @@ command starts again: seconds to its first request, requests for documents that 
 before, and what the output holds in the end, by its id column. A row counts if it holds the answer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

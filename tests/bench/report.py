@@ -4,8 +4,6 @@ minutes.
 The table, and README's figures, which are taken from it, stand between two comments.
 """
 
-from __future__ import annotations
-
 import os
 
 from tests.bench import tables

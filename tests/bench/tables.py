@@ -1,7 +1,5 @@
 """Tables in Markdown, and what all commands' parsers have in common."""
 
-from __future__ import annotations
-
 import argparse
 
 

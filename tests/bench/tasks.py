@@ -1,7 +1,5 @@
 """A job of several tasks over a server: the same documents, as one task and as many."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -10,8 +10,6 @@ Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read
 made before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import itertools

@@ -9,8 +9,6 @@ in each rank, and the hash of all states must be those of a run that nothing int
 must metrics.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

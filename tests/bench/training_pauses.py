@@ -8,8 +8,6 @@ a process of its own, so that none finds the pinned memory of another. A pause i
 waits; written is when the next may begin. ``--seconds`` ends the rounds of a way early.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

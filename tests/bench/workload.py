@@ -3,8 +3,6 @@
 A document's text begins with ``#<number>#``, by which the mock server tells documents apart.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """The answers of the fake hub, request by request."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -3,8 +3,6 @@
 Each batch of changes is kept as a commit here, which no request shows.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -2,8 +2,6 @@
 this one.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 from pathlib import Path

@@ -2,8 +2,6 @@
 for it.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

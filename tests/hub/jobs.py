@@ -12,8 +12,6 @@ The job finds no file of the repository by itself: its package is what it was gi
 buckets are replaced as in the tests' own process (``xet.py``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

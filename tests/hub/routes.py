@@ -1,7 +1,5 @@
 """Which URL asks for what, with the methods and paths of the real hub."""
 
-from __future__ import annotations
-
 import re
 from urllib.parse import unquote
 

@@ -3,8 +3,6 @@
 Buckets take content over Xet only, and hf_xet is a native client for a protocol of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

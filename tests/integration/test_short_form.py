@@ -2,8 +2,6 @@
 resumes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -2,8 +2,6 @@
 kind once.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Changes of the settings, of the input, and of the endpoint, and the way back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.people.endpoint import Outage

@@ -5,8 +5,6 @@ It reads the output, the dead letters and the terminal as a user would, and know
 checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 changes.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What people do to output, checkpoints and logs by hand, between two runs or during one."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ it may continue. So "in the middle" is an exact place: all requests that may be 
 flight.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

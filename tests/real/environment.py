@@ -24,8 +24,6 @@ SGLang has no CPU kernels on PyPI, so it cannot generate here. Its parser is rea
 tested of it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

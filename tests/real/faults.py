@@ -4,8 +4,6 @@ server.
 Used with vLLM here, and with llama.cpp in tests/integration.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

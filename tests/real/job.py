@@ -6,8 +6,6 @@ FOLDER/events, in the order in which they happened. So a test can tell which req
 twice, and whether they had been answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

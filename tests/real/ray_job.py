@@ -6,8 +6,6 @@ counting server and all, and in a PID namespace, with which everything ends that
 for all cases, because its start takes ten seconds. A line of JSON per case goes to FOLDER/results.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import json

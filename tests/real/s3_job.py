@@ -5,8 +5,6 @@ tasks and workers, the size of a document's text and of a chunk, and may change 
 which parts is uploaded.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json

@@ -9,8 +9,6 @@ kills whatever is in the namespace. Everything listens on 127.0.0.1. Nothing of 
 Slurm or munge is read or written.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

@@ -1,7 +1,5 @@
 """One job array on Slurm, from its submission to its end, as a test sees it."""
 
-from __future__ import annotations
-
 import time
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor

@@ -10,8 +10,6 @@ Needs root, Linux and loop devices. Where they are missing these tests fail; the
 the default run.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

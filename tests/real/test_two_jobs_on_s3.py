@@ -2,8 +2,6 @@
 they prove.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

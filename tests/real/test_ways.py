@@ -20,8 +20,6 @@ What the engines do, seen here:
   not, LLaVA and Qwen2-VL do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

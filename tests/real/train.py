@@ -3,8 +3,6 @@
 What a user would write.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 it was given.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -3,8 +3,6 @@ other part is connected, and hangs when that connection is lost. Answers come fr
 server that COUNTING_SERVER names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -5,8 +5,6 @@ It may be killed. Each request and each answer that was saved is a line of FOLDE
 order.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

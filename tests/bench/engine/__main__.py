@@ -14,8 +14,6 @@ Without --model: SmolLM2-135M on the CPU, in the environment of tests/real (made
 there).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -13,8 +13,6 @@ Runs in the engine's environment, by its path, so it imports nothing of this rep
 llama.cpp, whose parameters are set by our own program for its server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

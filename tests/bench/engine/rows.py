@@ -9,8 +9,6 @@ Each starts a server of its own with the same arguments. FOLDER holds work.json 
 result.json is written there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

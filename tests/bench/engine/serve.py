@@ -3,8 +3,6 @@
 `python serve.py --port N --command JSON` becomes that command, with PORT replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """From the results of all rounds to a Markdown table that names the hardware and the work."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def _keep_bytecode() -> None:
+def _keep_bytecode():
     """Where Python is told to write no bytecode, keeps it apart from the sources, for us and the
     processes we start.
     """

@@ -2,15 +2,11 @@
 answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from datatrove_ckpt.common.redaction import Key
-from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -19,14 +15,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @asynccontextmanager
-async def client_of(
-    config: InferenceConfig,
-    urls: Sequence[str | HiddenUrl] = (),
-    api_key: Key | str | None = None,
-    *,
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> AsyncIterator[CompletionClient]:
+async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock=time.monotonic):
     servers = ModelServers(config, clock)
     hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
     servers.add_endpoints(hidden, Key(api_key) if isinstance(api_key, str) else api_key)
@@ -37,7 +26,7 @@ async def client_of(
 
 
 @asynccontextmanager
-async def lent_client(config: InferenceConfig) -> AsyncIterator[CompletionClient]:
+async def lent_client(config):
     servers = ServerHost(Shutdown())
     try:
         async with servers.lend(config, [config], 0, Sender(), lambda outage: None) as (client, _):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from datatrove_ckpt.cli.main import main
 
 
@@ -15,7 +13,7 @@ class Printed(str):
     err: str
 
     @property
-    def error(self) -> str:
+    def error(self):
         """The last error, to its end."""
         return self.err[self.err.rindex("error: ") :].strip()
 
@@ -23,10 +21,10 @@ class Printed(str):
 class Command:
     """``datatrove-ckpt WORDS``, which must end with this exit code (None: with any)."""
 
-    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, capture):
         self._capture = capture
 
-    def __call__(self, *words: object, code: int | None = 0) -> Printed:
+    def __call__(self, *words, code=0):
         self._capture.readouterr()
         found = main([str(word) for word in words])
         out, err = self._capture.readouterr()

@@ -3,8 +3,6 @@
 Tests that only need files use memory, where it is there: syncs cost nothing in it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
@@ -14,12 +12,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -41,13 +37,13 @@ from tests.hub import FakeHub, pointed_at
 TESTS = Path(__file__).parent
 
 
-def _nothing(number: int, frame: Any) -> None:
+def _nothing(number, frame):
     """Ignores a signal as SIG_IGN does, but a program that is started from here does not inherit
     it.
     """
 
 
-def _hear_all_signals() -> list[int]:
+def _hear_all_signals():
     """Undoes what whoever started pytest did to signals; gives those that were ignored.
 
     nohup ignores SIGHUP, and a shell SIGINT and SIGQUIT of what it puts into the background; some
@@ -74,11 +70,11 @@ _formatter = _better_exceptions.ExceptionFormatter
 # 4 ms for each test's log.
 _formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
 _dump_stacks = pytest_timeout.dump_stacks
-_running: list[pytest.Item] = []  # one test, once there is one
+_running = []  # one test, once there is one
 _SHOWN_LINES = 100  # of each log in a test's folder
 
 
-def _dump_tasks(terminal: Any) -> None:
+def _dump_tasks(terminal):
     """A test is given up: says where the tasks of event loops wait, which the stacks of threads do
     not show.
     """
@@ -86,7 +82,7 @@ def _dump_tasks(terminal: Any) -> None:
         found for found in gc.get_objects() if isinstance(found, asyncio.Task) and not found.done()
     ]:
         print(task, file=sys.__stderr__)
-        waiting: Any = task.get_coro()
+        waiting = task.get_coro()
         while getattr(waiting, "cr_frame", None) is not None:
             print(
                 f"    {waiting.cr_code.co_filename}:{waiting.cr_frame.f_lineno}",
@@ -97,7 +93,7 @@ def _dump_tasks(terminal: Any) -> None:
     _dump_log(getattr(_running[-1], "funcargs", {}))
 
 
-def _dump_log(fixtures: dict[str, Any]) -> None:
+def _dump_log(fixtures):
     """Prints what the test has logged, and the ends of the logs in its folders."""
     print("--- log", "".join(fixtures.get("log", ())), sep="\n", file=sys.__stderr__)
     folders = {folder for folder in fixtures.values() if isinstance(folder, Path)}
@@ -121,13 +117,13 @@ hypothesis.settings.load_profile("on a busy machine")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
+def pytest_configure_node(node):
     """What nohup keeps from pytest, it keeps from the workers of pytest-xdist, too."""
     node.workerinput["nohup"] = signal.SIGHUP in _IGNORED
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """Where everything must be there, as in .ci/run, a test that was skipped is one that failed."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if (
@@ -139,7 +135,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config):
     """How many processes run the tests: two more than cores, as many tests wait; none but this for
     chosen tests.
     """
@@ -151,7 +147,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, object, object]:
+def pytest_collection_modifyitems(items):
     """Of a test with the mark ``matrix``, all rows but the first are slow. Groups are those of
     pytest-xdist.
 
@@ -159,7 +155,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
     (pytest-xdist's issue 1386): each worker would import, parse and run what one does for a whole
     group.
     """
-    begun: set[str] = set()
+    begun = set()
     for item in items:
         if item.get_closest_marker("matrix") is not None:
             test = item.nodeid.partition("[")[0]
@@ -175,7 +171,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection(session):
     """Without the garbage collector, which would go through all tests again and again: a third of
     the time.
     """
@@ -186,7 +182,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     return found
 
 
-def _import_in_turns(config: pytest.Config) -> None:
+def _import_in_turns(config):
     """For workers that run all tests: each begins with another file, so that no two of them compile
     the same ones.
     """
@@ -204,17 +200,17 @@ def _import_in_turns(config: pytest.Config) -> None:
                 import_module(module)
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     gc.freeze()  # pytest collects garbage several times at its end, half a second each
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     _running[:] = [item]
     forked.Popen.is_allowed = item.get_closest_marker("real_process") is None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Tests that are coroutines run in an event loop of their own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -226,7 +222,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if getattr(config, "workerinput", {"nohup": signal.SIGHUP in _IGNORED})["nohup"]:
         signal.signal(signal.SIGHUP, _nothing)
 
@@ -234,7 +230,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _COUNTING = ("tests/crash/", "tests/integration/test_kills.py", "tests/integration/test_people.py")
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """How much was tried: what the tests say that count it. With ``-s`` they say it as they go."""
     passed = [
         report
@@ -315,7 +311,7 @@ def code_described_once(monkeypatch):
     """For tests of hundreds of attempts with one rollout: describing its code takes a third of
     their time.
     """
-    known: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
+    known = {}
 
     def code_identity(rollout_fn, shared_context, *others):
         key = id(rollout_fn), id(shared_context)
@@ -345,7 +341,7 @@ def ram(tmp_path):
 @pytest.fixture(autouse=True)
 def log():
     """What was logged, as lines of text, instead of on the terminal."""
-    lines: list[str] = []
+    lines = []
     logger.remove()
     logger._core.patcher = None  # type: ignore[attr-defined]  # ours is for a whole process, and a test for itself
     handler = logger.add(lines.append, format="{level} {message}")

@@ -6,28 +6,24 @@ reaches it. So one attempt that goes on, and of whose folder a copy is kept at e
 what crashes at all of them leave.
 """
 
-from __future__ import annotations
-
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 from datatrove_ckpt.checkpoint import clock, files
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.testing import outputs
-from datatrove_ckpt.testing.crashes import Attempt, CrashReport, assert_equal
+from datatrove_ckpt.testing.crashes import CrashReport, assert_equal
 from datatrove_ckpt.testing.disks import (
     EFFECTS,
     REMOTE_EFFECTS,
-    Arguments,
     CrashingDisk,
     copy_tree,
     disk_in_place,
 )
-from tests.power_loss import Names, PowerLossDisk
+from tests.power_loss import PowerLossDisk
 
 
 class CopyingDisk(CrashingDisk):
@@ -35,16 +31,12 @@ class CopyingDisk(CrashingDisk):
     would leave.
     """
 
-    def __init__(
-        self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
-    ) -> None:
+    def __init__(self, folder, torn=False, counted=EFFECTS):
         super().__init__(0, folder, torn, counted)
-        self.points: list[str] = []
+        self.points = []
         self._copies = Path(tempfile.mkdtemp(dir=folder.parent))
 
-    def happen(
-        self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]
-    ) -> int | None:
+    def happen(self, name, args, path, effect):
         with self._lock:
             if self._torn and name == "put" and name in self._counted:
                 object_store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
@@ -55,21 +47,21 @@ class CopyingDisk(CrashingDisk):
                 return super().happen(name, args, path, lambda: files.Disk.write(self, *args))
             return super().happen(name, args, path, effect)
 
-    def before(self, name: str, args: Arguments, label: str) -> None:
+    def before(self, name, args, label):
         if name in self._counted:
             self.keep()
             self.points.append(label)
 
-    def keep(self) -> None:
+    def keep(self):
         shutil.copytree(self._folder, self._copies / str(len(self.points)))
 
-    def put_back(self, point: int) -> Iterator[str]:
+    def put_back(self, point):
         """``survivors`` of a crash at the point with this number, once."""
         shutil.rmtree(self._folder)
         (self._copies / str(point)).rename(self._folder)
         yield "killed"
 
-    def left(self) -> Iterator[tuple[int, str]]:
+    def left(self):
         """Puts each folder that a crash may leave behind in place.
 
         Yields the number of its point, and its name.
@@ -82,36 +74,34 @@ class CopyingDisk(CrashingDisk):
 class CopyingPowerLossDisk(CopyingDisk, PowerLossDisk):
     """The same for power loss."""
 
-    def __init__(
-        self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
-    ) -> None:
+    def __init__(self, folder, torn=False, counted=EFFECTS):
         super().__init__(folder, torn, counted)
-        self._kept: list[tuple[Names, Names]] = []
+        self._kept = []
 
-    def before(self, name: str, args: Arguments, label: str) -> None:
+    def before(self, name, args, label):
         if name == "rename":
             self._look()
         super().before(name, args, label)
 
-    def keep(self) -> None:
+    def keep(self):
         self._look()
         self._kept.append(copy.deepcopy((self._now, self._durable)))
 
-    def put_back(self, point: int) -> Iterator[str]:
+    def put_back(self, point):
         self._now, self._durable = self._kept[point]
         return self.survivors()
 
 
 def assert_same_output_after_every_crash(
-    run: Attempt,
-    folder: Path,
+    run,
+    folder,
     *,
-    recoveries: int = 0,
-    torn: bool = False,
-    disk_type: type[CopyingDisk] = CopyingDisk,
-    after_crash: Attempt = lambda folder: None,
-    counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
-) -> CrashReport:
+    recoveries=0,
+    torn=False,
+    disk_type=CopyingDisk,
+    after_crash=lambda folder: None,
+    counted=(*EFFECTS, *REMOTE_EFFECTS),
+):
     """Its arguments are those of ``assert_same_output_after_crash``."""
     report = CrashReport()
     fresh = folder.with_name(f"{folder.name}.fresh")
@@ -120,7 +110,7 @@ def assert_same_output_after_every_crash(
     report.attempts += 1
     expected = outputs(folder / "output")
 
-    def resume(crashes: list[str], depth: int) -> None:
+    def resume(crashes, depth):
         """Runs what is in the folder to its end; above depth 0, so does what each crash meanwhile
         would leave.
         """

@@ -15,14 +15,9 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
-from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 
@@ -31,7 +26,7 @@ SIZE = 4
 TEMPLATE = "${rank}_chunk_${chunk_index}.jsonl"
 
 
-async def rollout(document: Document, generate: Any) -> Any:
+async def rollout(document, generate):
     """One request, a second one for some documents, and no result for others."""
     result = await generate(payload(f"first {document.text}"))
     if "twice" in document.text:
@@ -39,17 +34,17 @@ async def rollout(document: Document, generate: Any) -> Any:
     return None if "dropped" in document.text else result
 
 
-def payload(text: str) -> JsonObject:
+def payload(text):
     return {"messages": [{"role": "user", "content": text}], "temperature": 0.5}
 
 
-def text_of(number: int) -> str:
+def text_of(number):
     """The text of the document with this number."""
     kind = {3: " twice", 5: " dropped"}.get(number % 7, "")
     return f"text {number}{kind}"
 
 
-def write_input(folder: Path, *numbers: int) -> None:
+def write_input(folder, *numbers):
     """Writes a file for each of the numbers, of so many documents."""
     (folder / "input").mkdir(exist_ok=True)
     rows = [
@@ -61,9 +56,7 @@ def write_input(folder: Path, *numbers: int) -> None:
         rows = rows[number:]
 
 
-def make_writer(
-    folder: Path, template: str = TEMPLATE, compression: str | None = None
-) -> DiskWriter:
+def make_writer(folder, template=TEMPLATE, compression=None):
     if template.endswith(".parquet"):
         return ParquetWriter(str(folder / "output"), template, expand_metadata=True)
     return JsonlWriter(str(folder / "output"), template, compression=compression)
@@ -74,26 +67,21 @@ class Datatrove:
 
     _process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         if self._process is not None:
             self._process.kill()
             self.end()
 
-    def start(self, folder: Path, url: str, **settings: Any) -> int:
+    def start(self, folder, url, **settings):
         """Starts a run, and returns its process id. See ``_job``."""
         order = json.dumps({"folder": str(folder), "url": url, **settings})
         self._process = subprocess.Popen([sys.executable, __file__, order], start_new_session=True)
         return self._process.pid
 
-    def end(self) -> int:
+    def end(self):
         """Waits for the run. Returns its exit code; negative: the signal that killed it."""
         assert self._process is not None
         code = self._process.wait()
@@ -111,17 +99,17 @@ class Killer:
         rejected: requests with this text are bad requests.
     """
 
-    def __init__(self, seed: int, rejected: str = "nothing") -> None:
+    def __init__(self, seed, rejected="nothing"):
         self.chance = random.Random(seed)
         self.server = FakeServer(
             delay=self._delay, status=lambda asked, times: 400 if rejected in str(asked) else None
         )
         self.server.error = "BadRequestError"
         self._left = 0
-        self._process: int | None = None  # a descriptor: it never means another process
-        self._timer: threading.Timer | None = None
+        self._process = None  # a descriptor: it never means another process
+        self._timer = None
 
-    def run(self, datatrove: Datatrove, folder: Path, requests: int, **settings: Any) -> int:
+    def run(self, datatrove, folder, requests, **settings):
         """Runs the job, and kills it after ``requests`` requests. Returns how it ended."""
         self._left = requests
         self._process = os.pidfd_open(datatrove.start(folder, self.server.url, **settings))
@@ -133,14 +121,14 @@ class Killer:
             os.close(self._process)
             self._process = self._timer = None
 
-    def _delay(self, asked: JsonObject, times: int) -> float:
+    def _delay(self, asked, times):
         self._left -= 1
         if self._left == 0 and self._process is not None:
             self._timer = threading.Timer(self.chance.choice([0, 0.001, 0.01, 0.03]), self._kill)
             self._timer.start()
         return self.chance.choice([0, 0, 0.002, 0.02])
 
-    def _kill(self) -> None:
+    def _kill(self):
         if (process := self._process) is not None:  # ``run`` may set it to None meanwhile
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
@@ -150,15 +138,15 @@ class Killer:
 
 
 def _job(
-    folder: str,
-    url: str,
-    tasks: int = 1,
-    concurrent: int = 3,
-    template: str = TEMPLATE,
-    compression: str | None = None,
-    size: int = SIZE,
-    checkpoints: bool = True,
-) -> None:
+    folder,
+    url,
+    tasks=1,
+    concurrent=3,
+    template=TEMPLATE,
+    compression=None,
+    size=SIZE,
+    checkpoints=True,
+):
     """Runs it, with datatrove's executor if there are several tasks."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
@@ -187,7 +175,7 @@ def _job(
         ).run()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent():
     """The kernel kills this process when its parent ends, even if that is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 

@@ -1,16 +1,13 @@
 """Disks that refuse: every effect of a job fails, once and permanently."""
 
-from __future__ import annotations
-
 import errno
 import os
-from pathlib import Path
 
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import disk_in_place, outputs
-from datatrove_ckpt.testing.crashes import Attempt, assert_equal
-from datatrove_ckpt.testing.disks import Arguments, WatchedDisk, copy_tree, path_of
+from datatrove_ckpt.testing.crashes import assert_equal
+from datatrove_ckpt.testing.disks import WatchedDisk, copy_tree, path_of
 
 
 class FailingDisk(WatchedDisk):
@@ -22,16 +19,16 @@ class FailingDisk(WatchedDisk):
         permanent: refuse every later effect, too.
     """
 
-    def __init__(self, fail_at: int, code: int = errno.ENOSPC, permanent: bool = False) -> None:
+    def __init__(self, fail_at, code=errno.ENOSPC, permanent=False):
         super().__init__()
-        self.failed_at: str | None = None
-        self.refused: list[Path] = []
+        self.failed_at = None
+        self.refused = []
         self._fail_at = fail_at
         self._code = code
         self._permanent = permanent
         self._count = 0
 
-    def before(self, name: str, args: Arguments, label: str) -> None:
+    def before(self, name, args, label):
         due = self._count >= self._fail_at if self._permanent else self._count == self._fail_at
         self._count += 1
         if due and name != "remove_dir":  # only cleans up, and may fail
@@ -42,13 +39,13 @@ class FailingDisk(WatchedDisk):
 
 
 def assert_same_output_after_disk_errors(
-    run: Attempt,
-    folder: Path,
+    run,
+    folder,
     *,
-    output: str = "output",
-    codes: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EROFS),
-    after_error: Attempt = lambda folder: None,
-) -> list[str]:
+    output="output",
+    codes=(errno.ENOSPC, errno.EIO, errno.EROFS),
+    after_error=lambda folder: None,
+):
     """Makes every effect of a job fail, once and permanently, and runs the job again without the
     fault.
 
@@ -71,7 +68,7 @@ def assert_same_output_after_disk_errors(
     copy_tree(folder, fresh)
     run(folder)
     expected = outputs(folder / output)
-    tried: list[str] = []
+    tried = []
     for code in codes:
         for permanent in (False, True):
             number = 0
@@ -87,9 +84,9 @@ def assert_same_output_after_disk_errors(
     return tried
 
 
-def _refuse(run: Attempt, fresh: Path, folder: Path, disk: FailingDisk) -> str | None:
+def _refuse(run, fresh, folder, disk):
     copy_tree(fresh, folder)
-    failure: CkptError | None = None
+    failure = None
     try:
         with disk_in_place(disk):
             run(folder)

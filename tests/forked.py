@@ -27,7 +27,6 @@ import threading
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, NoReturn
 
 _NEW = subprocess.Popen
 _ARGUMENTS = _NEW._execute_child.__code__.co_varnames[2:]  # type: ignore[attr-defined]
@@ -69,11 +68,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     _starts = threading.Lock()
     _forked_by: _Server | None = None
 
-    def _execute_child(self, args: Any, *others: Any) -> None:
+    def _execute_child(self, args, *others):
         if not self._fork(args, dict(zip(_ARGUMENTS, others, strict=False))):
             super()._execute_child(args, *others)  # type: ignore[misc]
 
-    def _fork(self, args: Any, given: dict[str, Any]) -> bool:
+    def _fork(self, args, given):
         odd = (
             any(given[name] for name in _NOT_SERVED)
             or not given["close_fds"]
@@ -106,7 +105,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self._close_pipe_fds(*(given[pipe] for pipe in _PIPES))  # type: ignore[attr-defined]
         return True
 
-    def _internal_poll(self, _deadstate: int | None = None, **defaults: Any) -> int | None:
+    def _internal_poll(self, _deadstate=None, **defaults):
         if self._forked_by is None:
             return super()._internal_poll(_deadstate, **defaults)  # type: ignore[misc,no-any-return]
         if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[has-type]
@@ -120,7 +119,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                 self._waitpid_lock.release()  # type: ignore[attr-defined]
         return self.returncode
 
-    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+    def _try_wait(self, wait_flags):
         if self._forked_by is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
         if not wait_flags:
@@ -138,7 +137,7 @@ class _Server:
     # Of the first process of the tests, before any of them.
     environment: dict[str, str] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.owner = os.getpid()
         self._start = dict(self.environment or os.environ)
         self._inherited = _inherited()
@@ -153,42 +152,42 @@ class _Server:
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )
-        self._read: set[str] = pickle.loads(self._socket.recv(1 << 20))
+        self._read = pickle.loads(self._socket.recv(1 << 20))
         atexit.register(self._close)
 
-    def is_like(self, environment: dict[str, str]) -> bool:
+    def is_like(self, environment):
         """Whether a new process with these variables would begin as the server did."""
         changed = {name for name, _ in environment.items() ^ self._start.items()}
         return not any(name in self._read or name.startswith(_AT_START) for name in changed) and (
             _inherited() == self._inherited
         )
 
-    def ask(self, order: object, descriptors: list[int] | None = None) -> Any:
+    def ask(self, order, descriptors=None):
         with self._lock:
             socket.send_fds(self._socket, [pickle.dumps(order)], descriptors or [])
             return pickle.loads(self._socket.recv(1 << 16))
 
-    def _close(self) -> None:
+    def _close(self):
         if self.owner == os.getpid():
             self._socket.close()
             self._process.wait()
 
 
-def install() -> None:
+def install():
     """From now on ``subprocess.Popen`` is ours."""
     if hasattr(os, "pidfd_open"):
         _Server.environment = dict(os.environ)
         subprocess.Popen = Popen  # type: ignore[misc]
 
 
-def _of_the_tests() -> bool:
-    frame: Any = sys._getframe()
+def _of_the_tests():
+    frame = sys._getframe()
     while frame.f_globals["__name__"] in (__name__, "subprocess", "forkcount"):
         frame = frame.f_back
     return bool(frame.f_globals["__name__"].startswith("tests."))
 
 
-def _served(args: Any, cwd: str) -> list[str] | None:
+def _served(args, cwd):
     """The words of a command line that can be forked."""
     if isinstance(args, str | bytes | os.PathLike) or not Path(cwd).is_dir():
         return None
@@ -208,7 +207,7 @@ def _served(args: Any, cwd: str) -> list[str] | None:
     return words if "datatrove" in source and not _ABOUT_IMPORTS.search(source) else None
 
 
-def _inherited() -> list[str]:
+def _inherited():
     """What a process gets from its parent beside files and variables."""
     of_thread = Path("/proc/thread-self/status").read_text().splitlines()
     lines = [
@@ -220,7 +219,7 @@ def _inherited() -> list[str]:
 # The server --------------------------------------------------------------------------------------
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor):
     """Forks until the other end is closed."""
     names = _import()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of a terminal: it is for the tests
@@ -243,7 +242,7 @@ def serve(descriptor: int) -> None:
         orders.send(pickle.dumps(pid))
 
 
-def _import() -> set[str]:
+def _import():
     """Imports what the processes need. Returns the environment variables that were asked for."""
     import gc
     from importlib import import_module
@@ -251,7 +250,7 @@ def _import() -> set[str]:
     kind, names = type(os.environ), set()
     get = kind.__getitem__
 
-    def recorded(environ: Any, name: str) -> str:
+    def recorded(environ, name):
         if sys._getframe(1).f_code.co_name in ("get", "__contains__"):  # not while all are copied
             names.add(name)
         return get(environ, name)
@@ -265,14 +264,7 @@ def _import() -> set[str]:
     return names
 
 
-def _become(
-    streams: list[int],
-    words: list[str],
-    environment: dict[str, str],
-    cwd: str,
-    new_session: bool,
-    group: int,
-) -> NoReturn:
+def _become(streams, words, environment, cwd, new_session, group):
     """Runs a program as a new interpreter would, down to its end."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -286,8 +278,8 @@ def _become(
     os.environ.update(environment)
     _forget()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    code: object = None
-    error: BaseException | None = None
+    code = None
+    error = None
     try:
         _execute(words)
     except SystemExit as end:
@@ -309,7 +301,7 @@ def _become(
     os._exit((code or 0) & 0xFF)
 
 
-def _finalize() -> None:
+def _finalize():
     """As the interpreter does it, but only for the objects of the program: it would go through all
     memory.
     """
@@ -327,7 +319,7 @@ def _finalize() -> None:
             stream.flush()
 
 
-def _forget() -> None:
+def _forget():
     """Makes anew what imports have kept of the process."""
     import multiprocessing.process
     import tempfile
@@ -346,7 +338,7 @@ def _forget() -> None:
     del sys.modules["forked"]
 
 
-def _execute(words: list[str]) -> None:
+def _execute(words):
     import runpy
 
     main = vars(sys.modules["__main__"])  # other modules have it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
@@ -22,7 +21,7 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
 
 
-def progress(documents: int = 7, at: float = 0.0, attempt: int = 1) -> Progress:
+def progress(documents=7, at=0.0, attempt=1):
     """One in which each number is another, of a rank in the middle of its work."""
     own = WorkCounts(documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, {"timeout": 2, "HTTP 503": 3})
     return Progress(
@@ -58,7 +57,7 @@ class Attempt:
     last_at: float = 0.0
 
     @property
-    def last(self) -> Progress | None:
+    def last(self):
         return self.progress[-1] if self.progress else None
 
 
@@ -68,9 +67,9 @@ class History:
     damaged: int = 0
 
     @property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self):
         """In ascending order of their numbers."""
-        found: dict[int, Attempt] = {}
+        found = {}
         for record in self.records:
             attempt = found.setdefault(record.attempt, Attempt(record.attempt, first_at=record.at))
             attempt.last_at = max(attempt.last_at, record.at)
@@ -88,18 +87,18 @@ class History:
         return [found[number] for number in sorted(found)]
 
     @property
-    def last(self) -> Progress | None:
+    def last(self):
         """The newest progress line."""
         return next(
             (record for record in reversed(self.records) if isinstance(record, Progress)), None
         )
 
     @property
-    def last_attempt(self) -> int:
+    def last_attempt(self):
         return max((record.attempt for record in self.records), default=0)
 
 
-def read_history(path: Path) -> History:
+def read_history(path):
     """A missing file has no records.
 
     A torn last line is left out, and so are whole ones that are not known here.

@@ -1,11 +1,6 @@
 """Small jobs that several tests run: documents in, a counting server, chunk files out."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -13,9 +8,8 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
-from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.testing import FakeServer
 
 STOPS_SOON = {"server_patience_seconds": 0.1}
 """Config for servers that stop answering by design, where the rank's stop is waited for.
@@ -25,7 +19,7 @@ The start has more time.
 
 
 @asynccontextmanager
-async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
+async def leased_gpus(config):
     (leases,) = (await lease_gpus([config])).values()
     try:
         yield leases
@@ -34,24 +28,24 @@ async def leased_gpus(config: InferenceConfig) -> AsyncIterator[list[GpuLease]]:
             lease.close()
 
 
-def documents(number: int) -> list[Document]:
+def documents(number):
     return [Document(text=f"text {index}", id=f"id {index}") for index in range(number)]
 
 
-def chat(content: object, **more: object) -> dict[str, object]:
+def chat(content, **more):
     """The payload of one message of a user."""
     return {"messages": [{"role": "user", "content": content}], **more}
 
 
-async def ask(document: Document, generate: Any) -> Any:
+async def ask(document, generate):
     """One request: the document's text."""
     return await generate(chat(document.text))
 
 
-def fails_at(bad: Collection[str]) -> Callable[[Document, Any], Awaitable[Any]]:
+def fails_at(bad):
     """A rollout that fails at the documents with these ids, and asks nothing for them."""
 
-    async def rollout(document: Document, generate: Any) -> Any:
+    async def rollout(document, generate):
         if document.id in bad:
             raise ValueError(f"cannot make sense of {document.id}")
         return await ask(document, generate)
@@ -59,9 +53,7 @@ def fails_at(bad: Collection[str]) -> Callable[[Document, Any], Awaitable[Any]]:
     return rollout
 
 
-async def the_first_last(
-    document: Document, generate: Any, others_committed: Callable[[], Awaitable[None]]
-) -> Any:
+async def the_first_last(document, generate, others_committed):
     """The first document has its answer early, and is finished when the chunks after it are
     committed.
     """
@@ -71,9 +63,7 @@ async def the_first_last(
     return result
 
 
-def rejects(
-    texts: Collection[str], status: int = 400
-) -> Callable[[dict[str, Any], int], int | None]:
+def rejects(texts, status=400):
     """For a server: what it says to documents with these texts, as long as they are among them."""
     return lambda payload, times: status if payload["messages"][-1]["content"] in texts else None
 
@@ -83,13 +73,13 @@ class Budget:
 
     left = 0
 
-    def __call__(self, payload: Any, times: int) -> int | None:
+    def __call__(self, payload, times):
         self.left -= 1
         return None if self.left >= 0 else 403
 
 
-def config(server: FakeServer, **changes: Any) -> InferenceConfig:
-    settings: dict[str, Any] = {
+def config(server, **changes):
+    settings = {
         "model_name_or_path": "fake",
         "server_patience_seconds": 60.0,
         **changes,
@@ -97,7 +87,7 @@ def config(server: FakeServer, **changes: Any) -> InferenceConfig:
     return InferenceConfig(server_type="endpoint", endpoint_url=server.url, **settings)
 
 
-def writer(folder: Path, compression: str | None = None, **changes: Any) -> JsonlWriter:
+def writer(folder, compression=None, **changes):
     return JsonlWriter(
         str(folder / "output"),
         "${rank}_chunk_${chunk_index}.jsonl",
@@ -106,7 +96,7 @@ def writer(folder: Path, compression: str | None = None, **changes: Any) -> Json
     )
 
 
-def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any) -> InferenceRunner:
+def runner(folder, server, rollout=ask, **changes):
     """A runner with checkpoints below ``folder``; ``config`` holds changes to the config."""
     changes.setdefault("output_writer", writer(folder))
     changes.setdefault("records_per_chunk", 2)
@@ -119,23 +109,23 @@ def runner(folder: Path, server: FakeServer, rollout: Any = ask, **changes: Any)
     )
 
 
-def rows(folder: Path, pattern: str = "*.jsonl") -> list[dict[str, Any]]:
+def rows(folder, pattern="*.jsonl"):
     """What the output files below ``folder`` hold, in the order of their names."""
     files = sorted((folder / "output").glob(pattern))
     return [orjson.loads(line) for path in files for line in path.read_bytes().splitlines()]
 
 
-def ids(folder: Path, pattern: str = "*.jsonl") -> list[str]:
+def ids(folder, pattern="*.jsonl"):
     return [row["id"] for row in rows(folder, pattern)]
 
 
-def letters(folder: Path, root: str = "") -> list[dict[str, Any]]:
+def letters(folder, root=""):
     """The dead letters of rank 0. ``root``: of a retry."""
     path = folder / "checkpoints" / root / "00000" / "dead_letters.jsonl"
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def make_server(config: InferenceConfig, rank: int) -> ExternalServers | InferenceServer:
+def make_server(config, rank):
     """One that we launch, or an endpoint that runs already."""
     return (
         ExternalServers(config)
@@ -145,9 +135,7 @@ def make_server(config: InferenceConfig, rank: int) -> ExternalServers | Inferen
 
 
 @asynccontextmanager
-async def started_server(
-    config: InferenceConfig, rank: int
-) -> AsyncIterator[ExternalServers | InferenceServer]:
+async def started_server(config, rank):
     server = make_server(config, rank)
     await server.start()
     try:

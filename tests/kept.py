@@ -5,32 +5,29 @@ An answer is written down a moment after it came. So a test that says exactly wh
 cost waits until those are kept that are not to be lost.
 """
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines, read_sealed, sealed_json
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def content_of(path):
     """Of ``run.json``, ``job.json`` or ``shard.json``, without its checksum."""
     return read_sealed(path.read_bytes(), ())
 
 
-def edit(path: Path, **changes: Any) -> None:
+def edit(path, **changes):
     """Changes such a file as a program does: its checksum is right."""
     path.write_bytes(sealed_json(content_of(path) | changes))
 
 
-def until_kept(checkpoints: Path, number: int) -> None:
+def until_kept(checkpoints, number):
     """Waits until there are so many answers, of all ranks."""
     deadline = time.monotonic() + 300
     while (kept := answers_kept(checkpoints)) < number:
@@ -38,15 +35,15 @@ def until_kept(checkpoints: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-def answers_kept(checkpoints: Path) -> int:
+def answers_kept(checkpoints):
     return sum(_kept(rank) for rank in checkpoints.glob("[0-9]*"))
 
 
-def _kept(rank: Path) -> int:
+def _kept(rank):
     # In the order in which an answer moves on, so that none is missed; those seen twice are told by
     # their ordinal.
     cached = _cached(rank / "replay.sqlite3")
-    finished: dict[int, int] = {}
+    finished = {}
     for path in rank.glob("chunk_*.jsonl"):
         with suppress(FileNotFoundError):  # committed meanwhile
             for line in read_lines(path):
@@ -65,7 +62,7 @@ def _kept(rank: Path) -> int:
     )
 
 
-def _cached(path: Path) -> list[int]:
+def _cached(path):
     """An ordinal for each answer. Of a copy: the run has the file for itself."""
     with tempfile.TemporaryDirectory() as folder:
         try:

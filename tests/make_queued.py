@@ -14,8 +14,6 @@ No path in them is absolute, no function is pickled by value, and no test may ne
 for them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
@@ -24,7 +22,6 @@ import sys
 import tempfile
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
 
 import dill
 
@@ -57,7 +54,7 @@ executor:
 """
 
 
-def write_input(folder: Path) -> None:
+def write_input(folder):
     """One file for each task."""
     (folder / "input").mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
@@ -68,7 +65,7 @@ def write_input(folder: Path) -> None:
         (folder / "input" / f"{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def script() -> Any:
+def script():
     import queued_job
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.writers import JsonlWriter
@@ -98,7 +95,7 @@ def script() -> Any:
     return [JsonlReader("input"), queued_job.keep, runner]
 
 
-def parts() -> Any:
+def parts():
     import queued_job
     from datatrove.pipeline.writers import (
         HuggingFaceBucketWriter,
@@ -169,48 +166,42 @@ def parts() -> Any:
     return [*readers, *steps]
 
 
-def settings(step: Any) -> dict[str, Any]:
+def settings(step):
     """Of a runner, and of its config: what its attributes say, as plain JSON."""
     names = [
         name for name in inspect.signature(type(step).__init__).parameters if hasattr(step, name)
     ]
-    found: dict[str, Any] = json.loads(
-        json.dumps({name: getattr(step, name) for name in names}, default=_shown)
-    )
-    return found
+    return json.loads(json.dumps({name: getattr(step, name) for name in names}, default=_shown))
 
 
-def _shown(value: Any) -> Any:
+def _shown(value):
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
     return (value if inspect.isroutine(value) else type(value)).__qualname__
 
 
-def identity(step: Any) -> dict[str, Any]:
+def identity(step):
     """What a task compares with the checkpoint that it continues, as plain JSON."""
-    found: dict[str, Any] = json.loads(
-        json.dumps(step.identity(TASKS).fields).replace(str(Path.cwd()), ".")
-    )
-    return found
+    return json.loads(json.dumps(step.identity(TASKS).fields).replace(str(Path.cwd()), "."))
 
 
-def runners(executor: Any) -> list[Any]:
+def runners(executor):
     return [step for step in executor.pipeline if hasattr(step, "rollout_fn")]
 
 
-def submit(pipeline: list[Any]) -> None:
+def submit(pipeline):
     from datatrove.executor import SlurmPipelineExecutor
 
     SlurmPipelineExecutor(pipeline, TASKS, "1:00:00", "p", logging_dir="logs").run()
 
 
-def make(target: Path) -> None:
+def make(target):
     from datatrove.io import DataFolder
 
     from datatrove_ckpt import __version__
     from datatrove_ckpt.cli.main import main
 
-    made: dict[str, Any] = {"version": __version__}
+    made = {"version": __version__}
     target.mkdir(parents=True)
     for name in ("script", "yaml", "parts"):
         with tempfile.TemporaryDirectory(prefix="queued-") as temporary, chdir(temporary):

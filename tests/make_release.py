@@ -9,8 +9,6 @@ The job has three tasks. Task 0 is finished, and has retried its dead letter. Ta
 has not started. Task 1 has a mirror.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,7 +19,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 RELEASES = Path(__file__).parent / "data" / "releases"
 TASKS, PER_CHUNK = 3, 2
@@ -33,7 +30,7 @@ TEXTS = (("a0", "a1", BAD, "a3", "a4"), ("b0", "b1", "b2", STOP, "b4"), ("c0", "
 """Of the documents of each task."""
 
 
-def write_input(folder: Path) -> None:
+def write_input(folder):
     """One file for each task."""
     folder.mkdir(parents=True)
     for number, texts in enumerate(TEXTS):
@@ -44,7 +41,7 @@ def write_input(folder: Path) -> None:
         (folder / f"part-{number}.jsonl").write_text("\n".join(rows) + "\n")
 
 
-def run(folder: Path, url: str, rank: int, output: str | None = None, **changes: Any) -> None:
+def run(folder, url, rank, output=None, **changes):
     """Runs one task of the job, with the package that is there. Uses only what 0.1.0 has, too."""
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -76,19 +73,19 @@ def run(folder: Path, url: str, rank: int, output: str | None = None, **changes:
     runner.run(data, rank, TASKS)
 
 
-def make(commit: str, target: Path) -> None:
+def make(commit, target):
     """Makes the fixture with the code of a commit."""
     from datatrove_ckpt.testing import FakeServer
 
     stopped = threading.Event()
 
-    def delay(payload: Any, times: int) -> float:
+    def delay(payload, times):
         if is_about(payload, STOP) and times:
             stopped.set()
             return 20.0  # longer than until the kill
         return 0.0
 
-    def status(payload: Any, times: int) -> int | None:
+    def status(payload, times):
         return 400 if is_about(payload, BAD) and not times else None
 
     with tempfile.TemporaryDirectory(prefix="made-by-") as temporary:
@@ -119,11 +116,11 @@ def make(commit: str, target: Path) -> None:
         shutil.copytree(folder, target)
 
 
-def is_about(payload: Any, text: str) -> bool:
+def is_about(payload, text):
     return bool(payload["messages"][-1]["content"] == f"Rewrite: {text}")
 
 
-def start(package: Path, folder: Path, url: str, **changes: Any) -> subprocess.Popen[bytes]:
+def start(package, folder, url, **changes):
     """A process that runs a task with the package in ``package``."""
     command = [sys.executable, __file__, "--job", str(folder), url, json.dumps(changes)]
     return subprocess.Popen(

@@ -2,9 +2,6 @@
 answered.
 """
 
-from __future__ import annotations
-
-import random
 import shutil
 import signal
 import sqlite3
@@ -12,13 +9,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-from datatrove.data import Document
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
@@ -33,7 +27,7 @@ from tests.jobs import STOPS_SOON, config, documents, writer
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
-async def ask_twice(document: Document, generate: Any) -> Any:
+async def ask_twice(document, generate):
     await generate({"messages": [{"role": "user", "content": document.text}]})
     return await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
 
@@ -41,15 +35,15 @@ async def ask_twice(document: Document, generate: Any) -> Any:
 class Passes:
     """Counts the uploads of mirrors, also those that found nothing new."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.number = 0
-        self._failures: list[Exception] = []
+        self._failures = []
 
-    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(self, monkeypatch):
         """Makes mirrors upload all the time, and counts the uploads."""
         upload = mirror.RemoteMirror._upload
 
-        def counted(mirrored: mirror.RemoteMirror) -> None:
+        def counted(mirrored):
             try:
                 upload(mirrored)
             except Exception as error:
@@ -61,7 +55,7 @@ class Passes:
         monkeypatch.setattr(mirror, "_MIN_WAIT_SECONDS", 0.001)
         monkeypatch.setattr(mirror.RemoteMirror, "_upload", counted)
 
-    def waits(self) -> Iterator[float]:
+    def waits(self):
         """Yields pauses until an upload has started and ended."""
         until = self.number + 2
         while self.number < until:
@@ -69,7 +63,7 @@ class Passes:
                 raise AssertionError("nothing can be uploaded") from self._failures[-1]
             yield 0.0005
 
-    def one(self) -> None:
+    def one(self):
         for pause in self.waits():
             time.sleep(pause)
 
@@ -82,20 +76,14 @@ class Job:
     ``remote``.
     """
 
-    def __init__(self, folder: Path, remote: str | None = None) -> None:
+    def __init__(self, folder, remote=None):
         self.folder = folder
         self.remote = remote or str(folder / "remote")
         self.checkpoints = folder / "checkpoints"
         self.rank = self.checkpoints / "00000"
 
-    def run(
-        self,
-        server: FakeServer,
-        number: int = 6,
-        patience: Mapping[str, float] = {},
-        **changes: Any,
-    ) -> None:
-        settings: dict[str, Any] = {
+    def run(self, server, number=6, patience=(), **changes):
+        settings = {
             "checkpoints_remote_dir": self.remote,
             "mirror_seconds": 1000,
             "records_per_chunk": 3,
@@ -105,37 +93,35 @@ class Job:
             "output_writer": writer(self.folder),
             **changes,
         }
-        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | patience), **settings).run(
+        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | dict(patience)), **settings).run(
             documents(number)
         )
 
-    def run_until(
-        self, question: str, wait: Callable[[], None] = lambda: None, **changes: Any
-    ) -> None:
+    def run_until(self, question, wait=lambda: None, **changes):
         """Runs until this question fails; then the rank uploads a last time.
 
         ``wait`` is called before each answer.
         """
 
-        def broken(payload: dict[str, Any], times: int) -> int | None:
+        def broken(payload, times):
             wait()
             return 500 if payload["messages"][-1]["content"] == question else None
 
         with FakeServer(status=broken) as server, pytest.raises(ServerUnavailable):
             self.run(server, patience=STOPS_SOON, **changes)
 
-    def on_another_node(self) -> Job:
+    def on_another_node(self):
         """The same job with a disk of its own, an empty one; output and mirror are shared."""
         other = Job(self.folder, self.remote)
         other.checkpoints = self.folder / "other"
         other.rank = other.checkpoints / "00000"
         return other
 
-    def lose_the_node(self) -> None:
+    def lose_the_node(self):
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
-def refuse_the_second(folder: Path, remotes: tuple[str, str], **settings: Any) -> None:
+def refuse_the_second(folder, remotes, **settings):
     """Two jobs start into one empty folder. The later one is refused, also once the first has lost
     its node.
 
@@ -154,13 +140,13 @@ def refuse_the_second(folder: Path, remotes: tuple[str, str], **settings: Any) -
         one.run(server, **settings)
 
 
-def up_to(question: str, number: int = 6) -> Counter[str]:
+def up_to(question, number=6):
     """The questions before this one, one document after the other."""
     asked = [f"text {n}{end}" for n in range(number) for end in ("", " again")]
     return Counter(asked[: asked.index(question)])
 
 
-def answered(rank: Path) -> Counter[str]:
+def answered(rank):
     """What is answered according to a rank's folder."""
     finished, cached = known_ordinals(rank)
     found = {f"text {ordinal}{end}" for ordinal in finished for end in ("", " again")}
@@ -169,11 +155,11 @@ def answered(rank: Path) -> Counter[str]:
     return Counter(found)
 
 
-def known_ordinals(rank: Path) -> tuple[set[int], Counter[int]]:
+def known_ordinals(rank):
     """The documents that commits and journals hold, and of how many answers of each the request
     cache knows.
     """
-    finished: set[int] = set()
+    finished = set()
     for commit in read_commits(rank / "commits.jsonl").values():
         finished.update(range(commit.first_ordinal, commit.next_ordinal))
     for path in rank.glob("chunk_*.jsonl"):
@@ -185,7 +171,7 @@ def known_ordinals(rank: Path) -> tuple[set[int], Counter[int]]:
     return finished, cached
 
 
-def read_rows(path: Path) -> list[tuple[Any, ...]]:
+def read_rows(path):
     connection = sqlite3.connect(path)
     try:
         return connection.execute(
@@ -229,7 +215,7 @@ class Killed:
     MOST = 40
     """The most requests of one process before it is killed."""
 
-    def __init__(self, folder: Path, remote: str, delay: float, kills: int) -> None:
+    def __init__(self, folder, remote, delay, kills):
         self.folder = folder
         self.remote = remote
         self.log = folder / "log"
@@ -238,9 +224,9 @@ class Killed:
         self._delay = delay
         self._kills = kills
         self._left = 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
-    def delay(self, payload: dict[str, Any], times: int) -> float:
+    def delay(self, payload, times):
         """For the server: kills the process before the answer that might finish it, however busy
         the machine is.
         """
@@ -250,9 +236,9 @@ class Killed:
             self._process = None
         return self._delay
 
-    def run_to_the_end(self, server: FakeServer, chance: random.Random) -> None:
+    def run_to_the_end(self, server, chance):
         """Checks that what the newest version holds is never requested again."""
-        known: Counter[str] = Counter()
+        known = Counter()
         for left in [*(chance.randrange(5, self.MOST) for _ in range(self._kills)), None]:
             server.asked.clear()
             killed = self._run_once(server, left)
@@ -264,7 +250,7 @@ class Killed:
                 shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
                 known = self._in_newest_version()
 
-    def _run_once(self, server: FakeServer, kill_after: int | None) -> bool:
+    def _run_once(self, server, kill_after):
         """Returns whether it was killed."""
         argv = [
             sys.executable,
@@ -283,7 +269,7 @@ class Killed:
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0
 
-    def _in_newest_version(self) -> Counter[str]:
+    def _in_newest_version(self):
         scratch = self.folder / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         restore(f"{self.remote}/00000", scratch / "00000")

@@ -53,22 +53,22 @@ class Block:
     language: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page}:{self.line}"
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         return self.text.splitlines()
 
 
 @cache
-def pages() -> dict[str, str]:
+def pages():
     """The text of each page, by its path below the repository's root."""
     paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
-def blocks(language: str | None = None, page: str | None = None) -> list[Block]:
+def blocks(language=None, page=None):
     """The fenced examples, in order: of all languages and pages, or of those that are named."""
     found = []
     for name, text in pages().items():
@@ -78,24 +78,24 @@ def blocks(language: str | None = None, page: str | None = None) -> list[Block]:
     return [one for one in found if language in (None, one.language) and page in (None, one.page)]
 
 
-def commands() -> list[str]:
+def commands():
     """README's two lines that need nothing but Python: the quick start, and the tests."""
     lines = [line for block in blocks("bash", "README.md") for line in block.lines]
     return [line for line in lines if line.startswith("python3 -m venv")]
 
 
-def torch_examples() -> list[Block]:
+def torch_examples():
     """The training, and packing. They need torch, so tests in ``tests/real`` run them."""
     return [block for block in blocks("python") if "torchdata" in block.text]
 
 
-def torch_example() -> Block:
+def torch_example():
     """The training, which ``tests/real/test_torch.py`` runs."""
     (block,) = [block for block in torch_examples() if "init_process_group" in block.text]
     return block
 
 
-def section(page: str, heading: str) -> str:
+def section(page, heading):
     """The text of a page below a heading, up to the next heading of the same level or above."""
     level = len(heading) - len(heading.lstrip("#"))
     text = pages()[page]
@@ -104,7 +104,7 @@ def section(page: str, heading: str) -> str:
     return text[start : start + following.start()] if following else text[start:]
 
 
-def table_rows(text: str) -> list[list[str]]:
+def table_rows(text):
     """The rows of every table in a text, without headers."""
     rows = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -120,12 +120,12 @@ def table_rows(text: str) -> list[list[str]]:
     return [row for index, row in enumerate(rows) if index not in headers]
 
 
-def list_heads(text: str) -> list[str]:
+def list_heads(text):
     """What a page's list items begin with, before the colon."""
     return [item.partition(": ")[0] for item in re.findall(r"^- (`.*)$", text, re.MULTILINE)]
 
 
-def exit_codes(command: str) -> list[str]:
+def exit_codes(command):
     """Those that docs/cli.md says of a command, in order. Each has 0 and 2."""
     told = re.findall(r"Exit code (\d+(?: \+ n)?)", section("docs/cli.md", f"## {command}"))
     return sorted({"0", "2", *told}, key=lambda code: int(code.split()[0]))

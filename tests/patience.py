@@ -6,25 +6,20 @@ that does other work does not. The limit of a test (``timeout`` in pyproject.tom
 waits for ever.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import select
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 PRESSURE = Path("/proc/pressure")
-ChangePolicy = Callable[..., None]
 """The fixture ``policy``."""
 
 LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
 
 
-def stalled() -> float:
+def stalled():
     """Seconds that some process of the machine has waited for a processor, memory or a disk; 0 if
     it is not told.
     """
@@ -35,7 +30,7 @@ def stalled() -> float:
     return sum(int(found[1]) for found in sums if found) / 1e6
 
 
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+def until(condition, seconds=300.0):
     """Waits for what nothing tells of."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -43,7 +38,7 @@ def until(condition: Callable[[], Any], seconds: float = 300.0) -> None:
         time.sleep(0.001)
 
 
-async def until_async(condition: Callable[[], Any], seconds: float = 300.0) -> None:
+async def until_async(condition, seconds=300.0):
     """The same in an event loop."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -53,11 +48,11 @@ async def until_async(condition: Callable[[], Any], seconds: float = 300.0) -> N
 class Patience:
     """``while not happened: assert not patience.over()``."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         self.seconds = seconds
         self._began, self._stalled = time.monotonic(), stalled()
 
-    def over(self) -> bool:
+    def over(self):
         """Whether the seconds have passed. Waits for the kernel's sums before it says so."""
         passed = time.monotonic() - self._began - self.seconds
         if passed <= stalled() - self._stalled:
@@ -65,13 +60,13 @@ class Patience:
         time.sleep(LAG)
         return passed > stalled() - self._stalled
 
-    def ends(self, descriptor: int) -> bool:
+    def ends(self, descriptor):
         """Whether the process of a pidfd ends in time."""
         while not (ended := bool(select.select([descriptor], [], [], 0.1)[0])) and not self.over():
             pass
         return ended or bool(select.select([descriptor], [], [], 0)[0])
 
-    def output_of(self, process: subprocess.Popen[str]) -> str:
+    def output_of(self, process):
         """What it wrote until nobody held its standard output any more.
 
         Raises ``TimeoutExpired`` when time is over.

@@ -1,19 +1,16 @@
 """A disk that loses power: a subclass of ``files.Disk`` that stands in for it during a test."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import CACHE
-from datatrove_ckpt.testing.disks import EFFECTS, Arguments, CrashingDisk, path_of
+from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, path_of
 
 
 class _File:
     """A file's content, and the part of it that survives power loss."""
 
-    def __init__(self, durable: bytes = b"") -> None:
+    def __init__(self, durable=b""):
         self.durable = durable
         self.content = durable
 
@@ -34,22 +31,18 @@ class PowerLossDisk(CrashingDisk):
 
     BLOCK = 64  # bytes; smaller than a real one, as everything in tests is
 
-    def __init__(
-        self, crash_at: int, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
-    ) -> None:
+    def __init__(self, crash_at, folder, torn=False, counted=EFFECTS):
         super().__init__(crash_at, folder, torn, counted)
         found = folder.rglob("*")
-        self._now: Names = {
-            path: None if path.is_dir() else _File(path.read_bytes()) for path in found
-        }
+        self._now = {path: None if path.is_dir() else _File(path.read_bytes()) for path in found}
         self._durable = dict(self._now)
 
-    def before(self, name: str, args: Arguments, label: str) -> None:
+    def before(self, name, args, label):
         if self.crashed_at is None and (name == "rename" or len(self.happened) == self._crash_at):
             self._look()
         super().before(name, args, label)
 
-    def after(self, name: str, args: Arguments) -> None:
+    def after(self, name, args):
         if name == "sync":
             self._look()
             self._synced(path_of(args))
@@ -59,7 +52,7 @@ class PowerLossDisk(CrashingDisk):
             self._look()
             self._now[path_of(args)] = self._now[args[0]]
 
-    def _look(self) -> None:
+    def _look(self):
         """Records what is on the real disk now."""
         found = set(self._folder.rglob("*"))
         for path in self._now.keys() - found:
@@ -72,7 +65,7 @@ class PowerLossDisk(CrashingDisk):
             file.content = path.read_bytes()
             self._now[path] = file
 
-    def _synced(self, path: Path) -> None:
+    def _synced(self, path):
         if path.is_dir():
             for known in [known for known in self._durable if known.parent == path]:
                 del self._durable[known]
@@ -87,13 +80,13 @@ class PowerLossDisk(CrashingDisk):
             if (file := self._now.get(synced)) is not None:
                 file.durable = file.content
 
-    def survivors(self) -> Iterator[str]:
+    def survivors(self):
         for names, name in ((self._durable, "old names"), (self._now, "new names")):
             for content in ("synced", "all", "half", "torn", "odd", "even"):
                 self._put(names, content)
                 yield f"{content} content, {name}"
 
-    def _put(self, names: Names, content: str) -> None:
+    def _put(self, names, content):
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir()
         for index, path in enumerate(sorted(names)):
@@ -106,7 +99,7 @@ class PowerLossDisk(CrashingDisk):
             else:
                 path.write_bytes(self._survives(path, file, content, index))
 
-    def _survives(self, path: Path, file: _File, content: str, index: int) -> bytes:
+    def _survives(self, path, file, content, index):
         # SQLite syncs its log before it writes to the database, and the database before it restarts
         # the log. So the database survives as it is now. If it changed since our last sync, SQLite
         # has synced the log.

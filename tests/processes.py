@@ -2,25 +2,21 @@
 their children.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.inference.servers.guardian import process_table
 
 
-def run(command: Sequence[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+def run(command, **settings):
     """To its end, whatever its exit code; with what it wrote, as text."""
     return subprocess.run(command, capture_output=True, text=True, check=False, **settings)
 
 
-def start(command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
+def start(command, **settings):
     """In a session of its own, so that it can be killed with its children; its errors are part of
     its output.
     """
@@ -28,7 +24,7 @@ def start(command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **both, text=True, start_new_session=True, **settings)
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     """A zombie is not: who reaps it, and when, depends on the machine."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -36,7 +32,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def kill_session(session: int) -> None:
+def kill_session(session):
     """SIGKILL to all processes of a session."""
     for process in process_table():
         if process.session == session:
@@ -44,7 +40,7 @@ def kill_session(session: int) -> None:
                 os.kill(process.pid, signal.SIGKILL)
 
 
-def write_program(path: Path, text: str) -> None:
+def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)

@@ -1,7 +1,5 @@
 """A terminal of its own for a test: what programs write to a pty, as an emulator shows it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -9,11 +7,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pyte
 import pytest
@@ -25,27 +19,22 @@ class Terminal:
     ``screen`` has the lines that are visible, ``history`` those that have scrolled off as well.
     """
 
-    def __init__(self, columns: int = 100, lines: int = 40) -> None:
+    def __init__(self, columns=100, lines=40):
         self.master, self.slave = pty.openpty()
         termios.tcsetwinsize(self.slave, (lines, columns))
         self._screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._stream = pyte.ByteStream(self._screen)
         self._marks = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         for descriptor in (self.master, self.slave):
             os.close(descriptor)
 
     @contextmanager
-    def streams(self) -> Iterator[None]:
+    def streams(self):
         """This process prints here."""
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -57,7 +46,7 @@ class Terminal:
             patch.setattr(sys, "stderr", err)
             yield
 
-    def read(self) -> list[str]:
+    def read(self):
         """The lines, without empty ones at the end, after all that was written.
 
         What is written to a pty reaches its other end some time later, in order. So a mark is
@@ -83,18 +72,18 @@ class Terminal:
             lines.pop()
         return lines
 
-    def until(self, wanted: Callable[[list[str]], bool]) -> list[str]:
+    def until(self, wanted):
         """The lines once they are as wanted. A test's own time limit ends the wait."""
         while not wanted(lines := self.read()):
             time.sleep(0.01)
         return lines
 
-    def type(self, text: bytes) -> None:
+    def type(self, text):
         """What a person types."""
         os.write(self.master, text)
 
     @property
-    def cursor(self) -> tuple[int, int]:
+    def cursor(self):
         """Column and line."""
         return self._screen.cursor.x, self._screen.cursor.y
 
@@ -108,7 +97,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @contextmanager
-def on_terminal(terminal: Terminal, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+def on_terminal(terminal, folder, *words):
     """``datatrove-ckpt WORDS`` in this folder, whose terminal it is."""
     environment = {
         **os.environ,

@@ -2,12 +2,7 @@
 read many ranks.
 """
 
-from __future__ import annotations
-
 import socket
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -18,7 +13,6 @@ from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
     Progress,
-    Record,
     Start,
     WorkCounts,
 )
@@ -34,12 +28,12 @@ REQUESTS, PROMPT, COMPLETION = 2, 100, 50
 """Of each document."""
 
 
-def counts(documents: int, dead: int = 0) -> DocumentCounts:
+def counts(documents, dead=0):
     work = documents * REQUESTS, documents * PROMPT, documents * COMPLETION
     return DocumentCounts(documents, documents - dead, 0, dead, *work)
 
 
-def work(documents: int, **more: Any) -> WorkCounts:
+def work(documents, **more):
     """What it took to finish so many documents."""
     tokens = {"prompt_tokens": documents * PROMPT, "completion_tokens": documents * COMPLETION}
     requests = documents * REQUESTS
@@ -48,12 +42,10 @@ def work(documents: int, **more: Any) -> WorkCounts:
     )
 
 
-def minute(
-    at: float, documents: int, total: int | None = None, attempt: int = 1, **changes: Any
-) -> Progress:
+def minute(at, documents, total=None, attempt=1, **changes):
     """A minute line. The input is counted in rows, a document each."""
     position = InputPosition(documents, total, "rows" if total is not None else None)
-    fields: dict[str, Any] = {
+    fields = {
         "documents": counts(documents),
         "chunks": 0,
         "total": work(documents),
@@ -67,9 +59,7 @@ def minute(
     return Progress(at=at, attempt=attempt, **fields | changes)
 
 
-def minutes(
-    start: float, number: int, per_minute: int, total: int | None = None, **changes: Any
-) -> list[Progress]:
+def minutes(start, number, per_minute, total=None, **changes):
     """Minute lines of a rank that works at one speed, from its start on."""
     return [
         minute(
@@ -79,23 +69,23 @@ def minutes(
     ]
 
 
-def start(at: float, attempt: int = 1, host: str = ELSEWHERE, job: str | None = None) -> Start:
+def start(at, attempt=1, host=ELSEWHERE, job=None):
     return Start(at=at, attempt=attempt, host=host, pid=42, job=job, slot=0, version="0.2.0")
 
 
-def stopped(at: float, attempt: int = 1) -> End:
+def stopped(at, attempt=1):
     return End(at=at, attempt=attempt, why="stopped", what="SIGTERM")
 
 
-def done(at: float, attempt: int = 1) -> End:
+def done(at, attempt=1):
     return End(at=at, attempt=attempt, why="done")
 
 
-def failed(at: float, what: str, attempt: int = 1) -> End:
+def failed(at, what, attempt=1):
     return End(at=at, attempt=attempt, why="error", what=what)
 
 
-def commit(index: int, per_chunk: int, dead: int = 0, letters: int = 0) -> Commit:
+def commit(index, per_chunk, dead=0, letters=0):
     return Commit(
         index,
         index * per_chunk,
@@ -108,18 +98,18 @@ def commit(index: int, per_chunk: int, dead: int = 0, letters: int = 0) -> Commi
 
 
 def write_rank(
-    root: Path,
-    number: int = 0,
-    history: Iterable[Record] = (),
+    root,
+    number=0,
+    history=(),
     *,
-    chunks: int = 0,
-    per_chunk: int = 10,
-    journal: int = 0,
-    finished: bool = False,
-    letters: Iterable[tuple[str, str]] = (),
-    attempts: int = 1,
-    **settings: Any,
-) -> Path:
+    chunks=0,
+    per_chunk=10,
+    journal=0,
+    finished=False,
+    letters=(),
+    attempts=1,
+    **settings,
+):
     """Writes the folder of one rank.
 
     Args:
@@ -174,6 +164,6 @@ def write_rank(
     return folder
 
 
-def place_at(checkpoints: Path) -> Place:
+def place_at(checkpoints):
     """The place that a user names by its folder."""
     return Place(str(checkpoints), checkpoints, [str(checkpoints)])

@@ -11,18 +11,11 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import Any, TypeAlias
 
 import xxhash
-
-Name: TypeAlias = tuple[str, str]
-"""A sample: its values and their types, as text."""
-
-Batch: TypeAlias = tuple[int, tuple[Name, ...]]
-"""Epoch, and the names of the samples in order."""
 
 _SHOWN = 60  # characters of a sample in a message
 _NAMED = 5  # samples that a message names; it counts the others
@@ -43,14 +36,14 @@ class ResumeReport:
     batches: list[int] = field(default_factory=list)
     stops: list[tuple[int, ...]] = field(default_factory=list)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return (
             f"{len(self.stops)} resumed runs of {len(self.samples)} epochs with {sum(self.samples)} samples in "
             f"{sum(self.batches)} batches: each as the run without stops"
         )
 
 
-def samples_of(batch: Any) -> list[Any]:
+def samples_of(batch):
     """The samples of a batch, as torch's and Hugging Face's default collate functions make it.
 
     A dict of columns of one length, and a list of arrays of one length, are split into rows, a list
@@ -76,13 +69,7 @@ def samples_of(batch: Any) -> list[Any]:
     return [batch]
 
 
-def assert_resume_is_exact(
-    make_loader: Callable[[], Any],
-    stops: Iterable[int | Sequence[int]] | None = None,
-    *,
-    epochs: int = 1,
-    samples: Callable[[Any], Iterable[Any]] = samples_of,
-) -> ResumeReport:
+def assert_resume_is_exact(make_loader, stops=None, *, epochs=1, samples=samples_of):
     """Asserts that a loader that stops and resumes gives the samples of one that does not, in the
     same batches.
 
@@ -138,21 +125,19 @@ def assert_resume_is_exact(
 class _Trial:
     """Runs of one loader."""
 
-    def __init__(
-        self, make_loader: Callable[[], Any], epochs: int, samples: Callable[[Any], Iterable[Any]]
-    ) -> None:
+    def __init__(self, make_loader, epochs, samples):
         self.make_loader = make_loader
         self.epochs = epochs
         self.samples = samples
-        self.state: tuple[int, bytes] | None = None
+        self.state = None
 
-    def run(self, stop: int | None, first: int, between: bool = False) -> Iterator[Batch]:
+    def run(self, stop, first, between=False):
         """The batches of one process: all, or ``stop`` of them. Keeps the state at the stop.
 
         ``between``: the state is taken when the epoch is over, and not at its last batch.
         """
         loader = self.make_loader()
-        stateful: Any = loader
+        stateful = loader
         if not hasattr(loader, "state_dict"):
             stateful = getattr(loader, "dataset", None)
         if not hasattr(stateful, "state_dict") or not hasattr(stateful, "load_state_dict"):
@@ -165,7 +150,7 @@ class _Trial:
         for epoch in range(first, self.epochs):
             if self.epochs > 1:
                 _set_epoch(loader, epoch)
-            batches: Iterator[Any] = iter(())
+            batches = iter(())
             if stop != 0 or between:  # no iterator for a state that is taken before the first batch
                 batches = iter(loader)
             while taken != stop or between:
@@ -184,10 +169,10 @@ class _Trial:
                 self.state = epoch + between, pickle.dumps(stateful.state_dict())
                 return
 
-    def in_pieces(self, stops: tuple[int, ...], between: bool) -> list[Batch]:
+    def in_pieces(self, stops, between):
         """The batches of a run that stops there, one process after the other."""
         self.state = None
-        seen: list[Batch] = []
+        seen = []
         for number, stop in enumerate([*stops, None]):
             first = 0
             if self.state is not None:
@@ -196,7 +181,7 @@ class _Trial:
         return seen
 
 
-def name_of(sample: Any) -> str:
+def name_of(sample):
     """A sample as text that is equal only for equal values: what a message shows of it, and a hash
     of the rest.
     """
@@ -206,7 +191,7 @@ def name_of(sample: Any) -> str:
     return f"{text[:_SHOWN]}... #{xxhash.xxh3_64_hexdigest(text.encode())}"
 
 
-def _types(value: Any) -> str:
+def _types(value):
     """The dtype of an array or tensor, else the class, with the types of its items.
 
     Runs of one type are one.
@@ -221,7 +206,7 @@ def _types(value: Any) -> str:
     return name
 
 
-def _plain(value: Any) -> Any:
+def _plain(value):
     """The values of tensors, arrays and their containers, without their types and devices."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -232,7 +217,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _length(value: Any) -> int | None:
+def _length(value):
     """The length of a column, or None for anything else."""
     shape = getattr(value, "shape", None)
     if shape is not None:
@@ -244,17 +229,17 @@ def _length(value: Any) -> int | None:
     return None
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
+def _set_epoch(loader, epoch):
     if hasattr(loader, "set_epoch"):
         loader.set_epoch(epoch)
         return
     for name in ("dataset", "sampler"):
-        part: Any = getattr(loader, name, None)
+        part = getattr(loader, name, None)
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 
-def _default_stops(batches: list[int]) -> list[int]:
+def _default_stops(batches):
     stops = set()
     before = 0
     for count in batches:
@@ -263,7 +248,7 @@ def _default_stops(batches: list[int]) -> list[int]:
     return sorted(stop for stop in stops if stop <= before)
 
 
-def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], between: bool) -> None:
+def _compare(whole, seen, stops, between):
     """Raises an AssertionError that says how they differ."""
     if seen == whole:
         return
@@ -285,11 +270,11 @@ def _compare(whole: list[Batch], seen: list[Batch], stops: tuple[int, ...], betw
     raise AssertionError("\n".join(lines))
 
 
-def _counts(batches: list[Batch]) -> Counter[tuple[int, str]]:
+def _counts(batches):
     return Counter((epoch, name) for epoch, names in batches for name, _ in names)
 
 
-def _where_they_part(whole: list[Batch], seen: list[Batch]) -> str:
+def _where_they_part(whole, seen):
     """For runs with the same samples."""
     flat = [[name for _, names in batches for name in names] for batches in (whole, seen)]
     for index, (wanted, got) in enumerate(zip(*flat, strict=True)):

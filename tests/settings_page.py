@@ -7,15 +7,12 @@ A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or 
 which begins with it ("tokens of ...") or names it ("..., in tokens").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
 import re
 import types
 import typing
-from typing import Any
 
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
@@ -63,7 +60,7 @@ _ROLLOUT = """
 {first}{others}
 """
 _OF_A_TEXT = " `prompt_column` and how tokens are counted are as for `PromptRollout`."
-_ROLLOUTS: dict[type, str] = {
+_ROLLOUTS = {
     PromptRollout: " [Examples of all rollouts](rollouts.md).",
     CompletionRollout: " The others are those of `PromptRollout`, without `system_prompt` and `max_chars`.",
     ChunkedRollout: " `prompt_column`, `tokenizer` and `chars_per_token` are those of `PromptRollout`.",
@@ -80,7 +77,7 @@ The keys of `monitoring` ([examples](monitoring.md)).
 _COLUMNS = "\n| setting | meaning |\n|---|---|\n"
 
 
-def page() -> str:
+def page():
     """The whole page."""
     runner = [
         (one.name, one.annotation, one.default)
@@ -96,7 +93,7 @@ def page() -> str:
     return found + "".join(_rollout(cls, others) for cls, others in _ROLLOUTS.items())
 
 
-def _rollout(cls: type, others: str) -> str:
+def _rollout(cls, others):
     """A rollout's section. What its docstring leaves out is one of PromptRollout's settings."""
     settings = [
         (one.name, one.annotation, one.default)
@@ -114,13 +111,13 @@ def _rollout(cls: type, others: str) -> str:
     return f"{heading}{_COLUMNS}{_rows(settings, cls)}"
 
 
-def _field_default(field: dataclasses.Field[Any]) -> Any:
+def _field_default(field):
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
-def _rows(settings: list[tuple[str, Any, Any]], cls: type) -> str:
+def _rows(settings, cls):
     texts = descriptions(cls)
     assert list(texts) == [name for name, _, _ in settings], (
         f"{cls.__name__}: settings and docstring differ"
@@ -133,17 +130,17 @@ def _rows(settings: list[tuple[str, Any, Any]], cls: type) -> str:
     )
 
 
-def descriptions(cls: type) -> dict[str, str]:
+def descriptions(cls):
     """What the class's docstring says of each setting, as Markdown."""
     documentation = (cls.__doc__ or "").partition("Raises:")[0]
-    found: dict[str, str] = {}
+    found = {}
     for names, text in _ENTRY.findall(documentation):
         for name in names.split(", "):
             found[name] = " ".join(text.split()).replace("``", "`")
     return found
 
 
-def check_unit(name: str, hint: Any, text: str) -> None:
+def check_unit(name, hint, text):
     """A numeric setting says its unit.
 
     Raises:
@@ -163,13 +160,13 @@ def check_unit(name: str, hint: Any, text: str) -> None:
         )
 
 
-def _alternatives(hint: Any) -> list[Any]:
+def _alternatives(hint):
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [kind for part in typing.get_args(hint) for kind in _alternatives(part)]
     return [hint]
 
 
-def _shown(name: str, default: Any) -> str:
+def _shown(name, default):
     if default is inspect.Parameter.empty:
         return f"`{name}` (required)"
     return f"`{name}`" if default is None else f"`{name}: {json.dumps(default)}`"

@@ -12,14 +12,12 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics
 
 BLOCK = 16  # tokens
 
-Lengths = Callable[[random.Random, float], tuple[int, int]]
 """Tokens of a prompt and its answer. Takes the time, in seconds."""
 
 
@@ -33,7 +31,7 @@ class Request:
     computed: int = 0
 
     @property
-    def length(self) -> int:
+    def length(self):
         return self.prompt + self.answered
 
 
@@ -55,22 +53,22 @@ class Engine:
     per_decode: float = 0.001
     per_prompt_token: float = 0.0002
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.free = self.blocks
-        self.arrived: list[Request] = []
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.arrived = []
+        self.waiting = deque()
+        self.running = []
         self.tokens = 0  # of prompts and answers, each once
         self.preemptions = 0
 
     @property
-    def idle(self) -> bool:
+    def idle(self):
         return not (self.arrived or self.waiting or self.running)
 
-    def metrics(self) -> Metrics:
+    def metrics(self):
         return Metrics(len(self.running), len(self.waiting), self.tokens, self.preemptions)
 
-    def step(self) -> tuple[float, list[Request]]:
+    def step(self):
         """The seconds it takes, and the requests that it finishes."""
         self.waiting.extend(self.arrived)
         self.arrived = []
@@ -87,7 +85,7 @@ class Engine:
         self.free += sum(_blocks(request.computed) for request in finished)
         return self.base + decodes * self.per_decode + prompts * self.per_prompt_token, finished
 
-    def _schedule(self) -> list[tuple[Request, int]]:
+    def _schedule(self):
         budget, preemptions, scheduled = self.budget, self.preemptions, list[tuple[Request, int]]()
         while len(scheduled) < len(self.running) and budget:
             request = self.running[len(scheduled)]
@@ -117,7 +115,7 @@ class Engine:
             scheduled.append((request, tokens))
         return scheduled
 
-    def _preempt(self) -> None:
+    def _preempt(self):
         youngest = self.running.pop()
         self.free += _blocks(youngest.computed)
         youngest.computed = 0
@@ -125,7 +123,7 @@ class Engine:
         self.preemptions += 1
 
 
-def _blocks(tokens: int) -> int:
+def _blocks(tokens):
     return -(-tokens // BLOCK)
 
 
@@ -159,20 +157,20 @@ class Simulation:
 
     def __init__(
         self,
-        engine: Engine,
-        lengths: Lengths,
-        limit: int | Admission,
+        engine,
+        lengths,
+        limit,
         *,
-        seed: int = 0,
-        on_the_way: float = 0.02,
-        interval: float = 0.25,
-        requests: int | None = None,
-        sees_preemptions: bool = True,
-    ) -> None:
+        seed=0,
+        on_the_way=0.02,
+        interval=0.25,
+        requests=None,
+        sees_preemptions=True,
+    ):
         self.engine = engine
         self.lengths = lengths
         self.admission = limit if isinstance(limit, Admission) else None
-        self.steps: list[Step] = []
+        self.steps = []
         self.in_flight = 0
         self._fixed = limit if isinstance(limit, int) else 0
         self._requests = requests
@@ -182,11 +180,11 @@ class Simulation:
         self._sees_preemptions = sees_preemptions
         self._now = 0.0
         self._busy = False
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events = []
         self._count = 0
         self._seen = Metrics(0.0, 0.0, 0.0)
 
-    def run(self, seconds: float) -> Simulation:
+    def run(self, seconds):
         if self.admission is not None:
             self._after(self._interval, self._read_metrics)
         self._send()
@@ -195,42 +193,42 @@ class Simulation:
             event()
         return self
 
-    def rate(self, since: float) -> float:
+    def rate(self, since):
         """Tokens per second from then on."""
         first, last = next(step for step in self.steps if step.at >= since), self.steps[-1]
         return (last.tokens - first.tokens) / (last.at - first.at)
 
-    def mean_running(self, since: float) -> float:
+    def mean_running(self, since):
         """Requests that run, from then on. Between two runs it varies less than the tokens."""
         part = [step.running for step in self.steps if step.at >= since]
         return sum(part) / len(part)
 
-    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+    def _after(self, seconds, event):
         self._count += 1
         heapq.heappush(self._events, (self._now + seconds, self._count, event))
 
-    def _delay(self) -> float:
+    def _delay(self):
         return self._chance.expovariate(1 / self._on_the_way)
 
-    def _send(self) -> None:
+    def _send(self):
         limit = self.admission.limit if self.admission else self._fixed
         while self.in_flight < min(limit, self._requests or limit):
             self.in_flight += 1
             request = Request(*self.lengths(self._chance, self._now))
             self._after(self._delay(), lambda request=request: self._arrive(request))  # type: ignore[misc]
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request):
         self.engine.arrived.append(request)
         self._step()
 
-    def _step(self) -> None:
+    def _step(self):
         if self._busy or self.engine.idle:
             return
         self._busy = True
         seconds, finished = self.engine.step()
         self._after(seconds, lambda: self._end_step(finished))
 
-    def _end_step(self, finished: list[Request]) -> None:
+    def _end_step(self, finished):
         self._busy = False
         self._seen = self.engine.metrics()
         target = self.admission.target if self.admission else 0
@@ -240,17 +238,17 @@ class Simulation:
             self._after(self._delay(), self._answer)
         self._step()
 
-    def _answer(self) -> None:
+    def _answer(self):
         self.in_flight -= 1
         self._send()
 
-    def _read_metrics(self) -> None:
+    def _read_metrics(self):
         seen = self._seen
         if not self._sees_preemptions:
             seen = Metrics(seen.running, seen.waiting, seen.tokens)
         self._after(self._delay(), lambda: self._update(seen))
 
-    def _update(self, metrics: Metrics) -> None:
+    def _update(self, metrics):
         assert self.admission is not None
         self.admission.update(metrics, self.in_flight)
         self._after(self._interval, self._read_metrics)

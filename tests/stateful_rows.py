@@ -2,31 +2,27 @@
 epoch.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 
 class Rows:
     """``shuffles``: another order in each epoch. ``opened`` lists the epochs that were begun."""
 
-    def __init__(self, rows: Sequence[Any], shuffles: bool = False) -> None:
+    def __init__(self, rows, shuffles=False):
         self.rows = rows
         self.shuffles = shuffles
         self.epoch = 0
-        self.opened: list[int] = []
+        self.opened = []
         self._at = 0
-        self._next_state: dict[str, int] | None = None
+        self._next_state = None
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.rows)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         state, self._next_state = self._next_state, None
         self._at = 0 if state is None else state["at"]
         self.opened.append(self.epoch if state is None else state["epoch"])
@@ -35,13 +31,13 @@ class Rows:
             random.Random(self.opened[-1]).shuffle(order)
         return self._read(order)
 
-    def _read(self, order: list[int]) -> Iterator[Any]:
+    def _read(self, order):
         while self._at < len(order):
             self._at += 1
             yield self.rows[order[self._at - 1]]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"epoch": self.opened[-1] if self.opened else self.epoch, "at": self._at}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self._next_state = state

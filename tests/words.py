@@ -1,12 +1,7 @@
 """A tokenizer whose tokens are words, for tests."""
 
-from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
-
-def write_tokenizer(folder: Path, more: Sequence[str] = ()) -> str:
+def write_tokenizer(folder, more=()):
     """Writes ``tokenizer.json`` into the folder, and returns the folder.
 
     ``more``: further words of its vocabulary.

@@ -2,13 +2,7 @@
 directory.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
-from pathlib import Path
-
-from datatrove_ckpt.testing import FakeServer
 
 _YAML = """\
 executor:
@@ -34,14 +28,12 @@ ENDPOINT = 'server_type: endpoint, endpoint_url: "URL", model_name_or_path: fake
 """Settings of ``config`` for a server whose address takes the place of URL."""
 
 
-def endpoint(server: FakeServer) -> str:
+def endpoint(server):
     """Settings of ``config`` for the server."""
     return ENDPOINT.replace("URL", server.url)
 
 
-def job_yaml(
-    config: str, tasks: int = 1, data: str = "input", output: str = "output", rollout: str = PROMPT
-) -> str:
+def job_yaml(config, tasks=1, data="input", output="output", rollout=PROMPT):
     """A job for ``datatrove-ckpt``, with folders in the working directory. The runner's settings
     come last, so that lines with more of them can be added.
 
@@ -52,13 +44,13 @@ def job_yaml(
     return text.replace("INPUT", data).replace("OUTPUT", output)
 
 
-def write_job(folder: Path, text: str, *files: Iterable[str]) -> None:
+def write_job(folder, text, *files):
     """Writes job.yaml, and the files of its input."""
     (folder / "job.yaml").write_text(text)
     write_input(folder, *files)
 
 
-def write_input(folder: Path, *files: Iterable[str]) -> None:
+def write_input(folder, *files):
     """Writes input/0.jsonl, 1.jsonl, ... with these texts, whose ids count on from file to file."""
     (folder / "input").mkdir(parents=True)
     number = 0
@@ -68,7 +60,7 @@ def write_input(folder: Path, *files: Iterable[str]) -> None:
         number += len(rows)
 
 
-def write_tasks(folder: Path, tasks: int, documents: int) -> None:
+def write_tasks(folder, tasks, documents):
     """Writes input/0.jsonl, 1.jsonl, ... of so many documents each; ids and texts name task and
     document.
     """
@@ -80,7 +72,7 @@ def write_tasks(folder: Path, tasks: int, documents: int) -> None:
         )
 
 
-def doctor_lines(said: str) -> dict[str, str]:
+def doctor_lines(said):
     """What ``doctor`` printed: each line's state and message, by what was checked."""
     split = (line.split(": ", 1) for line in said.splitlines()[:-1])
     return {head.split(maxsplit=1)[1]: f"{head.split()[0]}: {text}" for head, text in split}

@@ -6,12 +6,9 @@ that answers after as long as the document says. The lengths have a long tail, a
 models. "ideal": all places of the server are always taken.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.testing import FakeServer
@@ -19,18 +16,11 @@ from tests.bench.measure import table
 from tests.bench.tasks import AT_ONCE, run_tasks, tasks_parser
 
 
-async def ask(document: Any, generate: Any) -> Any:
+async def ask(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
-def run(
-    server: FakeServer,
-    folder: Path,
-    tasks: int,
-    ranks_at_once: int,
-    seconds: list[float],
-    workers: int = 1,
-) -> float:
+def run(server, folder, tasks, ranks_at_once, seconds, workers=1):
     """Returns the seconds of a job, in which each document must have been asked once."""
     server.asked.clear()
     config = InferenceConfig(
@@ -51,9 +41,7 @@ def run(
     return took
 
 
-def measure(
-    documents: int, cases: list[tuple[int, int]], longest: float = 10.0, workers: int = 1
-) -> list[float]:
+def measure(documents, cases, longest=10.0, workers=1):
     """The seconds of each case, a number of tasks and how many of them run at once; first the
     ideal.
     """
@@ -70,18 +58,18 @@ def measure(
     return found
 
 
-def _seconds_of(payload: dict[str, Any], times: int) -> float:
+def _seconds_of(payload, times):
     return float(payload["messages"][0]["content"].split()[1])
 
 
-def main() -> None:
+def main():
     parser = tasks_parser(__doc__, 3200)
     parser.add_argument("--ranks-at-once", type=int, nargs="+", default=[32, 1])
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     cases = [(tasks, at_once) for at_once in options.ranks_at_once for tasks in options.tasks]
     ideal, first, *others = measure(options.documents, cases, workers=options.workers)
-    rows: list[list[Any]] = [["ideal", "", f"{ideal:.1f}", f"{ideal / first:.2f}"]]
+    rows = [["ideal", "", f"{ideal:.1f}", f"{ideal / first:.2f}"]]
     for (tasks, at_once), seconds in zip(cases, [first, *others], strict=True):
         rows.append([tasks, at_once, f"{seconds:.1f}", f"{seconds / first:.2f}"])
     table(["tasks", "ranks at once", "seconds", "of the first"], rows)

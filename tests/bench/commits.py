@@ -8,17 +8,14 @@ Ratios are those of a round, and of all rounds the median, the lowest and the hi
 figure of a busy machine says nothing.
 """
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.bench import tables
-from tests.bench.measure import ROOT, Result, interleaved, mock_server, run_once, table, wrong
+from tests.bench.measure import ROOT, interleaved, mock_server, run_once, table, wrong
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
 
@@ -30,7 +27,7 @@ _FIGURES = {
 
 
 @contextmanager
-def checkout(commit: str, folder: Path) -> Iterator[Path]:
+def checkout(commit, folder):
     """A worktree of ``commit`` in ``folder``, removed afterwards."""
     if (Path(commit) / "datatrove_ckpt").is_dir():
         yield Path(commit).resolve()
@@ -43,7 +40,7 @@ def checkout(commit: str, folder: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(folder)], check=True)
 
 
-def compare(commits: list[str], documents: int, rounds: int) -> dict[str, list[Result]]:
+def compare(commits, documents, rounds):
     """The results of each commit's runs, in the order of the rounds."""
     with ExitStack() as stack:
         folder = Path(
@@ -64,7 +61,7 @@ def compare(commits: list[str], documents: int, rounds: int) -> dict[str, list[R
         )
 
 
-def main() -> None:
+def main():
     parser = tables.parser(__doc__)
     parser.add_argument(
         "commits", nargs=2, metavar="COMMIT", help="A and B: commits, or folders with a checkout"

@@ -5,19 +5,13 @@ Figures of a busy machine are noise. What counts are ratios of runs that followe
 systems run in turn, each in a fresh process, several times, and medians are printed.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.bench import tables
 from tests.bench.measure import (
-    MockServer,
-    Result,
     interleaved,
     median,
     mock_server,
@@ -33,12 +27,12 @@ from tests.bench.workload import make_input
 class Bench:
     """A server, a folder to work in, and the options of the command line."""
 
-    def __init__(self, server: MockServer, options: argparse.Namespace) -> None:
+    def __init__(self, server, options):
         self.server = server
         self.options = options
         self.folder = Path(options.folder)
 
-    def run(self, system: str, documents: int, latency: float = 0.0, **settings: Any) -> Result:
+    def run(self, system, documents, latency=0.0, **settings):
         """One run with checkpoints on disk, unless told otherwise, over ``documents`` documents."""
         source = make_input(
             self.folder, "jsonl", settings.pop("input", documents), self.options.size
@@ -52,7 +46,7 @@ class Bench:
                 file.write(json.dumps(result) + "\n")
         return result
 
-    def throughput(self) -> None:
+    def throughput(self):
         """Documents per second, CPU and memory of each system."""
         options = self.options
         for latency in options.latency:
@@ -65,7 +59,7 @@ class Bench:
                 )
                 _print_throughput(results, latency / 1000, concurrency)
 
-    def _throughput_once(self, latency: float, concurrency: int, count: int, system: str) -> Result:
+    def _throughput_once(self, latency, concurrency, count, system):
         # What is 20 times slower need not run 20 times as long: its queues only grow with its
         # documents.
         documents = min(count, 20_000) if system == "datatrove" else count
@@ -73,14 +67,14 @@ class Bench:
             system, documents, latency, input=count, stop_after=documents, concurrency=concurrency
         )
 
-    def report(self) -> None:
+    def report(self):
         """The table of docs/internals/benchmarks.md, and README's figures."""
         from tests.bench.report import write_report
 
         write_report(self)
 
 
-def _documents(most: int, latency_ms: float, concurrency: int, seconds: float) -> int:
+def _documents(most, latency_ms, concurrency, seconds):
     """With a latency, what an ideal client does in ``seconds``, or half of that: less would be
     ramp-up and drain.
     """
@@ -88,7 +82,7 @@ def _documents(most: int, latency_ms: float, concurrency: int, seconds: float) -
     return min(max(most, ideal // 2), ideal) if latency_ms else most
 
 
-def _print_throughput(results: dict[str, list[Result]], latency: float, concurrency: int) -> None:
+def _print_throughput(results, latency, concurrency):
     ideal = concurrency / latency if latency else None
     ours = results.get("ours")
     rows = []
@@ -101,7 +95,7 @@ def _print_throughput(results: dict[str, list[Result]], latency: float, concurre
            "ours/it documents/s", "ours/it CPU"], rows)  # fmt: skip
 
 
-def main() -> None:
+def main():
     parser = tables.parser(__doc__)
     commands = {"throughput": Bench.throughput, "report": Bench.report}
     parser.add_argument("command", choices=commands)

@@ -8,8 +8,6 @@ The second has no datatrove and no HTTP: as many requests at once are given to t
 process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tempfile
@@ -32,7 +30,7 @@ PROMPT = 64  # tokens
 class Engine:
     """Answers requests with as many tokens as they ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=32_000,
@@ -48,24 +46,24 @@ class Engine:
             do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024
         )
         self.tokens = 0
-        self._waiting: dict[str, asyncio.Future[int]] = {}
+        self._waiting = {}
         self._loop = asyncio.get_running_loop()
         self._manager = model.init_continuous_batching(generation_config=settings)
         self._manager.start()
         threading.Thread(target=self._deliver, daemon=True).start()
 
-    def _deliver(self) -> None:
+    def _deliver(self):
         while True:
             output = self._manager.get_result(timeout=1)
             if output is not None and output.is_finished():
                 number = len(output.generated_tokens)
                 self._loop.call_soon_threadsafe(self._finish, output.request_id, number)
 
-    def _finish(self, name: str, number: int) -> None:
+    def _finish(self, name, number):
         self.tokens += number
         self._waiting.pop(name).set_result(number)
 
-    async def generate(self, tokens: int) -> int:
+    async def generate(self, tokens):
         """Returns the number of tokens of an answer."""
         name = f"{time.monotonic_ns()}"
         future = self._loop.create_future()
@@ -74,13 +72,13 @@ class Engine:
         self._manager.add_request(prompt, request_id=name, max_new_tokens=tokens)
         return await future
 
-    async def batch(self, lengths: list[int]) -> float:
+    async def batch(self, lengths):
         """Returns the seconds that the engine needs for answers of these lengths, with as many at
         once as a job has.
         """
         left = iter(lengths)
 
-        async def work() -> None:
+        async def work():
             for tokens in left:
                 await self.generate(tokens)
 
@@ -88,7 +86,7 @@ class Engine:
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
         return time.monotonic() - began
 
-    async def complete(self, request: web.Request) -> web.Response:
+    async def complete(self, request):
         payload = await request.json()
         number = await self.generate(payload["max_tokens"])
         name = f"{time.monotonic_ns()}"
@@ -103,7 +101,7 @@ class Engine:
         )
 
 
-async def serve(started: threading.Event, found: dict[str, Any]) -> None:
+async def serve(started, found):
     engine = Engine()
     found["engine"] = engine
     found["loop"] = asyncio.get_running_loop()
@@ -121,14 +119,14 @@ async def serve(started: threading.Event, found: dict[str, Any]) -> None:
     await asyncio.Event().wait()
 
 
-async def rollout(document: Any, generate: Any) -> Any:
+async def rollout(document, generate):
     """One request, of as many tokens as the document says."""
     return await generate(
         {"messages": [{"role": "user", "content": "x"}], "max_tokens": document.metadata["tokens"]}
     )
 
 
-def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: list[int]) -> float:
+def run(folder, url, tasks, ranks_at_once, lengths):
     """Returns the seconds of a job."""
     config = InferenceConfig(
         "endpoint",
@@ -143,7 +141,7 @@ def run(folder: Path, url: str, tasks: int, ranks_at_once: int | None, lengths: 
     )
 
 
-def main() -> None:
+def main():
     parser = tasks_parser(__doc__, 480)
     parser.add_argument("--ranks-at-once", type=int, help="1: tasks run in turn")
     options = parser.parse_args()
@@ -154,7 +152,7 @@ def main() -> None:
     started, found = threading.Event(), dict[str, Any]()
     threading.Thread(target=lambda: asyncio.run(serve(started, found)), daemon=True).start()
     started.wait()
-    rows: list[list[Any]] = []
+    rows = []
     with tempfile.TemporaryDirectory() as name:
         run(Path(name, "warm up"), found["url"], 1, 1, lengths[:AT_ONCE])
         engine = found["engine"]

@@ -6,8 +6,6 @@ turn: a figure that hardly depends on the machine. Of each, the least of all rou
 whatever runs beside it only adds.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.bench.workload import make_input
 _DOCUMENTS, _ROUNDS = 10_000, 5
 
 
-def costs(package: Path = ROOT) -> dict[str, list[float]]:
+def costs(package=ROOT):
     """Microseconds of CPU time per document in each round: ours, and the bare loop's."""
     with (
         tempfile.TemporaryDirectory(prefix="datatrove-ckpt-guard-") as folder,
@@ -28,7 +26,7 @@ def costs(package: Path = ROOT) -> dict[str, list[float]]:
     ):
         source = make_input(Path(folder), "jsonl", _DOCUMENTS, 2000)
 
-        def run(system: str) -> dict[str, float]:
+        def run(system):
             work = f"{folder}/work"
             one = Run(system, server.url, str(source), work, checkpoints=f"{work}/checkpoints")
             return run_once(server, one, 0.0, _DOCUMENTS, package=package)
@@ -37,11 +35,11 @@ def costs(package: Path = ROOT) -> dict[str, list[float]]:
     return {system: [result["us"] for result in found] for system, found in results.items()}
 
 
-def ratio(found: dict[str, list[float]]) -> float:
+def ratio(found):
     return min(found["ours"]) / min(found["bare-uvloop"])
 
 
-def main() -> None:
+def main():
     with (
         tempfile.TemporaryDirectory() as folder,
         checkout(*sys.argv[1:] or ["."], Path(folder) / "it") as package,

@@ -17,17 +17,13 @@ Both are nearly the same on a busy machine. Waiting for a disk shows in neither:
 test_loop_health.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import asyncio.events
 import heapq
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 _TICK = 0.001
 _KEPT = 8
@@ -38,11 +34,11 @@ class _Clock:
     that made it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self._file = os.open(path, os.O_RDONLY) if path.exists() else None
 
-    def read(self) -> tuple[float, float, float, float]:
+    def read(self):
         wall, cpu = time.perf_counter(), time.thread_time()
         delay = (
             int(os.pread(self._file, 100, 0).split()[1]) / 1e9 if self._file is not None else 0.0
@@ -51,13 +47,13 @@ class _Clock:
 
 
 class _Watch:
-    def __init__(self) -> None:
-        self.gaps: list[float] = []
-        self.longest: list[tuple[float, int, float, float, str]] = []
+    def __init__(self):
+        self.gaps = []
+        self.longest = []
         self.count = 0
         self.cpu = self.gil = 0.0
 
-    def note(self, before: tuple[float, ...], after: tuple[float, ...], handle: Any) -> None:
+    def note(self, before, after, handle):
         wall, cpu, others, delay = (b - a for a, b in zip(before, after, strict=True))
         gil = max(0.0, min(wall - cpu - delay, others))
         self.count += 1
@@ -69,7 +65,7 @@ class _Watch:
                 self.longest, entry
             )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self):
         return {
             "gap_ms": round(max(self.gaps, default=0.0) * 1e3, 1),
             "gaps_above_20_ms": sum(gap > 0.02 for gap in self.gaps),
@@ -82,7 +78,7 @@ class _Watch:
         }
 
 
-def _name(handle: Any) -> str:
+def _name(handle):
     callback = handle._callback
     task = getattr(callback, "__self__", None)
     if isinstance(task, asyncio.Task):
@@ -91,7 +87,7 @@ def _name(handle: Any) -> str:
     return getattr(callback, "__qualname__", type(callback).__qualname__)
 
 
-def watched(work: Callable[[], None], result: dict[str, Any]) -> Callable[[], None]:
+def watched(work, result):
     """The same work, with its (one, pure Python) event loop watched.
 
     What is found goes into ``result``.
@@ -101,21 +97,21 @@ def watched(work: Callable[[], None], result: dict[str, Any]) -> Callable[[], No
 
     clock = _Clock()
 
-    def run(handle: Any) -> None:
+    def run(handle):
         before = clock.read()
         plain_run(handle)
         watch.note(before, clock.read(), handle)
 
-    def tick(loop: asyncio.AbstractEventLoop, last: float) -> None:
+    def tick(loop, last):
         now = time.perf_counter()
         watch.gaps.append(now - last - _TICK)
         loop.call_later(_TICK, tick, loop, now)
 
-    def run_forever(loop: Any) -> None:
+    def run_forever(loop):
         loop.call_later(_TICK, tick, loop, time.perf_counter())
         plain_once(loop)
 
-    def watching() -> None:
+    def watching():
         asyncio.events.Handle._run = run  # type: ignore[method-assign]
         asyncio.BaseEventLoop.run_forever = run_forever  # type: ignore[method-assign]
         try:

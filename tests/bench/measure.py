@@ -2,8 +2,6 @@
 report.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -12,34 +10,31 @@ import statistics
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from tests.bench.systems import Run, cpu_seconds
+from tests.bench.systems import cpu_seconds
 from tests.bench.tables import markdown
 
 ROOT = Path(__file__).parents[2]
-Result = dict[str, Any]
 
 
 class MockServer:
     """The mock server's process, seen from outside."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         self.url = f"http://127.0.0.1:{port}"
 
-    def reset(self, latency: float) -> None:
+    def reset(self, latency):
         self._get(f"/reset?latency-ms={latency * 1000}")
 
-    def restarted(self) -> None:
+    def restarted(self):
         self._get("/restarted")
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self):
         return self._get("/count")
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _get(self, path):
         # A proxy in the environment is never meant for it.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(self.url + path, timeout=60) as response:
@@ -47,7 +42,7 @@ class MockServer:
 
 
 @contextmanager
-def mock_server() -> Iterator[MockServer]:
+def mock_server():
     command = [sys.executable, "-m", "tests.bench.mock_server"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -59,9 +54,7 @@ def mock_server() -> Iterator[MockServer]:
             process.terminate()
 
 
-def run_once(
-    server: MockServer, run: Run, latency: float, documents: int, package: Path = ROOT
-) -> Result:
+def run_once(server, run, latency, documents, package=ROOT):
     """One run in a fresh process, in an empty folder, of the package in the checkout
     ``package``.
     """
@@ -79,7 +72,7 @@ def run_once(
         raise SystemExit(
             f"{process.stderr}\n{run.system} failed with exit code {process.returncode}: {run}"
         )
-    result: Result = json.loads(process.stdout.splitlines()[-1])
+    result = json.loads(process.stdout.splitlines()[-1])
     counts = server.counts()
     wall = result["ended"] - result["started"]
     return {
@@ -97,34 +90,32 @@ def run_once(
     }
 
 
-def clear(run: Run) -> None:
+def clear(run):
     for folder in (f"{run.folder}/output", run.checkpoints):
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def interleaved(
-    names: Iterable[str], repetitions: int, one: Callable[[str], Result]
-) -> dict[str, list[Result]]:
+def interleaved(names, repetitions, one):
     """A, B, C, C, B, A, A, ...: what disturbs the machine for a while disturbs all alike."""
     names = list(names)
-    results: dict[str, list[Result]] = {name: [] for name in names}
+    results = {name: [] for name in names}
     for turn in range(repetitions):
         for name in reversed(names) if turn % 2 else names:
             results[name].append(one(name))
     return results
 
 
-def median(results: list[Result], key: str) -> float:
+def median(results, key):
     return statistics.median(result[key] for result in results)
 
 
-def ratio(some: list[Result], others: list[Result], key: str) -> float:
+def ratio(some, others, key):
     """The median of the ratios of runs that followed each other."""
     return statistics.median(a[key] / b[key] for a, b in zip(some, others, strict=True))
 
 
-def wrong(results: list[Result]) -> str:
+def wrong(results):
     """Requests lost (+) or repeated (-), or documents asked the wrong number of times; "0" when all
     was right.
     """
@@ -133,5 +124,5 @@ def wrong(results: list[Result]) -> str:
     return ", ".join(str(result["lost"]) if result["lost"] else "mixed" for result in results)
 
 
-def table(header: list[str], rows: Iterable[list[Any]]) -> None:
+def table(header, rows):
     print(f"{markdown(header, rows)}\n", flush=True)

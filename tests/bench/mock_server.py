@@ -18,8 +18,6 @@ Times are ``time.monotonic()``, which all processes of a machine share. uvloop i
 installed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -27,7 +25,6 @@ import resource
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 try:
     import uvloop
@@ -52,7 +49,7 @@ _ANSWER = json.dumps(
 ).encode()
 
 
-def _response(body: bytes) -> bytes:
+def _response(body):
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     return head % len(body) + body
 
@@ -64,20 +61,20 @@ _MODELS = _response(b'{"object":"list","data":[{"id":"mock","object":"model"}]}'
 class Counts:
     """What was asked since the last reset."""
 
-    def __init__(self, latency: float) -> None:
+    def __init__(self, latency):
         self.latency = latency
-        self.asked: Counter[int] = Counter()
+        self.asked = Counter()
         self.first = self.last = 0.0
         self.in_flight = 0
 
-    def ask(self, body: bytes) -> None:
+    def ask(self, body):
         if number := _NUMBER.search(body):
             self.last = time.monotonic()
             self.first = self.first or self.last
             self.asked[int(number[1])] += 1
         self.in_flight += 1
 
-    def to_json(self) -> bytes:
+    def to_json(self):
         times = Counter(self.asked.values())
         return json.dumps(
             {
@@ -96,12 +93,12 @@ class Server(asyncio.Protocol):
 
     counts = Counts(0.0)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
+    def connection_made(self, transport):
+        self._transport = transport
         self._received = bytearray()
         self._needed = 0  # bytes of the request under way, once its header is known
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data):
         self._received += data
         while (
             len(self._received) >= self._needed and (end := self._received.find(b"\r\n\r\n")) >= 0
@@ -116,7 +113,7 @@ class Server(asyncio.Protocol):
             self._needed = 0
             self._handle(head, body)
 
-    def _handle(self, head: bytes, body: bytes) -> None:
+    def _handle(self, head, body):
         close = _CLOSE.search(head) is not None
         _, path, _ = head.split(b" ", 2)
         if head.startswith(b"POST"):
@@ -133,18 +130,18 @@ class Server(asyncio.Protocol):
             Server.counts.first = 0.0
         self._send(_MODELS if path == b"/v1/models" else _response(Server.counts.to_json()), close)
 
-    def _answer(self, counts: Counts, close: bool) -> None:
+    def _answer(self, counts, close):
         counts.in_flight -= 1
         self._send(_COMPLETION, close)
 
-    def _send(self, response: bytes, close: bool) -> None:
+    def _send(self, response, close):
         if not self._transport.is_closing():
             self._transport.write(response)
             if close:
                 self._transport.close()
 
 
-async def serve() -> None:
+async def serve():
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
@@ -154,7 +151,7 @@ async def serve() -> None:
     server.close()
 
 
-def main() -> None:
+def main():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     factory = uvloop.new_event_loop if uvloop is not None else None

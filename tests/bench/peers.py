@@ -21,9 +21,6 @@ command starts again: seconds to its first request, requests for documents that 
 before, and what the output holds in the end, by its id column. A row counts if it holds the answer.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import platform
@@ -34,13 +31,11 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tests.bench import tables
-from tests.bench.measure import ROOT, MockServer, Result, mock_server, table
+from tests.bench.measure import ROOT, mock_server, table
 from tests.bench.systems import Run
 from tests.bench.workload import make_input
 
@@ -69,11 +64,11 @@ _HEAD = ["", "documents/s", "CPU s per 1000 documents", "s to the first request"
 class Tree:
     """A process and all that it starts."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, command, log):
         token = uuid.uuid4().hex
         self._mark = f"{_MARK}={token}".encode()
-        self._is_member: dict[int, bool] = {}
-        self._cpu: dict[int, float] = {}
+        self._is_member = {}
+        self._cpu = {}
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -91,11 +86,11 @@ class Tree:
             )
 
     @property
-    def cpu(self) -> float:
+    def cpu(self):
         """Seconds, as of the last look."""
         return sum(self._cpu.values())
 
-    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, seconds, until=lambda: False):
         """Kills all when the first process has ended, after ``seconds``, or ``until``.
 
         Whether it ended by itself.
@@ -115,7 +110,7 @@ class Tree:
             self.process.wait()
         return ended is not None
 
-    def _look(self) -> list[int]:
+    def _look(self):
         """Reads the CPU times of those that are there, and returns them, zombies left out."""
         alive = []
         for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
@@ -135,9 +130,7 @@ class Tree:
 class Peer:
     """One system, its interpreter, its folder."""
 
-    def __init__(
-        self, name: str, python: str, server: MockServer, options: argparse.Namespace
-    ) -> None:
+    def __init__(self, name, python, server, options):
         self.name, self.server, self.options = name, server, options
         self.folder = options.folder / "peers" / name
         source = make_input(options.folder, "jsonl", options.documents, 2000)
@@ -145,7 +138,7 @@ class Peer:
                   concurrency=options.concurrency, chunk=min(1000, options.documents // 20))  # fmt: skip
         self.command = [python, "-P", str(ROOT / "tests/bench/systems.py"), json.dumps(vars(run))]
 
-    def measure(self) -> Result:
+    def measure(self):
         documents = self.options.documents
         self._clear()
         whole = self._to_its_end()
@@ -170,13 +163,13 @@ class Peer:
             "bytes": self._bytes(),
         }
 
-    def _clear(self) -> None:
+    def _clear(self):
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.server.reset(self.options.latency_ms / 1000)
         subprocess.run(["sync"], check=True)  # dirty pages of the run before are not this one's
 
-    def _to_its_end(self) -> Result:
+    def _to_its_end(self):
         log = self.folder / "log"
         tree = Tree(self.command, log)
         in_time = tree.run(self.options.limit)
@@ -196,25 +189,25 @@ class Peer:
             "first": self.server.counts()["first"],
         }
 
-    def _killed_in_the_middle(self) -> None:
+    def _killed_in_the_middle(self):
         tree = Tree(self.command, self.folder / "log")
         if tree.run(self.options.limit, self._half_is_answered) or not self._half_is_answered():
             raise PeerError(f"it was never in the middle (see {self.folder / 'log'})")
 
-    def _half_is_answered(self) -> bool:
+    def _half_is_answered(self):
         counts = self.server.counts()
         return bool(counts["requests"] - counts["in_flight"] >= self.options.documents / 2)
 
-    def _rows(self) -> Counter[str]:
+    def _rows(self):
         """By id, those that hold the answer."""
-        rows: Counter[str] = Counter()
+        rows = Counter()
         for path in (self.folder / "output").rglob("*.json*"):
             for line in path.read_text().splitlines():
                 if _ANSWER in line:
                     rows[json.loads(line)["id"]] += 1
         return rows
 
-    def _bytes(self) -> int:
+    def _bytes(self):
         """Of checkpoints and output.
 
         Allocated, as ``du`` has it: a preallocated or small file is what it takes.
@@ -229,7 +222,7 @@ class PeerError(Exception):
     """A run did not go as it must, so there is no figure."""
 
 
-def versions(name: str, python: str) -> list[str] | str:
+def versions(name, python):
     """Of what counts in the system's environment; or why it cannot be imported there."""
     command = [python, "-c", _VERSIONS.format(*PEERS[name])]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -237,7 +230,7 @@ def versions(name: str, python: str) -> list[str] | str:
     return list(json.loads(lines[-1])) if not process.returncode else lines[-1]
 
 
-def row(name: str, result: Result) -> list[Any]:
+def row(name, result):
     sizes = [result[key] / 1e6 for key in ("bytes_at_kill", "bytes")]
     return [
         name,
@@ -246,7 +239,7 @@ def row(name: str, result: Result) -> list[Any]:
     ]
 
 
-def main() -> None:
+def main():
     parser = tables.parser(__doc__)
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--systems", nargs="+", choices=PEERS, default=list(PEERS))

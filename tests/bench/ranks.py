@@ -67,7 +67,7 @@ class Cost(NamedTuple):
     memory: float
 
 
-def make(folder: Path, ranks: int, chunks: int) -> None:
+def make(folder, ranks, chunks):
     """A job in the middle of its work, below an empty folder."""
     (folder / "input").mkdir()
     rows = [
@@ -92,11 +92,11 @@ def make(folder: Path, ranks: int, chunks: int) -> None:
         _copy(folder, rank)
 
 
-def write_job(folder: Path, url: str, ranks: int) -> None:
+def write_job(folder, url, ranks):
     (folder / "job.yaml").write_text(_JOB.replace("TASKS", str(ranks)).replace("URL", url))
 
 
-def _copy(folder: Path, rank: int) -> None:
+def _copy(folder, rank):
     names = re.compile(rb'"000000\.jsonl|"00000_chunk|"shard":\[0')
     real, target = folder / "checkpoints" / "00000", folder / "checkpoints" / f"{rank:05d}"
     target.mkdir()
@@ -122,17 +122,17 @@ def _copy(folder: Path, rank: int) -> None:
         (target / path.name).write_bytes(b"".join(lines))
 
 
-def _make_sparse(path: Path, size: int) -> int:
+def _make_sparse(path, size):
     path.touch()
     os.truncate(path, size)
     return local_stamp(path.stat())
 
 
-def _environment() -> dict[str, str]:
+def _environment():
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def measure(folder: Path, tool: str, ranks: int) -> Cost:
+def measure(folder, tool, ranks):
     """Of a tool, to its end; of ``run``, to its first request, at which it is killed."""
     with FakeServer(hold_after=0) as server, (folder / "said.txt").open("w") as said:
         write_job(folder, server.url, ranks)
@@ -160,7 +160,7 @@ def measure(folder: Path, tool: str, ranks: int) -> Cost:
     return Cost(usage.ru_utime + usage.ru_stime, seconds, memory / 1024)
 
 
-def main() -> None:
+def main():
     parser = tables.parser(__doc__)
     parser.add_argument(
         "tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)}; all without any"

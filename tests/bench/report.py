@@ -4,26 +4,18 @@ minutes.
 The table, and README's figures, which are taken from it, stand between two comments.
 """
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from tests.bench import tables
-from tests.bench.measure import ROOT, Result, interleaved, median, ratio, wrong
-
-if TYPE_CHECKING:
-    from tests.bench.driver import Bench
+from tests.bench.measure import ROOT, interleaved, median, ratio, wrong
 
 TABLE = ROOT / "docs/internals/benchmarks.md"
 README = ROOT / "README.md"
 _START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
-Results = dict[str, list[Result]]
 
 
-def write_report(bench: Bench) -> None:
+def write_report(bench):
     # Fewer than 20,000 are for a try.
     repetitions, count = bench.options.repetitions, bench.options.documents
     flat = _compare(bench, 0.0, 256, count, ["ours", "datatrove", "bare"], repetitions)
@@ -48,15 +40,13 @@ def write_report(bench: Bench) -> None:
     _write_table(rows, f"{os.cpu_count()} cores; requests lost or repeated: {_losses(lost)}")
 
 
-def _compare(
-    bench: Bench, latency: float, concurrency: int, count: int, systems: list[str], times: int
-) -> Results:
-    settings: dict[str, Any] = {"concurrency": concurrency}
+def _compare(bench, latency, concurrency, count, systems, times):
+    settings = {"concurrency": concurrency}
     return interleaved(systems, times, lambda system: bench.run(system, count, latency, **settings))
 
 
-def _cost(bench: Bench, latency: float, count: int, times: int) -> Results:
-    def one(place: str) -> Result:
+def _cost(bench, latency, count, times):
+    def one(place):
         return bench.run(
             "ours", count, latency, **({"checkpoints": None} if place == "off" else {})
         )
@@ -64,7 +54,7 @@ def _cost(bench: Bench, latency: float, count: int, times: int) -> Results:
     return interleaved(("off", "on"), times, one)
 
 
-def _share(results: Results, name: str, concurrency: int) -> float | None:
+def _share(results, name, concurrency):
     """Percent of concurrency / latency."""
     return (
         100 * median(results[name], "serving_rate") / (concurrency / 0.2)
@@ -73,8 +63,8 @@ def _share(results: Results, name: str, concurrency: int) -> float | None:
     )
 
 
-def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
-    def row(what: str, values: list[float | None], digits: int) -> list[str]:
+def _speed_rows(flat, waiting):
+    def row(what, values, digits):
         return [what, *("" if value is None else f"{value:,.{digits}f}" for value in values)]
 
     names = ["ours", "datatrove", "bare"]
@@ -101,9 +91,7 @@ def _speed_rows(flat: Results, waiting: dict[int, Results]) -> list[list[str]]:
     return rows
 
 
-def _own_rows(
-    cost: dict[float, Results], grown: Result, watched: dict[str, Any]
-) -> list[list[str]]:
+def _own_rows(cost, grown, watched):
     cpu, wall = (
         ratio(cost[0.0]["on"], cost[0.0]["off"], "us"),
         ratio(cost[0.2]["on"], cost[0.2]["off"], "wall"),
@@ -130,24 +118,24 @@ def _own_rows(
     ]
 
 
-def _losses(lost: dict[str, str]) -> str:
+def _losses(lost):
     bad = {name: text for name, text in lost.items() if text != "0"}
     return ", ".join(f"{_NAMES[name]} {text}" for name, text in bad.items()) or "none"
 
 
-def _write_table(rows: list[list[str]], note: str) -> None:
+def _write_table(rows, note):
     text = f"{tables.markdown(['', 'ours', 'datatrove', 'bare loop'], rows)}\n\nOn {note}.\n"
     print(text)
     _replace(TABLE, text)
     _replace(README, summary(text))
 
 
-def measured(path: Path) -> str:
+def measured(path):
     """What stands between the two comments."""
     return path.read_text().partition(_START)[2].partition(_END)[0]
 
 
-def summary(table: str) -> str:
+def summary(table):
     """README's lines, from the text of the table."""
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
@@ -165,7 +153,7 @@ def summary(table: str) -> str:
     )
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path, text):
     page = path.read_text()
     before, start, rest = page.partition(_START)
     _, end, after = rest.partition(_END)

@@ -25,11 +25,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 MODEL = "mock"
 
@@ -53,21 +51,21 @@ class Run:
     watch_loop: bool = False
 
 
-async def ask(document: Any, generate: Callable[[dict[str, Any]], Any]) -> Any:
+async def ask(document, generate):
     """The rollout: one request."""
     return await generate(
         {"messages": [{"role": "user", "content": document.text}], "max_tokens": 64}
     )
 
 
-def run_ours(run: Run) -> Callable[[], None]:
+def run_ours(run):
     from datatrove_ckpt import InferenceConfig, InferenceRunner, readers
 
     config = InferenceConfig(**_config(run), hang_timeout=120)
     return _step(run, InferenceRunner, config, readers)
 
 
-def run_datatrove(run: Run) -> Callable[[], None]:
+def run_datatrove(run):
     import aiofiles  # noqa: F401 (so that importing it is no part of the run)
     import aiosqlite  # noqa: F401
     import httpx  # noqa: F401
@@ -77,7 +75,7 @@ def run_datatrove(run: Run) -> Callable[[], None]:
     return _step(run, InferenceRunner, InferenceConfig(**_config(run)), readers)
 
 
-def _config(run: Run) -> dict[str, Any]:
+def _config(run):
     return {
         "server_type": "endpoint",
         "model_name_or_path": MODEL,
@@ -86,7 +84,7 @@ def _config(run: Run) -> dict[str, Any]:
     }
 
 
-def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None]:
+def _step(run, runner, config, readers):
     reader = readers.JsonlReader(run.source)
     step = runner(
         ask,
@@ -98,7 +96,7 @@ def _step(run: Run, runner: Any, config: Any, readers: Any) -> Callable[[], None
     return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
 
 
-def _writer(run: Run) -> Any:
+def _writer(run):
     from datatrove.pipeline import writers
 
     folder, name = (
@@ -111,14 +109,14 @@ def _writer(run: Run) -> Any:
     return writers.JsonlWriter(folder, name, compression=compression)
 
 
-def run_bare(run: Run) -> Callable[[], None]:
+def run_bare(run):
     import aiohttp  # noqa: F401 (so that importing it, a quarter of a second, is no part of the run)
     import orjson  # noqa: F401
 
     return lambda: asyncio.run(_ask_all(run))
 
 
-def _payloads(run: Run) -> Iterator[bytes]:
+def _payloads(run):
     import orjson
 
     with next(Path(run.source).iterdir()).open("rb") as file:
@@ -127,7 +125,7 @@ def _payloads(run: Run) -> Iterator[bytes]:
             yield orjson.dumps({"messages": messages, "max_tokens": 64, "model": MODEL})
 
 
-async def _ask_all(run: Run) -> None:
+async def _ask_all(run):
     import aiohttp
     import orjson
 
@@ -135,7 +133,7 @@ async def _ask_all(run: Run) -> None:
     timeout = aiohttp.ClientTimeout(total=3600, connect=30)
     headers = {"Content-Type": "application/json"}
 
-    async def work(session: aiohttp.ClientSession) -> None:
+    async def work(session):
         for payload in payloads:
             async with session.post(url, data=payload, headers=headers) as response:
                 orjson.loads(await response.read())["choices"][0]["message"]["content"]
@@ -146,7 +144,7 @@ async def _ask_all(run: Run) -> None:
         await asyncio.gather(*(work(session) for _ in range(run.concurrency)))
 
 
-def run_ray(run: Run) -> Callable[[], None]:
+def run_ray(run):
     import aiohttp
     import ray
 
@@ -155,13 +153,13 @@ def run_ray(run: Run) -> Callable[[], None]:
     class Ask:
         session: aiohttp.ClientSession | None = None
 
-        async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        async def __call__(self, batch):
             self.session = self.session or aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0)
             )
             return {**batch, "answer": await asyncio.gather(*map(self.ask, batch["text"]))}
 
-        async def ask(self, text: str) -> str:
+        async def ask(self, text):
             payload = {
                 "messages": [{"role": "user", "content": text}],
                 "max_tokens": 64,
@@ -173,7 +171,7 @@ def run_ray(run: Run) -> Callable[[], None]:
             ) as response:
                 return str((await response.json())["choices"][0]["message"]["content"])
 
-    def work() -> None:
+    def work():
         ray.init(
             address="local",
             include_dashboard=False,
@@ -198,12 +196,12 @@ def run_ray(run: Run) -> Callable[[], None]:
     return work
 
 
-def _lines(source: str) -> int:
+def _lines(source):
     with next(Path(source).iterdir()).open("rb") as file:
         return sum(1 for _ in file)
 
 
-def run_curator(run: Run) -> Callable[[], None]:
+def run_curator(run):
     # tiktoken's vocabulary and the prices are in litellm's wheel; no network is needed.
     litellm = Path(str(importlib.util.find_spec("litellm").origin)).parent  # type: ignore[union-attr]
     os.environ |= {
@@ -217,13 +215,13 @@ def run_curator(run: Run) -> Callable[[], None]:
     from datasets import load_dataset
 
     class Ask(curator.LLM):
-        def prompt(self, row: Any) -> str:
+        def prompt(self, row):
             return str(row["text"])
 
-        def parse(self, row: Any, answer: str) -> dict[str, Any]:
+        def parse(self, row, answer):
             return {**row, "answer": answer}
 
-    def work() -> None:
+    def work():
         no_limit = {"max_requests_per_minute": 10**9, "max_tokens_per_minute": 10**12}
         at_once = {"max_concurrent_requests": run.concurrency}
         server = {"base_url": f"{run.url}/v1", "api_key": "none"}
@@ -246,18 +244,18 @@ SYSTEMS = {
 }
 
 
-def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+def cpu_seconds(who=resource.RUSAGE_SELF):
     used = resource.getrusage(who)
     return used.ru_utime + used.ru_stime
 
 
-def highest_memory() -> float:
+def highest_memory():
     """MB. Of this program; ``ru_maxrss`` may be that of the process it was forked from."""
     with open("/proc/self/status") as file:  # noqa: PTH123
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
 
 
-def main() -> None:
+def main():
     run = Run(**json.loads(sys.argv[1]))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -273,7 +271,7 @@ def main() -> None:
         from loguru import logger
 
         logger.remove()  # only now: datatrove's import adds its own
-    health: dict[str, Any] = {}
+    health = {}
     if run.watch_loop:
         from tests.bench.loop_watch import watched
 

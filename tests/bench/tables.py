@@ -1,13 +1,9 @@
 """Tables in Markdown, and what all commands' parsers have in common."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Iterable
-from typing import Any
 
 
-def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+def markdown(header, rows):
     """Each row a line. Of floats three digits are shown; None is empty."""
     names = list(header)
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
@@ -15,7 +11,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _shown(value):
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return (
@@ -27,7 +23,7 @@ def _shown(value: Any) -> str:
     )
 
 
-def parser(documentation: str | None) -> argparse.ArgumentParser:
+def parser(documentation):
     """``--help`` shows the module's docstring as it is."""
     return argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,12 +1,8 @@
 """A job of several tasks over a server: the same documents, as one task and as many."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 from datatrove.pipeline.writers import JsonlWriter
 
@@ -17,14 +13,14 @@ AT_ONCE = 64
 """Requests in flight."""
 
 
-def tasks_parser(documentation: str | None, documents: int) -> argparse.ArgumentParser:
+def tasks_parser(documentation, documents):
     made = argparse.ArgumentParser(description=documentation)
     made.add_argument("--documents", type=int, default=documents)
     made.add_argument("--tasks", type=int, nargs="+", default=[1, 10, 40])
     return made
 
 
-def make_input(folder: Path, tasks: int, rows: list[dict[str, Any]]) -> None:
+def make_input(folder, tasks, rows):
     """The same documents, in the same order, in as many files as there are tasks."""
     folder.mkdir(parents=True)
     size = -(-len(rows) // tasks)
@@ -33,9 +29,7 @@ def make_input(folder: Path, tasks: int, rows: list[dict[str, Any]]) -> None:
         (folder / f"{task:03d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mine))
 
 
-def run_tasks(
-    folder: Path, rollout: Any, config: Any, rows: list[dict[str, Any]], **executor: Any
-) -> float:
+def run_tasks(folder, rollout, config, rows, **executor):
     """Returns the seconds of the job."""
     make_input(folder / "input", executor["tasks"], rows)
     writer = JsonlWriter(

@@ -10,8 +10,6 @@ Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read
 made before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import itertools
@@ -22,10 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -40,7 +36,7 @@ FILES, BATCH, STOP, WINDOW = 8, 512, 70, 65_000
 """``WINDOW``: rows as many as 128 MB hold, for those that count rows."""
 
 
-def make(folder: Path, rows: int, mosaic: bool) -> None:
+def make(folder, rows, mosaic):
     random = np.random.default_rng(0)
     words = [
         "".join(map(chr, random.integers(97, 123, size))) for size in random.integers(2, 11, 20_000)
@@ -72,7 +68,7 @@ def make(folder: Path, rows: int, mosaic: bool) -> None:
 
 
 class Ours:
-    def __init__(self, folder: Path, shuffled: bool) -> None:
+    def __init__(self, folder, shuffled):
         from datatrove_ckpt.readers import ParquetReader
         from datatrove_ckpt.torch import ReaderDataset
 
@@ -80,17 +76,16 @@ class Ours:
         self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH)
         self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
-    def epoch(self, number: int) -> Iterator[Any]:
+    def epoch(self, number):
         self.input.set_epoch(number)
         return batched(iter(self.input))
 
 
 class HuggingFace:
-    def __init__(self, folder: Path, shuffled: bool, kind: str | None, streaming: bool) -> None:
+    def __init__(self, folder, shuffled, kind, streaming):
         import datasets
 
         files, cache = str(folder / "parquet/*.parquet"), str(folder / "cache")
-        self.input: Any
         self.input = datasets.load_dataset(
             "parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache
         )
@@ -102,18 +97,18 @@ class HuggingFace:
         if streaming:
             self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
-    def epoch(self, number: int) -> Iterator[Any]:
+    def epoch(self, number):
         if hasattr(self, "state"):
             self.input.set_epoch(number)
         return iter(self.input.iter(BATCH))
 
 
 class Raw:
-    def __init__(self, folder: Path, shuffled: bool) -> None:
+    def __init__(self, folder, shuffled):
         self.files = [pq.ParquetFile(path) for path in sorted((folder / "parquet").iterdir())]
         self.shuffled = shuffled
 
-    def epoch(self, number: int) -> Iterator[Any]:
+    def epoch(self, number):
         for batch in (
             self.windows(number)
             if self.shuffled
@@ -125,13 +120,13 @@ class Raw:
             texts = texts.to_numpy(zero_copy_only=False).tolist()
             yield dict(zip(COLUMNS, (rows, texts, labels.to_numpy().copy()), strict=True))
 
-    def windows(self, number: int) -> Iterator[Any]:
+    def windows(self, number):
         """Row groups in any order; of as many as a window holds, the rows in any order."""
         random = np.random.default_rng(number)
         groups = [(file, group) for file in self.files for group in range(file.num_row_groups)]
         groups = [groups[place] for place in random.permutation(len(groups))]
         while groups:
-            window: list[Any] = []
+            window = []
             while groups and (not window or sum(one.num_rows for one in window) + 10_000 <= WINDOW):
                 file, group = groups.pop()
                 window.append(file.read_row_group(group))
@@ -143,53 +138,53 @@ class Raw:
 
 
 class Grain:
-    def __init__(self, folder: Path, shuffled: bool) -> None:
+    def __init__(self, folder, shuffled):
         from grain.experimental import ParquetIterDataset, WindowShuffleIterDataset
 
-        made: Any = ParquetIterDataset(sorted(map(str, (folder / "parquet").iterdir())))
+        made = ParquetIterDataset(sorted(map(str, (folder / "parquet").iterdir())))
         self.input = (
             WindowShuffleIterDataset(made, window_size=WINDOW, seed=1) if shuffled else made
         )
 
-    def epoch(self, _: int) -> Iterator[Any]:
+    def epoch(self, _):
         self.rows = iter(self.input)
         if hasattr(self, "then"):
             self.rows.set_state(self.then)
         return batched(self.rows)
 
-    def state(self) -> Any:
+    def state(self):
         return self.rows.get_state()
 
-    def load(self, state: Any) -> None:
+    def load(self, state):
         self.then = state
 
 
 class Mosaic:
-    def __init__(self, folder: Path, shuffled: bool) -> None:
+    def __init__(self, folder, shuffled):
         from streaming import StreamingDataset
 
         options = {"shuffle": shuffled, "shuffle_block_size": WINDOW, "batch_size": BATCH}
         self.input = StreamingDataset(local=str(folder / "mosaic"), **options)
 
-    def epoch(self, _: int) -> Iterator[Any]:
+    def epoch(self, _):
         self.given = 0
         for batch in batched(iter(self.input)):
             self.given += len(batch["label"])
             yield batch
 
-    def state(self) -> Any:
+    def state(self):
         return self.input.state_dict(self.given, from_beginning=False)
 
-    def load(self, state: Any) -> None:
+    def load(self, state):
         self.input.load_state_dict(state)
 
 
-def batched(rows: Iterator[Any]) -> Iterator[Any]:
+def batched(rows):
     while taken := [*itertools.islice(rows, BATCH)]:
         yield {name: [row[name] for row in taken] for name in COLUMNS}
 
 
-WAYS: dict[str, Callable[[Path, bool], Any]] = {
+WAYS = {
     "`columns`": Ours,
     "raw pyarrow": Raw,
     "`datasets`, `iter(batch)`": partial(HuggingFace, kind=None, streaming=True),
@@ -202,7 +197,7 @@ WAYS: dict[str, Callable[[Path, bool], Any]] = {
 NEEDS = {"grain": "grain", "MosaicML": "streaming"}
 
 
-def digest(batches: Iterable[Any]) -> str:
+def digest(batches):
     found = hashlib.blake2b()
     for batch in batches:
         for ids, text in zip(batch["input_ids"], batch["text"], strict=True):
@@ -210,7 +205,7 @@ def digest(batches: Iterable[Any]) -> str:
     return found.hexdigest()
 
 
-def child(way: str, folder: str, shuffled: str, task: str) -> None:
+def child(way, folder, shuffled, task):
     made, saved = WAYS[way](Path(folder), shuffled == "True"), Path(folder, "state")
     if task == "measure":
         import pandas  # noqa: F401 (pyarrow imports it with the first array)
@@ -243,7 +238,7 @@ def child(way: str, folder: str, shuffled: str, task: str) -> None:
     os._exit(0)  # as by a kill: nothing is cleaned up
 
 
-def run(way: str, folder: Path, shuffled: bool, task: str) -> Any:
+def run(way, folder, shuffled, task):
     command = [
         sys.executable,
         "-m",
@@ -269,7 +264,7 @@ def run(way: str, folder: Path, shuffled: bool, task: str) -> Any:
     )
 
 
-def main() -> None:
+def main():
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=200_000)
     options.add_argument("--rounds", type=int, default=3)
@@ -279,7 +274,7 @@ def main() -> None:
         print(
             f"{way} is left out: pip install {'mosaicml-streaming' if way == 'MosaicML' else way}"
         )
-    rows: dict[str, list[Any]] = {way: [way] for way in ways}
+    rows = {way: [way] for way in ways}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, given.rows, "MosaicML" in ways)

@@ -9,8 +9,6 @@ in each rank, and the hash of all states must be those of a run that nothing int
 must metrics.csv.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -22,11 +20,8 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +43,7 @@ STOPS = ("kill all", "kill one", "SIGTERM", "SIGINT")
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(128, WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.1, batch_first=True)
@@ -56,7 +51,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.head = nn.Linear(WIDTH, 128)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         found = self.body(self.embed(tokens), mask=mask, is_causal=True)
         return self.head(self.norm(found.flatten(0, 1)))
@@ -65,26 +60,26 @@ class Model(nn.Module):
 class Ema:
     """A moving average of the parameters, in parts where the parameters are."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self._shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
 
-    def update(self, model: nn.Module) -> None:
+    def update(self, model):
         for name, each in model.named_parameters():
             self._shadow[name].lerp_(each.detach(), 0.05)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"shadow": self._shadow}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         for name, each in state["shadow"].items():
             self._shadow[name].copy_(each)
 
 
-def tokens(document: Any) -> torch.Tensor:
+def tokens(document):
     return torch.tensor(list(document.text.encode()[:LENGTH].ljust(LENGTH))) % 128
 
 
-def train(rank: int, port: int, way: str, documents: str, run: str, steps: int) -> None:
+def train(rank, port, way, documents, run, steps):
     os.setpgid(0, 0)  # a signal to the group is for the workers, too
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's "&" ignores it
     logger.remove()
@@ -92,7 +87,7 @@ def train(rank: int, port: int, way: str, documents: str, run: str, steps: int) 
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model: nn.Module = Model()
+    model = Model()
     if way == "fsdp":
         for layer in model.body.layers:
             fully_shard(layer)
@@ -141,9 +136,7 @@ def train(rank: int, port: int, way: str, documents: str, run: str, steps: int) 
     dist.destroy_process_group()
 
 
-def make_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, batch: torch.Tensor
-) -> float:
+def make_step(model, optimizer, scaler, batch):
     with torch.autocast("cpu", torch.bfloat16):
         loss = nn.functional.cross_entropy(model(batch[:, :-1]), batch[:, 1:].flatten())
     optimizer.zero_grad()
@@ -153,7 +146,7 @@ def make_step(
     return loss.item()
 
 
-def share_statistics(model: nn.Module) -> None:
+def share_statistics(model):
     """Gives all ranks the mean of BatchNorm's statistics, which FSDP leaves to each rank."""
     for each in model.buffers():
         if each.is_floating_point():
@@ -161,16 +154,16 @@ def share_statistics(model: nn.Module) -> None:
             each.div_(RANKS)
 
 
-def note(path: Path, values: list[Any]) -> None:
+def note(path, values):
     with path.open("a") as file:
         file.write(json.dumps(values) + "\n")
 
 
-def digest(states: Iterable[Any]) -> str:
+def digest(states):
     """A hash of all tensors and numbers; of the parts that this rank has."""
     found = hashlib.sha256()
 
-    def add(value: Any) -> None:
+    def add(value):
         if isinstance(value, DTensor):
             value = value.to_local()
         if isinstance(value, torch.Tensor):
@@ -195,7 +188,7 @@ def digest(states: Iterable[Any]) -> str:
 # the driver --------------------------------------------------------------------------------------
 
 
-def start(way: str, documents: str, run: Path, steps: int) -> list[BaseProcess]:
+def start(way, documents, run, steps):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -203,7 +196,7 @@ def start(way: str, documents: str, run: Path, steps: int) -> list[BaseProcess]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__spec__.name])
     run.mkdir(exist_ok=True)
-    processes: list[BaseProcess] = []
+    processes = []
     for rank in range(RANKS):
         arguments = (rank, port, way, documents, str(run), steps)
         processes.append(context.Process(target=train, args=arguments))
@@ -211,7 +204,7 @@ def start(way: str, documents: str, run: Path, steps: int) -> list[BaseProcess]:
     return processes
 
 
-def end(processes: list[BaseProcess], kind: str, dice: random.Random) -> None:
+def end(processes, kind, dice):
     number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(kind, signal.SIGKILL)
     chosen = list(processes)
     if kind == "kill one":
@@ -228,7 +221,7 @@ def end(processes: list[BaseProcess], kind: str, dice: random.Random) -> None:
         process.join()
 
 
-def send(process: BaseProcess, number: int) -> None:
+def send(process, number):
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)
@@ -238,11 +231,11 @@ def send(process: BaseProcess, number: int) -> None:
                 os.kill(process.pid, number)
 
 
-def losses_of(run: Path, rank: int) -> tuple[dict[int, list[Any]], int]:
+def losses_of(run, rank):
     """The losses by step, and how many steps were made again. Made again, a loss must be the
     same.
     """
-    found: dict[int, list[Any]] = {}
+    found = {}
     again = 0
     path = run / f"losses-{rank}.jsonl"
     if not path.exists():
@@ -257,20 +250,20 @@ def losses_of(run: Path, rank: int) -> tuple[dict[int, list[Any]], int]:
     return found, again
 
 
-def whole(way: str, documents: str, run: Path, steps: int) -> None:
+def whole(way, documents, run, steps):
     for process in start(way, documents, run, steps):
         process.join(600)
         if process.exitcode != 0:
             raise SystemExit(f"{way}: a run that nothing interrupts ends with {process.exitcode}")
 
 
-def try_way(way: str, documents: str, folder: Path, options: argparse.Namespace) -> None:
+def try_way(way, documents, folder, options):
     dice = random.Random(f"{options.seed} {way}")
     expected = folder / f"{way}-whole"
     whole(way, documents, expected, options.steps)
     run = folder / f"{way}-stopped"
-    kinds: Counter[str] = Counter()
-    saved: list[int] = []
+    kinds = Counter()
+    saved = []
     stops = options.stops // len(options.ways)
     for number in range(stops):
         before = len(losses_of(run, 0)[0])
@@ -309,7 +302,7 @@ def try_way(way: str, documents: str, folder: Path, options: argparse.Namespace)
     )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stops", type=int, default=50)
     parser.add_argument("--steps", type=int, default=400)

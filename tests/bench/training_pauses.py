@@ -8,8 +8,6 @@ a process of its own, so that none finds the pinned memory of another. A pause i
 waits; written is when the next may begin. ``--seconds`` ends the rounds of a way early.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -19,7 +17,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,13 +28,12 @@ from torch import nn
 from datatrove_ckpt.torch import TrainingCheckpoints
 from tests.bench.measure import table
 
-Save = Callable[[nn.Module, int], Callable[[], object]]
 """Saves, and returns what waits until the next save may begin."""
 
 
 @contextmanager
-def torch_save(folder: Path, device: str) -> Iterator[Save]:
-    def save(model: nn.Module, number: int) -> Callable[[], object]:
+def torch_save(folder, device):
+    def save(model, number):
         path = folder / f"{number}.pt"
         with path.with_suffix(".new").open("wb") as file:
             torch.save(model.state_dict(), file)
@@ -50,15 +46,15 @@ def torch_save(folder: Path, device: str) -> Iterator[Save]:
 
 
 @contextmanager
-def dcp_async_save(folder: Path, device: str) -> Iterator[Save]:
-    def save(model: nn.Module, number: int) -> Callable[[], object]:
+def dcp_async_save(folder, device):
+    def save(model, number):
         return dcp.async_save(model.state_dict(), checkpoint_id=str(folder / str(number))).result
 
     yield save
 
 
 @contextmanager
-def dcp_stager(folder: Path, device: str, in_process: bool = False) -> Iterator[Save]:
+def dcp_stager(folder, device, in_process=False):
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -72,7 +68,7 @@ def dcp_stager(folder: Path, device: str, in_process: bool = False) -> Iterator[
     stager = DefaultStager(options)
     kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
 
-    def save(model: nn.Module, number: int) -> Callable[[], object]:
+    def save(model, number):
         nonlocal stager
         if number and torch.__version__ < "2.12":  # there, a stager stages once
             stager = DefaultStager(options)
@@ -90,16 +86,16 @@ def dcp_stager(folder: Path, device: str, in_process: bool = False) -> Iterator[
 
 
 @contextmanager
-def dcp_stager_process(folder: Path, device: str) -> Iterator[Save]:
+def dcp_stager_process(folder, device):
     with dcp_stager(folder, device, in_process=True) as save:
         yield save
 
 
 @contextmanager
-def ours(folder: Path, device: str) -> Iterator[Save]:
+def ours(folder, device):
     with TrainingCheckpoints(folder, keep_last=1, keep_best=0) as saved:
 
-        def save(model: nn.Module, number: int) -> Callable[[], object]:
+        def save(model, number):
             saved.save(number, model=model)
             return saved.close
 
@@ -115,14 +111,14 @@ WAYS = {
 }
 
 
-def measure(way: str, options: argparse.Namespace) -> dict[str, list[float]]:
+def measure(way, options):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     width = int((options.gigabytes * 1e9 / 4 / 16) ** 0.5)
     layers = (nn.Linear(width, width, bias=False) for _ in range(16))
     model = nn.Sequential(*layers).to(options.device)
-    pauses: list[float] = []
-    written: list[float] = []
+    pauses = []
+    written = []
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -143,7 +139,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, list[float]]:
     return {"pauses": pauses, "written": written}
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=4)

@@ -3,17 +3,12 @@
 A document's text begins with ``#<number>#``, by which the mock server tells documents apart.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 
-def rows(count: int, size: int) -> Iterator[dict[str, Any]]:
+def rows(count, size):
     """Rows whose text has ``size`` characters, of words no compressor finds too easy."""
     chance = random.Random(0)
     words = [f"{chance.random():.6}" for _ in range(5000)]
@@ -24,7 +19,7 @@ def rows(count: int, size: int) -> Iterator[dict[str, Any]]:
         yield {"text": text, "id": f"document {number}", "url": f"https://example.org/{number}"}
 
 
-def make_input(folder: Path, kind: str, count: int, size: int) -> Path:
+def make_input(folder, kind, count, size):
     """A folder with one file of ``count`` documents, jsonl or jsonl.gz; one that is there already
     is taken as it is.
     """

@@ -7,8 +7,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -36,17 +35,17 @@ class CrashingClient:
     disk: CrashingDisk | None = None
     writes: Collection[str] | None = None
 
-    def __init__(self, send: Callable[..., Any]) -> None:
+    def __init__(self, send):
         self._send = send
 
-    def send(self, client: Any, request: Any, **options: Any) -> Any:
+    def send(self, client, request, **options):
         kind = route(request.method, request.url.path)[0]
         self._effect(f"before {kind}", kind)
         response = self._send(client, request, **options)
         self._effect(f"after {kind}", kind)
         return response
 
-    def _effect(self, label: str, kind: str) -> None:
+    def _effect(self, label, kind):
         if self.disk is not None:
             with self.disk._lock:
                 self.disk.before(

@@ -19,25 +19,22 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 import pytest
 import xxhash
-from datatrove.data import Document
 from datatrove.pipeline.readers import JsonlReader as CountingReader
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint import files, storage
-from datatrove_ckpt.checkpoint.commits import Commit, read_commits
+from datatrove_ckpt.checkpoint import storage
+from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, DocumentFailed, ServerRefused
@@ -184,9 +181,7 @@ class Powered(PowerLossDisk):
     SQLite syncs its files itself, so what it wrote in an earlier run counts as durable.
     """
 
-    def __init__(
-        self, crash_at: int, folder: Path, torn: bool = False, before: Powered | None = None
-    ) -> None:
+    def __init__(self, crash_at, folder, torn=False, before=None):
         super().__init__(crash_at, folder, torn)
         if before is not None:
             before._look()
@@ -196,11 +191,11 @@ class Powered(PowerLossDisk):
                     file.durable = file.content
                     self._durable[path] = file
 
-    def kill(self) -> None:
+    def kill(self):
         """The folder is as it was at the crash, and what was not synced is still in memory only."""
         next(CrashingDisk.survivors(self))
 
-    def lose_power(self, number: int) -> None:
+    def lose_power(self, number):
         """The folder is the survivor of this number."""
         survivor = list(itertools.islice(self.survivors(), number + 1))
         assert len(survivor) == number + 1
@@ -218,7 +213,7 @@ class JobMachine(RuleBasedStateMachine):
     folder: ClassVar[Path]
     count: ClassVar[Counter[str]]
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.job = self.folder / "job"
@@ -238,7 +233,7 @@ class JobMachine(RuleBasedStateMachine):
         records=st.integers(1, 5),
         ends=st.booleans(),
     )
-    def begin(self, kinds: list[list[str]], records: int, ends: bool) -> None:
+    def begin(self, kinds, records, ends):
         self.records = records
         for part in kinds:
             self._grow(part, True, ends)
@@ -246,7 +241,7 @@ class JobMachine(RuleBasedStateMachine):
     # rules ---------------------------------------------------------------------------------------
 
     @rule(kinds=DOCUMENTS, in_a_new_file=st.booleans(), ends=st.booleans())
-    def grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
+    def grow(self, kinds, in_a_new_file, ends):
         self._grow(kinds, in_a_new_file, ends)
 
     # One rule for all ends of a run: with many rules, hypothesis leaves out some in each example.
@@ -257,20 +252,20 @@ class JobMachine(RuleBasedStateMachine):
         detail=st.integers(0, 11),
         torn=st.booleans(),
     )
-    def run_job(self, way: Way, end: str, moment: int, detail: int, torn: bool) -> None:
+    def run_job(self, way, end, moment, detail, torn):
         getattr(self, f"_{end}")(way, moment, detail, torn)
 
-    def _to_the_end(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _to_the_end(self, way, moment, detail, torn):
         self._run_once(way, self._disk())
 
-    def _killed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _killed(self, way, moment, detail, torn):
         disk = self._disk(self._effect(moment), torn)
         self._run_once(way, disk)
         if disk.crashed_at is not None:
             disk.kill()
             self._died("kills")
 
-    def _power_lost(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _power_lost(self, way, moment, detail, torn):
         disk = self._disk(self._effect(moment), torn)
         self._run_once(way, disk)
         if disk.crashed_at is not None:
@@ -281,7 +276,7 @@ class JobMachine(RuleBasedStateMachine):
             self.last_completed, self.lost_power = False, True
             self._died("power losses")
 
-    def _disk_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _disk_failed(self, way, moment, detail, torn):
         code, permanent = (errno.ENOSPC, errno.EIO, errno.EROFS)[detail % 3], torn
         disk = FailingDisk(self._effect(moment), code, permanent)
         error = self._run_once(way, disk)
@@ -293,7 +288,7 @@ class JobMachine(RuleBasedStateMachine):
         assert "/" in str(error), f"no file is named: {error}"
         self._died("disk errors")
 
-    def _rollout_failed(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _rollout_failed(self, way, moment, detail, torn):
         """With on_document_error="stop", which is changed for this run only."""
         number = moment * (len(self.texts) + 1) // 100
         with fault(raising=f"id {number}"):
@@ -313,7 +308,7 @@ class JobMachine(RuleBasedStateMachine):
         assert stops, f"failed without cause: {error}"
         self._died("failed rollouts")
 
-    def _server_refused(self, way: Way, moment: int, detail: int, torn: bool) -> None:
+    def _server_refused(self, way, moment, detail, torn):
         """It answers some requests, and then 401."""
         with fault(answers_left=moment // 8):
             error = self._run_once(way, self._disk())
@@ -321,7 +316,7 @@ class JobMachine(RuleBasedStateMachine):
             assert isinstance(error, ServerRefused), error
             self._died("refusing servers")
 
-    def teardown(self) -> None:
+    def teardown(self):
         """In any case: runs to the end, and retries until no dead letter is left to retry."""
         with self._history_of_a_fault():
             if (failure := sys.exception()) is not None:
@@ -329,7 +324,7 @@ class JobMachine(RuleBasedStateMachine):
             self._to_the_very_end()
 
     @contextmanager
-    def _history_of_a_fault(self) -> Iterator[None]:
+    def _history_of_a_fault(self):
         """Prints the job's history if it shows a fault, but not if hypothesis gives the example
         up.
         """
@@ -341,7 +336,7 @@ class JobMachine(RuleBasedStateMachine):
             print("history of the job:", *self.history, sep="\n  ")
             raise
 
-    def _to_the_very_end(self) -> None:
+    def _to_the_very_end(self):
         way = Way(False, True, 50, 2000, 1.0, False)
         assert self._run_once(way, self._disk()) is None
         before = {}
@@ -354,16 +349,16 @@ class JobMachine(RuleBasedStateMachine):
 
     # runs ----------------------------------------------------------------------------------------
 
-    def _disk(self, crash_at: int = 10**9, torn: bool = False) -> Powered:
+    def _disk(self, crash_at=10**9, torn=False):
         self.power = Powered(crash_at, self.job, torn, self.power)
         return self.power
 
-    def _effect(self, moment: int) -> int:
+    def _effect(self, moment):
         """A run has about ten effects per document, and some at its start and end."""
         done = len({number for number, _ in self._finished_on_disk()})
         return moment * (30 + 12 * (len(self.texts) - done)) // 100
 
-    def _run_once(self, way: Way, disk: files.Disk, **changes: Any) -> CkptError | None:
+    def _run_once(self, way, disk, **changes):
         """Runs the job once and returns what it raised.
 
         After a simulated crash it returns None, as after a success.
@@ -401,7 +396,7 @@ class JobMachine(RuleBasedStateMachine):
             self._check(way if returned else None)
         return error
 
-    def _before(self, way: Way) -> None:
+    def _before(self, way):
         self.retryable = None
         if not way.retry:
             self.ends.add(len(self.texts))
@@ -410,7 +405,7 @@ class JobMachine(RuleBasedStateMachine):
         elif len(self._commits()) == 0 and self.texts:
             self.retryable = False
 
-    def _after(self, way: Way, error: CkptError | None, returned: bool) -> None:
+    def _after(self, way, error, returned):
         if way.retry:
             assert not (returned and self.retryable is False), "retried a rank that is not finished"
             refused = isinstance(error, CheckpointMismatch)
@@ -419,11 +414,11 @@ class JobMachine(RuleBasedStateMachine):
         else:
             assert not isinstance(error, CheckpointMismatch), error
 
-    def _died(self, how: str) -> None:
+    def _died(self, how):
         self.count[how] += 1
         self._check(None)
 
-    def _step(self, way: Way, **changes: Any) -> InferenceRunner:
+    def _step(self, way, **changes):
         config = {"max_concurrent_generations": way.concurrency, **changes.pop("config", {})}
         arguments = {
             "records_per_chunk": self.records,
@@ -437,11 +432,11 @@ class JobMachine(RuleBasedStateMachine):
         }
         return runner(self.job, self.server, rollout, config=config, **arguments)
 
-    def _read(self, way: Way) -> Iterator[Document]:
+    def _read(self, way):
         reader = JsonlReader if way.seeks else CountingReader
         return reader(str(self.input), add_file_path=False).run()
 
-    def _grow(self, kinds: list[str], in_a_new_file: bool, ends: bool) -> None:
+    def _grow(self, kinds, in_a_new_file, ends):
         rows = []
         for kind in kinds:
             self.texts.append(f"{kind} {len(self.texts)}")
@@ -456,14 +451,14 @@ class JobMachine(RuleBasedStateMachine):
     # what is on disk -----------------------------------------------------------------------------
 
     @property
-    def _rank(self) -> Path:
+    def _rank(self):
         return self.job / "checkpoints" / "00000"
 
-    def _commits(self, rank: Path | None = None) -> list[Commit]:
+    def _commits(self, rank=None):
         commits = read_commits((rank or self._rank) / "commits.jsonl")
         return [commits[index] for index in sorted(commits)]
 
-    def _passes(self) -> list[tuple[int, Path, list[Attempt]]]:
+    def _passes(self):
         """Of each pass over dead letters: its number, its rank's folder, and what it was to try."""
         found = []
         for folder in sorted((self.job / "checkpoints").glob("retry-*/00000")):
@@ -475,7 +470,7 @@ class JobMachine(RuleBasedStateMachine):
                 found.append((int(folder.parent.name[-5:]), folder, taken))
         return found
 
-    def _finished_on_disk(self) -> set[Attempt]:
+    def _finished_on_disk(self):
         """By commits and journals."""
         found = set()
         inputs = [(self._rank, [(number, 1) for number in range(len(self.texts))])]
@@ -491,7 +486,7 @@ class JobMachine(RuleBasedStateMachine):
 
     # what must be on disk ------------------------------------------------------------------------
 
-    def _check(self, completed: Way | None) -> None:
+    def _check(self, completed):
         """Called after every run. ``completed``: the settings of the run, if it completed."""
         self.count["checks"] += 1
         expected = self._check_rank(
@@ -525,9 +520,7 @@ class JobMachine(RuleBasedStateMachine):
             assert found.keys() == expected, f"files {sorted(found)}, not {sorted(expected)}"
         self._check_verify(finished and not at_work)
 
-    def _check_rank(
-        self, prefix: str, folder: Path, attempts: list[Attempt], ends: set[int]
-    ) -> set[str]:
+    def _check_rank(self, prefix, folder, attempts, ends):
         """Every commit against the disk; returns the names of the files that they cover."""
         expected = set()
         letters = Counter()
@@ -559,7 +552,7 @@ class JobMachine(RuleBasedStateMachine):
         self._check_letters(folder, letters)
         return expected
 
-    def _check_letters(self, folder: Path, committed: Counter[Attempt]) -> None:
+    def _check_letters(self, folder, committed):
         """Checks the dead letters of commits.
 
         Others may follow them, until the next run cuts those off.
@@ -581,7 +574,7 @@ class JobMachine(RuleBasedStateMachine):
             assert letter["document"] == as_read
         assert found == committed, f"dead letters {found}, not {committed}"
 
-    def _check_verify(self, all_is_done: bool) -> None:
+    def _check_verify(self, all_is_done):
         if not (self._rank / "run.json").exists():
             return
         report = verify(place_at(self.job / "checkpoints"), full=True)
@@ -589,7 +582,7 @@ class JobMachine(RuleBasedStateMachine):
         if all_is_done:
             assert not report.unfinished, "\n".join(map(str, report.unfinished))
 
-    def _check_places(self) -> None:
+    def _check_places(self):
         """Every document is in exactly one place: an output file, dropped, or a letter that nobody
         retried.
         """

@@ -1,28 +1,20 @@
 """The answers of the fake hub, request by request."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from aiohttp import web
 
-from tests.hub.state import Commit, File, Repo, folders, sha256, upload_mode
-
-if TYPE_CHECKING:
-    from tests.hub.server import Access, FakeHub
+from tests.hub.state import File, folders, sha256, upload_mode
 
 
 class Problem(Exception):
     """An answer that is an error. ``code`` is what the client sorts errors by."""
 
-    def __init__(
-        self, status: int, message: str, code: str = "", headers: dict[str, str] | None = None
-    ) -> None:
+    def __init__(self, status, message, code="", headers=None):
         super().__init__(message)
         self.status, self.message = status, message
         self.headers = {
@@ -31,11 +23,11 @@ class Problem(Exception):
             **(headers or {}),
         }
 
-    def response(self) -> web.Response:
+    def response(self):
         return web.json_response({"error": self.message}, status=self.status, headers=self.headers)
 
 
-def may_write(hub: FakeHub, name: str, access: Access | None) -> None:
+def may_write(hub, name, access):
     """
     Raises:
         Problem: nobody, or with a token that may not write to NAMESPACE/NAME.
@@ -53,18 +45,10 @@ def may_write(hub: FakeHub, name: str, access: Access | None) -> None:
 class Answers:
     """One method for each kind of request; reads and changes the hub's repositories."""
 
-    def __init__(self, hub: FakeHub) -> None:
+    def __init__(self, hub):
         self._hub = hub
 
-    async def answer(
-        self,
-        http: web.Request,
-        kind: str,
-        repo: tuple[str, str],
-        arguments: dict[str, str],
-        body: bytes,
-        access: Access | None,
-    ) -> web.Response:
+    async def answer(self, http, kind, repo, arguments, body, access):
         if kind == "other":
             raise Problem(404, "Not Found")
         if kind == "create":
@@ -78,13 +62,13 @@ class Answers:
 
     # Who, and which repository.
 
-    def _repo(self, key: tuple[str, str], access: Access | None, signed: bool) -> Repo:
+    def _repo(self, key, access, signed):
         repo = self._hub.repos.get(key)
         if repo is None or (repo.private and access is None and not signed):
             raise Problem(404 if access else 401, "Repository not found", "RepoNotFound")
         return repo
 
-    def _revision(self, repo: Repo, revision: str, kind: str = "") -> Commit:
+    def _revision(self, repo, revision, kind=""):
         commit = repo.find(revision)
         if commit is None:
             raise Problem(404, f"Invalid rev id: {revision}", "RevisionNotFound")
@@ -95,7 +79,7 @@ class Answers:
         )
         return commit.behind(late)
 
-    def _create(self, body: bytes, access: Access | None) -> web.Response:
+    def _create(self, body, access):
         asked = json.loads(body)
         kind = asked.get("type", "model")
         name = f"{asked.get('organization') or self._hub.user}/{asked['name']}"
@@ -112,9 +96,7 @@ class Answers:
 
     # What is in a repository.
 
-    def _info(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments.get("revision", "main"), "info")
         siblings = [
             {"rfilename": file.path, "blobId": file.oid, "size": file.size}
@@ -142,14 +124,10 @@ class Answers:
         answer |= {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
         return web.json_response(answer)
 
-    def _auth_check(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _auth_check(self, http, repo, arguments, body):
         return web.Response(text="OK")
 
-    def _refs(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _refs(self, http, repo, arguments, body):
         branches = [
             {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
             for name, head in repo.branches.items()
@@ -158,9 +136,7 @@ class Answers:
             {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
         )
 
-    def _commits(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _commits(self, http, repo, arguments, body):
         history = list(self._revision(repo, arguments["revision"], "commits").history())
         answer = [
             {
@@ -174,9 +150,7 @@ class Answers:
         ]
         return page(self._hub, http, answer, 50)
 
-    def _tree(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _tree(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments["revision"], "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
@@ -192,9 +166,7 @@ class Answers:
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
         return page(self._hub, http, sorted(entries, key=lambda entry: entry["path"]), 1000)
 
-    def _paths_info(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _paths_info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments["revision"], "paths-info")
         known = folders(commit.tree)
         answer = []
@@ -205,9 +177,7 @@ class Answers:
                 answer.append(_folder(path.rstrip("/")))
         return web.json_response(answer)
 
-    def _resolve(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.StreamResponse:
+    def _resolve(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments["revision"], "resolve")
         file = commit.tree.get(arguments["path"])
         if file is None:
@@ -221,9 +191,7 @@ class Answers:
 
     # Content comes in.
 
-    def _preupload(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _preupload(self, http, repo, arguments, body):
         tree = self._revision(repo, arguments["revision"]).tree
         answer = []
         for file in json.loads(body)["files"]:
@@ -233,9 +201,7 @@ class Answers:
             answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
         return web.json_response({"files": answer, "commitOid": "", "shouldUseXet": False})
 
-    def _lfs_batch(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _lfs_batch(self, http, repo, arguments, body):
         objects = []
         base = f"{self._hub.url}/lfs/{repo.kind}/{repo.name}"
         for one in json.loads(body)["objects"]:
@@ -247,24 +213,20 @@ class Answers:
         answer = {"transfer": "basic", "objects": objects}
         return web.json_response(answer, content_type="application/vnd.git-lfs+json")
 
-    def _lfs_upload(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _lfs_upload(self, http, repo, arguments, body):
         if sha256(body) != arguments["oid"]:
             raise Problem(400, "The content's SHA-256 is another one")
         repo.blobs[arguments["oid"]] = body
         repo.uploads.append(arguments["oid"])
         return web.Response(headers={"ETag": f'"{arguments["oid"]}"'})
 
-    def _lfs_verify(
-        self, http: web.Request, repo: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _lfs_verify(self, http, repo, arguments, body):
         asked = json.loads(body)
         if len(repo.blobs.get(asked["oid"], b"")) != asked["size"]:
             raise Problem(404, "The object is not in the storage")
         return web.json_response({"success": True})
 
-    async def _commit(self, repo: Repo, arguments: dict[str, str], body: bytes) -> web.Response:
+    async def _commit(self, repo, arguments, body):
         branch = arguments["revision"].removeprefix("refs/heads/")
         head = self._revision(repo, branch)
         if branch not in repo.branches:
@@ -284,7 +246,7 @@ class Answers:
         )
 
 
-def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> web.Response:
+def content_of(http, content, headers):
     """Content, or the range of it that was asked for."""
     status, part = 200, content
     headers = headers | {"Accept-Ranges": "bytes"}
@@ -302,12 +264,10 @@ def content_of(http: web.Request, content: bytes, headers: dict[str, str]) -> we
     )
 
 
-def _operations(
-    repo: Repo, tree: dict[str, File], lines: list[dict[str, Any]]
-) -> tuple[list[File], list[str]]:
+def _operations(repo, tree, lines):
     """The files that a commit adds, and the paths that it deletes."""
-    added: list[File] = []
-    deleted: list[str] = []
+    added = []
+    deleted = []
     for line in lines:
         value = line["value"]
         path = value["path"]
@@ -339,7 +299,7 @@ def _operations(
     return added, deleted
 
 
-def page(hub: FakeHub, http: web.Request, entries: list[dict[str, Any]], size: int) -> web.Response:
+def page(hub, http, entries, size):
     """``size`` of the entries, and where the next ones are."""
     start = int(http.query.get("cursor", 0))
     headers = {}
@@ -349,31 +309,31 @@ def page(hub: FakeHub, http: web.Request, entries: list[dict[str, Any]], size: i
     return web.json_response(entries[start : start + size], headers=headers)
 
 
-def paths_of(http: web.Request, body: bytes) -> list[str]:
+def paths_of(http, body):
     if http.content_type == "application/json":
         paths = json.loads(body)["paths"]
         return [paths] if isinstance(paths, str) else paths
     return parse_qs(body.decode()).get("paths", [])
 
 
-def _entry(file: File, commit: Commit) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "oid": file.oid, "size": file.size, "path": file.path}
+def _entry(file, commit):
+    entry = {"type": "file", "oid": file.oid, "size": file.size, "path": file.path}
     if file.lfs:
         entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 130}
     entry["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": date(commit.at)}
     return entry
 
 
-def _folder(path: str) -> dict[str, Any]:
+def _folder(path):
     return {"type": "directory", "oid": sha256(path.encode())[:40], "size": 0, "path": path}
 
 
-def moment(seconds: float) -> datetime:
+def moment(seconds):
     """A time of the hub's clock, as a date."""
     return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=seconds)
 
 
-def date(seconds: float) -> str:
+def date(seconds):
     """A time of the hub's clock as the hub writes dates."""
     at = moment(seconds)
     return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"

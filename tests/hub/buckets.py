@@ -3,38 +3,24 @@
 Each batch of changes is kept as a commit here, which no request shows.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from tests.hub.api import Problem, content_of, date, may_write, page, paths_of
-from tests.hub.state import ATTRIBUTES, Commit, File, Repo, folders, sha256
-
-if TYPE_CHECKING:
-    from tests.hub.server import Access, FakeHub
+from tests.hub.state import ATTRIBUTES, File, folders, sha256
 
 
 class Buckets:
     """One method for each kind of request."""
 
-    def __init__(self, hub: FakeHub) -> None:
+    def __init__(self, hub):
         self._hub = hub
         self._looks = Counter[str]()
         """How many listings each state was asked for."""
 
-    def answer(
-        self,
-        http: web.Request,
-        kind: str,
-        name: str,
-        arguments: dict[str, str],
-        body: bytes,
-        access: Access | None,
-    ) -> web.Response:
+    def answer(self, http, kind, name, arguments, body, access):
         writes = kind in ("create", "batch") or arguments.get("access") == "write"
         if writes:
             may_write(self._hub, name, access)
@@ -45,7 +31,7 @@ class Buckets:
             raise Problem(404 if access else 401, "Bucket not found", "RepoNotFound")
         return getattr(self, "_" + kind.replace("-", "_"))(http, bucket, arguments, body)
 
-    def _create(self, name: str, body: bytes) -> web.Response:
+    def _create(self, name, body):
         url = f"{self._hub.url}/buckets/{name}"
         if ("bucket", name) in self._hub.repos:
             message = "You already created this bucket"
@@ -56,17 +42,13 @@ class Buckets:
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})
 
-    def _info(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _info(self, http, bucket, arguments, body):
         files = _files(bucket.branches["main"])
         size = sum(file.size for file in files.values())
         answer = {"id": bucket.name, "private": bucket.private, "createdAt": date(0.0)}
         return web.json_response(answer | {"size": size, "totalFiles": len(files)})
 
-    def _tree(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _tree(self, http, bucket, arguments, body):
         files = self._listed(bucket, "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
@@ -87,23 +69,19 @@ class Buckets:
             entries = [entry for entry in entries if "/" not in entry["path"][len(prefix) :]]
         return page(self._hub, http, sorted(entries, key=lambda entry: str(entry["path"])), 1000)
 
-    def _paths_info(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _paths_info(self, http, bucket, arguments, body):
         files = self._listed(bucket, "paths-info")
         return web.json_response(
             [_entry(files[path]) for path in paths_of(http, body) if path in files]
         )
 
-    def _resolve(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _resolve(self, http, bucket, arguments, body):
         file = _files(bucket.branches["main"]).get(arguments["path"])
         if file is None:
             raise Problem(404, "Entry not found", "EntryNotFound")
         return content_of(http, bucket.blobs[file.sha256], {"ETag": f'"{file.sha256}"'})
 
-    def _listed(self, bucket: Repo, kind: str) -> dict[str, File]:
+    def _listed(self, bucket, kind):
         """What listings show: at first a state some changes ago, then newer ones.
 
         Downloads show what is there.
@@ -115,25 +93,19 @@ class Buckets:
         )
         return _files(now.behind(max(late, 0)))
 
-    def _xet_token(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _xet_token(self, http, bucket, arguments, body):
         return web.json_response(
             {"accessToken": "xet", "exp": 4102444800, "casUrl": f"{self._hub.url}/xet"}
         )
 
-    def _xet_upload(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _xet_upload(self, http, bucket, arguments, body):
         if sha256(body) != arguments["oid"]:
             raise Problem(400, "The content's hash is another one")
         bucket.blobs[arguments["oid"]] = body
         bucket.uploads.append(arguments["oid"])
         return web.Response()
 
-    def _batch(
-        self, http: web.Request, bucket: Repo, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def _batch(self, http, bucket, arguments, body):
         added, deleted, failed = [], [], []
         for line in body.splitlines():
             change = json.loads(line)
@@ -153,10 +125,10 @@ class Buckets:
         )
 
 
-def _files(state: Commit) -> dict[str, File]:
+def _files(state):
     return {path: file for path, file in state.tree.items() if path != ATTRIBUTES}
 
 
-def _entry(file: File) -> dict[str, Any]:
+def _entry(file):
     entry = {"type": "file", "path": file.path, "size": file.size, "xetHash": file.sha256}
     return entry | {"mtime": date(0.0), "uploadedAt": date(0.0)}

@@ -2,23 +2,16 @@
 this one.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.hub.xet import XetSession
 
-if TYPE_CHECKING:
-    from tests.hub.server import FakeHub
 
-
-def environment(url: str, token: str | None, home: Path) -> dict[str, str]:
+def environment(url, token, home):
     """Variables of a process that talks to the hub at ``url``; its caches lie below ``home``.
 
     No token: empty.
@@ -41,7 +34,7 @@ def environment(url: str, token: str | None, home: Path) -> dict[str, str]:
 
 
 @contextmanager
-def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
+def pointed_at(hub, home):
     """This process, where huggingface_hub and datasets may be imported already, talks to ``hub``;
     and its children.
     """
@@ -79,7 +72,7 @@ def pointed_at(hub: FakeHub, home: Path) -> Iterator[None]:
             setattr(sys.modules["datasets"].config, name, new)
 
 
-def _constants(url: str, home: Path) -> dict[str, Any]:
+def _constants(url, home):
     return {
         "ENDPOINT": url,
         "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
@@ -97,7 +90,7 @@ def _constants(url: str, home: Path) -> dict[str, Any]:
     }
 
 
-def _datasets_config(url: str, home: Path) -> dict[str, Any]:
+def _datasets_config(url, home):
     return {
         "HF_ENDPOINT": url,
         "HUB_DATASETS_URL": url + "/datasets/{repo_id}/resolve/{revision}/{path}",
@@ -110,7 +103,7 @@ def _datasets_config(url: str, home: Path) -> dict[str, Any]:
     }
 
 
-def _forget_connections(huggingface_hub: Any) -> None:
+def _forget_connections(huggingface_hub):
     """File systems and connections that know another hub's URL, token and files."""
     huggingface_hub.HfFileSystem.clear_instance_cache()
     huggingface_hub.close_session()

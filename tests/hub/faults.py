@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 class Clock:
     """The hub's clock: seconds since its start."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._start = time.monotonic()
         self._skipped = 0.0
 
-    def now(self) -> float:
+    def now(self):
         return time.monotonic() - self._start + self._skipped
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         """Lets ``seconds`` of the hub's time pass at once."""
         self._skipped += seconds
 
@@ -43,7 +43,7 @@ class Rule:
     hits: int = 0
     _seen: int = 0
 
-    def take(self, kind: str, url: str, after_effect: bool) -> bool:
+    def take(self, kind, url, after_effect):
         """Whether this request is hit; counts it if so."""
         if (
             self.after_effect is not after_effect
@@ -59,7 +59,7 @@ class Rule:
         self.hits += 1
         return True
 
-    def stop(self) -> None:
+    def stop(self):
         """No request is hit from now on."""
         self.times = 0
 
@@ -76,16 +76,16 @@ class Fault(Rule):
 class Hold(Rule):
     """Requests wait until ``release``. ``reached`` is set when the first one waits."""
 
-    def __init__(self, kind: str, loop: asyncio.AbstractEventLoop, **rule: object) -> None:
+    def __init__(self, kind, loop, **rule):
         super().__init__(kind, **rule)  # type: ignore[arg-type]
         self.reached = threading.Event()
         self._released = asyncio.Event()
         self._loop = loop
 
-    async def wait(self) -> None:
+    async def wait(self):
         self.reached.set()
         await self._released.wait()
 
-    def release(self) -> None:
+    def release(self):
         self.stop()
         self._loop.call_soon_threadsafe(self._released.set)

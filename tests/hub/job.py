@@ -2,32 +2,17 @@
 for it.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
-
-from datatrove_ckpt.testing import FakeServer
-from tests.commands import Command, Printed
-from tests.hub import FakeHub
+from tests.commands import Command
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
-Cli = Callable[..., Printed]
 """``datatrove-ckpt ARGUMENTS``; it must end with the exit code ``code``."""
 
 
 @contextmanager
-def hub_job(
-    folder: Path,
-    hub: FakeHub,
-    server: FakeServer,
-    patch: pytest.MonkeyPatch,
-    capture: pytest.CaptureFixture[str],
-) -> Iterator[Cli]:
+def hub_job(folder, hub, server, patch, capture):
     """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
     patch.chdir(folder)
     patch.setattr(sys, "path", list(sys.path))
@@ -36,7 +21,7 @@ def hub_job(
     )
     write_job(folder, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
 
-    def run(*arguments: str, code: int = 0) -> Printed:
+    def run(*arguments, code=0):
         said = Command(capture)(*arguments, code=code)
         assert hub.token not in said
         assert "Traceback" not in said

@@ -12,8 +12,6 @@ The job finds no file of the repository by itself: its package is what it was gi
 buckets are replaced as in the tests' own process (``xet.py``).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -26,16 +24,12 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from tests.hub import xet
 from tests.hub.api import Problem
 from tests.hub.client import environment
-
-if TYPE_CHECKING:
-    from tests.hub.server import FakeHub
 
 _ROOT = Path(__file__).parents[2]
 _CUSTOMIZE = f"""
@@ -62,9 +56,7 @@ class Job:
         log: what it has printed, once it has ended.
     """
 
-    def __init__(
-        self, number: int, spec: dict[str, Any], folder: Path, hub: FakeHub, grace: float
-    ) -> None:
+    def __init__(self, number, spec, folder, hub, grace):
         self.id, self.spec, self.stage, self.ended_by, self.log = (
             f"job{number:04d}",
             spec,
@@ -104,12 +96,12 @@ class Job:
             stderr=self._output,
             start_new_session=True,
         )
-        self._timers: list[threading.Timer] = []
+        self._timers = []
         if spec.get("timeoutSeconds"):
             self._later(spec["timeoutSeconds"], lambda: self.end("timeout", grace))
         threading.Thread(target=self._wait, daemon=True).start()
 
-    def end(self, why: str, grace: float) -> bool:
+    def end(self, why, grace):
         """Begins to end it. Whether nothing else had."""
         if self.ended_by or self.stage != "RUNNING":
             return False
@@ -121,17 +113,17 @@ class Job:
             self._signal(signal.SIGKILL)
         return True
 
-    def _later(self, seconds: float, call: Any) -> None:
+    def _later(self, seconds, call):
         timer = threading.Timer(seconds, call)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def _signal(self, number: int) -> None:
+    def _signal(self, number):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def _wait(self) -> None:
+    def _wait(self):
         code = self.process.wait()
         for timer in self._timers:
             timer.cancel()
@@ -142,7 +134,7 @@ class Job:
         shutil.rmtree(self._folder, ignore_errors=True)
         self.stage = "CANCELED" if self.ended_by == "cancel" else "ERROR" if code else "COMPLETED"
 
-    def shown(self, hub: FakeHub) -> dict[str, Any]:
+    def shown(self, hub):
         names = ("command", "environment", "labels", "flavor", "dockerImage")
         owner = {"id": "1", "name": hub.user, "type": "user"}
         answer = {name: self.spec[name] for name in names if name in self.spec}
@@ -160,21 +152,21 @@ class Jobs:
         all: in the order of their start.
     """
 
-    def __init__(self, hub: FakeHub, folder: Path, grace: float = 20.0) -> None:
-        self.all: list[Job] = []
+    def __init__(self, hub, folder, grace=20.0):
+        self.all = []
         self._hub, self._folder, self.grace = hub, folder, grace
         hub.jobs = self
 
     @property
-    def running(self) -> list[Job]:
+    def running(self):
         return [job for job in self.all if job.stage == "RUNNING"]
 
     @property
-    def ends(self) -> Counter[tuple[str, str]]:
+    def ends(self):
         """How many ended so: by what, and with which stage."""
         return Counter((job.ended_by, job.stage) for job in self.all)
 
-    def of(self, rank: int) -> Job | None:
+    def of(self, rank):
         """The job that has this rank now: a process of it has claimed the rank."""
         buckets = [name for kind, name in self._hub.repos if kind == "bucket"]
         names = [name for bucket in buckets for name in self._hub.files(bucket, kind="bucket")]
@@ -187,15 +179,13 @@ class Jobs:
             return next((job for job in self.running if job.process.pid == session), None)
         return None
 
-    def close(self) -> None:
+    def close(self):
         for job in self.running:
             job.end("close", 0.0)
             while job.stage == "RUNNING":
                 time.sleep(0.01)
 
-    def answer(
-        self, http: web.Request, kind: str, arguments: dict[str, str], body: bytes
-    ) -> web.Response:
+    def answer(self, http, kind, arguments, body):
         if kind == "job-run":
             spec = json.loads(body)
             assert not {*spec["environment"]} & {*(spec.get("secrets") or {})}

@@ -1,7 +1,5 @@
 """Which URL asks for what, with the methods and paths of the real hub."""
 
-from __future__ import annotations
-
 import re
 from urllib.parse import unquote
 
@@ -74,7 +72,7 @@ _ROUTES = [
 ]
 
 
-def route(method: str, raw_path: str) -> tuple[str, tuple[str, str], dict[str, str]]:
+def route(method, raw_path):
     """The request's kind, its repository, and the parts of its path."""
     for methods, kind, pattern in _ROUTES:
         found = pattern.match(raw_path) if method in methods.split("|") else None

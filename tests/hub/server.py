@@ -8,8 +8,6 @@ import asyncio
 import threading
 from dataclasses import dataclass
 from email.utils import format_datetime
-from types import TracebackType
-from typing import Self
 
 from aiohttp import web
 
@@ -17,9 +15,8 @@ from datatrove_ckpt.output.owner import OWNER
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault, Hold
-from tests.hub.jobs import Jobs
 from tests.hub.routes import route
-from tests.hub.state import ATTRIBUTES, Commit, File, Repo, sha256, upload_mode
+from tests.hub.state import ATTRIBUTES, File, Repo, sha256, upload_mode
 
 
 @dataclass
@@ -58,7 +55,7 @@ class FakeHub:
     read_token = "hf_FakeReadTokenOfTheTests"
     expired_token = "hf_FakeExpiredTokenOfTheTests"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.clock = Clock()
         self.user, self.orgs = "someone", ("org",)
         """Who the tokens belong to, with the right to write to its own namespace and those of
@@ -69,15 +66,15 @@ class FakeHub:
             self.read_token: Access("read"),
             self.expired_token: Access(expired=True),
         }
-        self.repos: dict[tuple[str, str], Repo] = {}
-        self.requests: list[Request] = []
+        self.repos = {}
+        self.requests = []
         self.lag_commits = 0
         """How many commits behind are answers of the kinds in ``lag_kinds``, where they name a
         branch. Those of a bucket catch up, by one change with each look.
         """
         self.lag_kinds = {"tree", "paths-info"}
-        self.jobs: Jobs | None = None
-        self._rules: list[Fault | Hold] = []
+        self.jobs = None
+        self._rules = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
         self._port = 0
@@ -86,15 +83,15 @@ class FakeHub:
         self._thread = threading.Thread(target=self._serve, name="fake hub", daemon=True)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self._port}"
 
     # What a test asks.
 
-    def repo(self, name: str, kind: str = "dataset") -> Repo:
+    def repo(self, name, kind="dataset"):
         return self.repos[kind, name]
 
-    def files(self, name: str, revision: str = "main", kind: str = "dataset") -> dict[str, bytes]:
+    def files(self, name, revision="main", kind="dataset"):
         """Content by path, without ``.gitattributes`` and the record of a folder's owner."""
         repo = self.repo(name, kind)
         commit = repo.find(revision)
@@ -102,13 +99,13 @@ class FakeHub:
         listed = (path for path in sorted(commit.tree) if path != ATTRIBUTES and OWNER not in path)
         return {path: repo.blobs[commit.tree[path].sha256] for path in listed}
 
-    def owners(self, name: str, kind: str = "dataset") -> list[str]:
+    def owners(self, name, kind="dataset"):
         """The records of the owners of folders."""
         commit = self.repo(name, kind).find("main")
         assert commit is not None
         return [path for path in commit.tree if OWNER in path]
 
-    def commits(self, name: str, revision: str = "main", kind: str = "dataset") -> list[Commit]:
+    def commits(self, name, revision="main", kind="dataset"):
         """Commits after the initial one, the oldest first, without the note of a folder's owner."""
         commit = self.repo(name, kind).find(revision)
         assert commit is not None, f"{name} has no revision {revision}"
@@ -118,27 +115,19 @@ class FakeHub:
             if not any(OWNER in path for path in one.added)
         ]
 
-    def asked(self, *kinds: str) -> list[Request]:
+    def asked(self, *kinds):
         """The requests of these kinds, in order; all without kinds."""
         return [request for request in self.requests if not kinds or request.kind in kinds]
 
     # What a test arranges.
 
-    def create_repo(
-        self,
-        name: str,
-        kind: str = "dataset",
-        private: bool = False,
-        branches: tuple[str, ...] = (),
-    ) -> Repo:
+    def create_repo(self, name, kind="dataset", private=False, branches=()):
         repo = self.repos[kind, name] = Repo(kind, name, private)
         for branch in branches:
             repo.branches[branch] = repo.branches["main"]
         return repo
 
-    def put(
-        self, name: str, files: dict[str, bytes], revision: str = "main", kind: str = "dataset"
-    ) -> Commit:
+    def put(self, name, files, revision="main", kind="dataset"):
         """A commit by somebody else, without HTTP. Makes the repository if it is not there."""
         repo = self.repos.get((kind, name)) or self.create_repo(name, kind)
         added = []
@@ -150,16 +139,16 @@ class FakeHub:
 
     def fail(
         self,
-        kind: str,
-        status: int | None = 500,
-        times: int | None = 1,
-        after_effect: bool = False,
-        where: str = "",
-        skip: int = 0,
-        every: int = 1,
-        message: str = "",
-        headers: dict[str, str] | None = None,
-    ) -> Fault:
+        kind,
+        status=500,
+        times=1,
+        after_effect=False,
+        where="",
+        skip=0,
+        every=1,
+        message="",
+        headers=None,
+    ):
         """The next ``times`` requests of ``kind`` (None: all) get ``status``; None: the connection
         is closed.
         """
@@ -177,11 +166,11 @@ class FakeHub:
         self._rules.append(fault)
         return fault
 
-    def drop_answer(self, kind: str, times: int | None = 1, every: int = 1) -> Fault:
+    def drop_answer(self, kind, times=1, every=1):
         """The hub does what is asked for, and closes the connection without an answer."""
         return self.fail(kind, None, times, after_effect=True, every=every)
 
-    def hold(self, kind: str, times: int | None = 1, where: str = "") -> Hold:
+    def hold(self, kind, times=1, where=""):
         """The next requests of ``kind`` wait until ``release`` of what is returned."""
         hold = Hold(kind, self._loop, where=where, times=times)
         self._rules.append(hold)
@@ -189,21 +178,16 @@ class FakeHub:
 
     # The server.
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self._thread.start()
         self._started.wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _serve(self):
         asyncio.set_event_loop(self._loop)
         runner = self._loop.run_until_complete(self._start())
         self._started.set()
@@ -214,7 +198,7 @@ class FakeHub:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
-    async def _start(self) -> web.AppRunner:
+    async def _start(self):
         app = web.Application(client_max_size=2**36)
         app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
@@ -223,7 +207,7 @@ class FakeHub:
         self._port = runner.addresses[0][1]
         return runner
 
-    async def _handle(self, http: web.Request) -> web.StreamResponse:
+    async def _handle(self, http):
         body = await http.read()
         kind, repo, arguments = route(http.method, http.rel_url.raw_path)
         token = http.headers.get("Authorization", "").removeprefix("Bearer ") or None
@@ -242,14 +226,7 @@ class FakeHub:
         response.headers["Date"] = format_datetime(moment(request.at), usegmt=True)
         return response
 
-    async def _answer(
-        self,
-        http: web.Request,
-        request: Request,
-        repo: tuple[str, str],
-        arguments: dict[str, str],
-        body: bytes,
-    ) -> web.StreamResponse:
+    async def _answer(self, http, request, repo, arguments, body):
         faulty = await self.fault(request.kind, request.path, after_effect=False)
         if faulty is not None:
             return faulty
@@ -263,16 +240,12 @@ class FakeHub:
             answer = self.jobs.answer(http, request.kind, arguments, body)
             return await self.fault(request.kind, request.path, after_effect=True) or answer
         if repo[0] == "bucket":
-            response: web.StreamResponse = self._buckets.answer(
-                http, request.kind, repo[1], arguments, body, access
-            )
+            response = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
         else:
             response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
         return await self.fault(request.kind, request.path, after_effect=True) or response
 
-    async def fault(
-        self, kind: str, path: str, after_effect: bool = False
-    ) -> web.StreamResponse | None:
+    async def fault(self, kind, path, after_effect=False):
         """What a rule of the test answers instead; holds wait here."""
         for rule in self._rules:
             if not rule.take(kind, path, after_effect):
@@ -286,7 +259,7 @@ class FakeHub:
                 return Problem(rule.status, text, headers=rule.headers).response()
         return None
 
-    def _access(self, request: Request) -> Access | None:
+    def _access(self, request):
         # Whose URL is signed.
         if request.token is None or request.kind in ("lfs-upload", "xet-upload"):
             return None

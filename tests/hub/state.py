@@ -6,7 +6,6 @@ No HTTP here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ATTRIBUTES = ".gitattributes"
@@ -26,7 +25,7 @@ LFS_SUFFIXES = (
 REGULAR_BYTES = 10 * 1024 * 1024
 
 
-def sha256(content: bytes) -> str:
+def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
@@ -44,7 +43,7 @@ class File:
     """The id that git gives to the file, or to the pointer of a large one."""
 
     @classmethod
-    def of(cls, path: str, sha: str, content: bytes, lfs: bool) -> File:
+    def of(cls, path, sha, content, lfs):
         pointer = (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha}\nsize {len(content)}\n"
         )
@@ -70,14 +69,14 @@ class Commit:
     added: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
 
-    def history(self) -> Iterator[Commit]:
+    def history(self):
         """This commit, then its ancestors, the newest first."""
-        commit: Commit | None = self
+        commit = self
         while commit is not None:
             yield commit
             commit = commit.parent
 
-    def behind(self, number: int) -> Commit:
+    def behind(self, number):
         """The commit ``number`` commits earlier, or the first one."""
         *_, last = (commit for commit, _ in zip(self.history(), range(number + 1), strict=False))
         return last
@@ -98,7 +97,7 @@ class Repo:
     uploads: list[str] = field(default_factory=list)
     """SHA-256 of each upload to the large file storage, in order."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         lines = "".join(
             f"*{suffix} filter=lfs diff=lfs merge=lfs -text\n" for suffix in LFS_SUFFIXES
         ).encode()
@@ -106,13 +105,11 @@ class Repo:
         attributes = File.of(ATTRIBUTES, sha256(lines), lines, lfs=False)
         self.commit("main", "initial commit", "", 0.0, [attributes], [])
 
-    def find(self, revision: str) -> Commit | None:
+    def find(self, revision):
         """A branch's head, or a commit."""
         return self.branches.get(revision.removeprefix("refs/heads/")) or self.commits.get(revision)
 
-    def commit(
-        self, branch: str, title: str, message: str, at: float, add: list[File], delete: list[str]
-    ) -> Commit:
+    def commit(self, branch, title, message, at, add, delete):
         parent = self.branches.get(branch)
         tree = dict(parent.tree) if parent else {}
         for path in delete:
@@ -128,7 +125,7 @@ class Repo:
         return made
 
 
-def upload_mode(path: str, size: int, sample: bytes) -> str:
+def upload_mode(path, size, sample):
     """ "lfs" for large and binary files and some endings, as the hub's default ``.gitattributes``
     has them.
     """
@@ -137,7 +134,7 @@ def upload_mode(path: str, size: int, sample: bytes) -> str:
     return "regular"
 
 
-def folders(tree: dict[str, File]) -> set[str]:
+def folders(tree):
     """Every folder that has files below it; the root is none."""
     found = set()
     for path in tree:

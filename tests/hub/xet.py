@@ -3,13 +3,10 @@
 Buckets take content over Xet only, and hf_xet is a native client for a protocol of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import SimpleNamespace
 
 _BUCKET = re.compile(r"(?P<url>.+)/api/buckets/(?P<bucket>[^/]+/[^/]+)/xet-write-token")
 
@@ -17,39 +14,32 @@ _BUCKET = re.compile(r"(?P<url>.+)/api/buckets/(?P<bucket>[^/]+/[^/]+)/xet-write
 class XetSession:
     """What ``huggingface_hub.utils._xet.get_xet_session`` gives, as far as uploads use it."""
 
-    def new_upload_commit(
-        self, token_refresh_url: str, token_refresh_headers: dict[str, str], **others: object
-    ) -> UploadCommit:
+    def new_upload_commit(self, token_refresh_url, token_refresh_headers, **others):
         return UploadCommit(token_refresh_url, token_refresh_headers)
 
-    def sigint_abort(self) -> None:
+    def sigint_abort(self):
         pass
 
 
 class UploadCommit:
     """Uploads when it is left without an error, as hf_xet's does."""
 
-    def __init__(self, token_url: str, headers: dict[str, str]) -> None:
+    def __init__(self, token_url, headers):
         self._token_url, self._headers = token_url, headers
-        self._content: list[bytes] = []
+        self._content = []
 
-    def start_upload_file(self, path: str, sha256: Any = None) -> SimpleNamespace:
+    def start_upload_file(self, path, sha256=None):
         return self.start_upload_bytes(Path(path).read_bytes())
 
-    def start_upload_bytes(self, content: bytes, sha256: Any = None) -> SimpleNamespace:
+    def start_upload_bytes(self, content, sha256=None):
         self._content.append(content)
         info = SimpleNamespace(hash=hashlib.sha256(content).hexdigest(), file_size=len(content))
         return SimpleNamespace(result=lambda: SimpleNamespace(xet_info=info))
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, traceback):
         if error is not None:
             return
         from huggingface_hub.utils import get_session, hf_raise_for_status

@@ -44,10 +44,10 @@ class Records(BaseHTTPRequestHandler):
     status = 200
     requests: list[tuple[str, Any, bytes]]
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer({"data": [{"id": "fake"}]})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.requests.append((self.path, self.headers, body))
         path, headers = self.path, dict(self.headers)
@@ -57,7 +57,7 @@ class Records(BaseHTTPRequestHandler):
         }
         self._answer(answer if self.status == 200 else {"error": f"{path} {headers}"}, self.status)
 
-    def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+    def _answer(self, content, status=200):
         body = json.dumps(content).encode()
         if not status:
             self.wfile.write(b"HTTP/1.1 no status\r\n\r\n")
@@ -68,7 +68,7 @@ class Records(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *arguments: object) -> None:
+    def log_message(self, *arguments):
         pass
 
 
@@ -115,11 +115,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
 @pytest.mark.parametrize("is_default", [False, True])
 @pytest.mark.parametrize("is_proxied", [False, True])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
-    tmp_path,
-    recording,
-    monkeypatch,
-    is_default,
-    is_proxied,
+    tmp_path, recording, monkeypatch, is_default, is_proxied
 ):
     """Through both transports: a proxy needs the one over aiohttp."""
     monkeypatch.setenv("KEPT", "1")
@@ -158,14 +154,7 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
 
 
 @pytest.mark.parametrize("status", [400, 401, 500, 0])
-def test_extras_are_in_no_file_and_no_line(
-    tmp_path,
-    recording,
-    log,
-    capfd,
-    monkeypatch,
-    status,
-):
+def test_extras_are_in_no_file_and_no_line(tmp_path, recording, log, capfd, monkeypatch, status):
     """The server quotes them; the errors of aiohttp, such as at status 0, quote the URL."""
     Records.status = status
     url = f"http://127.0.0.1:{recording.server_port}"

@@ -2,8 +2,6 @@
 resumes.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -13,7 +11,6 @@ import shlex
 import shutil
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import datasets
 import fsspec
@@ -507,9 +504,7 @@ def test_slurm_gets_a_task_for_each_file(capsys):
     assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
 
 
-def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(
-    capfd,
-):
+def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
     Path("prompt.txt").write_text("Say {text}")
     with FakeServer() as server:
         command = [
@@ -563,9 +558,7 @@ def test_a_run_folder_inside_another_run_is_refused_at_the_start(inner, folder, 
     command(*job, "--run-folder", f"runs/output/{inner}")
 
 
-def test_names_of_the_short_form_are_refused_for_a_long_one(
-    capsys,
-):
+def test_names_of_the_short_form_are_refused_for_a_long_one(capsys):
     Path("long.yaml").write_text("executor: {}")
     assert main(["run", "long.yaml", "--model", "m"]) == 2
     assert "--model: long.yaml is in the long form" in capsys.readouterr().err
@@ -650,9 +643,7 @@ DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_comma
 
 
 @pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
-def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(
-    door,
-):
+def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(door):
     every = " of ".join(SETTINGS)
     path = every.replace(" ", "_")
     cause = KeyError(every)
@@ -752,11 +743,7 @@ def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder, command, 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_rollout_has_raised_is_quoted_word_for_word(
-    folder,
-    server,
-    command,
-    monkeypatch,
-    workers,
+    folder, server, command, monkeypatch, workers
 ):
     raised = " of ".join(SETTINGS)
     Path("raises_names.py").write_text(
@@ -940,7 +927,7 @@ class Far(MemoryFileSystem):
 
     protocol, error, asked = "far", Exception(), 0
 
-    def info(self, path: str, **options: Any) -> Any:
+    def info(self, path, **options):
         type(self).asked += 1
         raise self.error
 
@@ -956,12 +943,7 @@ class Far(MemoryFileSystem):
     ],
 )
 def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
-    error,
-    looks,
-    said,
-    policy,
-    command,
-    monkeypatch,
+    error, looks, said, policy, command, monkeypatch
 ):
     waits = []
     policy("OPENING", sleep=waits.append, clock=lambda: sum(waits))

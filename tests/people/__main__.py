@@ -2,13 +2,10 @@
 kind once.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 from tests import forked
 from tests.people.commands import Commands
@@ -17,7 +14,7 @@ from tests.people.search import explore, sequence, try_sequence
 from tests.people.world import Tally
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.people", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="the first sequence; the others follow")
@@ -35,17 +32,17 @@ def main() -> int:
         return _search(commands, arguments)
 
 
-def _replay(commands: Commands, seed: int, text: str) -> int:
+def _replay(commands, seed, text):
     operations = [Operation.parse(word) for word in text.split()] or sequence(seed)
     found = try_sequence(commands, seed, operations)
     print(found or "no promise is broken")
     return found is not None
 
 
-def _search(commands: Commands, arguments: argparse.Namespace) -> int:
+def _search(commands, arguments):
     started_at, tally = time.monotonic(), Tally()
 
-    def seeds() -> Iterator[int]:
+    def seeds():
         for number in itertools.count():
             if number == arguments.sequences:
                 return
@@ -53,7 +50,7 @@ def _search(commands: Commands, arguments: argparse.Namespace) -> int:
                 return
             yield arguments.seed + number
 
-    kinds: Counter[tuple[str, ...]] = Counter()
+    kinds = Counter()
     for found in explore(commands, seeds(), tally):
         kinds[found.signature] += 1
         if kinds[found.signature] == 1:

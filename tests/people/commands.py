@@ -14,8 +14,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 _SCRIPT = str(Path(__file__).with_name("command.py"))
 
@@ -40,7 +38,7 @@ class Ended:
     is_cut: bool
 
 
-def error_of(ended: Ended) -> str:
+def error_of(ended):
     """The message with which it stopped; "" if there was none."""
     place = ended.terminal.rfind("error: ")
     return ended.terminal[place:].strip() if place >= 0 else ""
@@ -49,9 +47,7 @@ def error_of(ended: Ended) -> str:
 class Running:
     """A command under way, the leader of its own process group."""
 
-    def __init__(
-        self, argv: list[str], process: subprocess.Popen[bytes], log: Path, file_size: int | None
-    ) -> None:
+    def __init__(self, argv, process, log, file_size):
         self._argv = argv
         self._file_size = file_size
         self._process = process
@@ -59,15 +55,15 @@ class Running:
         self._started_at = time.monotonic()
 
     @property
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self._process.poll() is None
 
-    def signal(self, number: int = signal.SIGKILL) -> None:
+    def signal(self, number=signal.SIGKILL):
         """Sends a signal to the process group, which may be gone already."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
-    def wait(self, seconds: float) -> Ended:
+    def wait(self, seconds):
         """The end of the command. It is killed if it takes longer."""
         handle = os.pidfd_open(self._process.pid)
         in_time = bool(select.select([handle], [], [], seconds)[0])
@@ -89,30 +85,18 @@ class Running:
 class Commands:
     """A context manager: what still runs at its end is killed."""
 
-    def __init__(self) -> None:
-        self._started: list[Running] = []
+    def __init__(self):
+        self._started = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         for running in self._started:
             if running.is_alive:
                 running.signal()
 
-    def start(
-        self,
-        argv: list[str],
-        cwd: Path,
-        logs: Path,
-        file_size: int | None = None,
-        environment: dict[str, str] | None = None,
-    ) -> Running:
+    def start(self, argv, cwd, logs, file_size=None, environment=None):
         """Starts ``datatrove-ckpt`` with these arguments.
 
         Args:

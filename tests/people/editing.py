@@ -1,11 +1,6 @@
 """Changes of the settings, of the input, and of the endpoint, and the way back."""
 
-from __future__ import annotations
-
-import random
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tests.people.endpoint import Outage
 from tests.people.inputs import (
@@ -15,23 +10,20 @@ from tests.people.inputs import (
     RAISES,
     REJECTED,
     UNWRITABLE,
-    Form,
-    InputFile,
     Row,
 )
-from tests.people.operations import Action, action
+from tests.people.operations import action
 from tests.people.settings import BY_LANGUAGE, Settings
-from tests.people.world import World
 
 _STATUSES = (503, 503, 429, 500, 502, 401, 403, 404, 402, 405, 421)
 
 # Settings ----------------------------------------------------------------------------------------
 
 
-def _changing(setting: str, values: Sequence[Any]) -> Action:
+def _changing(setting, values):
     """To another one of the values."""
 
-    def change(world: World, chance: random.Random) -> str:
+    def change(world, chance):
         value = chance.choice(
             [other for other in values if other != getattr(world.settings, setting)]
         )
@@ -54,7 +46,7 @@ action(weight=1)(_changing("mirror", (False, True)))
 
 
 @action(weight=1)
-def spell_folder(world: World, chance: random.Random) -> str:
+def spell_folder(world, chance):
     """Names a folder by a variable or by ~: it must be the same folder, or be refused."""
     place = chance.choice(("$JOB/", "${JOB}/", "~/"))
     name = chance.choice(("output_folder", "checkpoints_folder", "logging_dir"))
@@ -67,7 +59,7 @@ def spell_folder(world: World, chance: random.Random) -> str:
 
 
 @action(weight=3)
-def add_file(world: World, chance: random.Random) -> str:
+def add_file(world, chance):
     name = chance.choice(
         [name for name in ("0.jsonl", "bb.jsonl", "y.jsonl", "z.jsonl") if name not in world.inputs]
         or ["z.jsonl"]
@@ -77,7 +69,7 @@ def add_file(world: World, chance: random.Random) -> str:
 
 
 @action(weight=3)
-def append_rows(world: World, chance: random.Random) -> str:
+def append_rows(world, chance):
     number = chance.randint(1, 4)
     rows = world.rows(chance, number)
     return _edit(
@@ -86,7 +78,7 @@ def append_rows(world: World, chance: random.Random) -> str:
 
 
 @action()
-def remove_file(world: World, chance: random.Random) -> str:
+def remove_file(world, chance):
     name = _some_input(world, chance)
     if not name:
         return ""
@@ -95,8 +87,8 @@ def remove_file(world: World, chance: random.Random) -> str:
 
 
 @action()
-def remove_row(world: World, chance: random.Random) -> str:
-    def without(file: InputFile) -> InputFile:
+def remove_row(world, chance):
+    def without(file):
         place = chance.randrange(len(file.rows)) if file.rows else 0
         return file.with_rows(file.rows[:place] + file.rows[place + 1 :])
 
@@ -104,10 +96,10 @@ def remove_row(world: World, chance: random.Random) -> str:
 
 
 @action()
-def edit_row(world: World, chance: random.Random) -> str:
+def edit_row(world, chance):
     """Makes one text longer."""
 
-    def edited(file: InputFile) -> InputFile:
+    def edited(file):
         rows = list(file.rows)
         if rows:
             place = chance.randrange(len(rows))
@@ -120,7 +112,7 @@ def edit_row(world: World, chance: random.Random) -> str:
 
 
 @action()
-def edit_row_keeping_size(world: World, chance: random.Random) -> str:
+def edit_row_keeping_size(world, chance):
     """Until the job is finished, a run does not see this in a file that was read to its end: both
     texts are right.
     """
@@ -138,28 +130,28 @@ def edit_row_keeping_size(world: World, chance: random.Random) -> str:
 
 
 @action(weight=1)
-def reorder_rows(world: World, chance: random.Random) -> str:
-    def reordered(file: InputFile) -> InputFile:
+def reorder_rows(world, chance):
+    def reordered(file):
         return file.with_rows(tuple(chance.sample(file.rows, len(file.rows))))
 
     return _edit(world, chance, "reorder the documents", reordered)
 
 
 @action(weight=6)
-def write_in_another_form(world: World, chance: random.Random) -> str:
-    form: Form = chance.choice(("gz", "zst", "cut gz", "cut zst", "array", "plain text"))
+def write_in_another_form(world, chance):
+    form = chance.choice(("gz", "zst", "cut gz", "cut zst", "array", "plain text"))
     return _edit(world, chance, f"write as {form}", lambda file: replace(file, form=form))
 
 
 @action(weight=1)
-def damage_line(world: World, chance: random.Random) -> str:
+def damage_line(world, chance):
     return _edit(
         world, chance, "add half a line", lambda file: replace(file, damaged=file.damaged + 1)
     )
 
 
 @action(weight=3)
-def add_odd_document(world: World, chance: random.Random) -> str:
+def add_odd_document(world, chance):
     name = _some_input(world, chance)
     if not name:
         return ""
@@ -189,9 +181,7 @@ def add_odd_document(world: World, chance: random.Random) -> str:
     return f"add to {name}: {what}"
 
 
-def _edit(
-    world: World, chance: random.Random, what: str, edit: Callable[[InputFile], InputFile]
-) -> str:
+def _edit(world, chance, what, edit):
     name = _some_input(world, chance)
     if not name:
         return ""
@@ -199,7 +189,7 @@ def _edit(
     return f"input {name}: {what}"
 
 
-def _some_input(world: World, chance: random.Random) -> str:
+def _some_input(world, chance):
     return chance.choice(sorted(world.inputs) or [""])
 
 
@@ -207,7 +197,7 @@ def _some_input(world: World, chance: random.Random) -> str:
 
 
 @action(weight=3)
-def outage(world: World, chance: random.Random) -> str:
+def outage(world, chance):
     status, after, lasts = (
         chance.choice(_STATUSES),
         chance.choice((0, 0, 1, 3, 7)),
@@ -219,17 +209,15 @@ def outage(world: World, chance: random.Random) -> str:
 
 
 @action(weight=1)
-def endpoint_away(world: World, chance: random.Random) -> str:
+def endpoint_away(world, chance):
     world.away = True
     return "the endpoint is away"
 
 
 @action()
-def odd_usage(world: World, chance: random.Random) -> str:
+def odd_usage(world, chance):
     """Counts of tokens that are none."""
-    odd: object = chance.choice(
-        (-1, "7", "\N{SNOWMAN}", 0.5, 1e300, 2**53, True, None, [], {"a": [None]})
-    )
+    odd = chance.choice((-1, "7", "\N{SNOWMAN}", 0.5, 1e300, 2**53, True, None, [], {"a": [None]}))
     world.endpoint.server.usage = {
         "prompt_tokens": odd,
         "completion_tokens": odd,
@@ -241,6 +229,6 @@ def odd_usage(world: World, chance: random.Random) -> str:
 
 
 @action(weight=6)
-def put_back(world: World, chance: random.Random) -> str:
+def put_back(world, chance):
     world.put_back()
     return "settings and input as at the beginning; the endpoint is well"

@@ -5,9 +5,7 @@ FakeServer with outages, and with a trap at a number of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from datatrove_ckpt.testing import FakeServer
 from tests.people.inputs import REJECTED, answer_of
@@ -27,7 +25,7 @@ class Outage:
     after: int
     lasts: int | None = None
 
-    def next(self) -> int | None:
+    def next(self):
         """The status of the next request; None: it is answered well."""
         self.after -= 1
         if self.after >= 0 or (self.lasts is not None and -self.after > self.lasts):
@@ -45,18 +43,18 @@ class Endpoint:
             ``set_trap`` is answered.
     """
 
-    def __init__(self) -> None:
-        self.outage: Outage | None = None
+    def __init__(self):
+        self.outage = None
         self.requests = 0
-        self._trap: Callable[[], None] | None = None
+        self._trap = None
         self._trap_at = 0
         self.server = FakeServer(answer=self._answer, status=self._status)
 
-    def set_trap(self, at: int, trap: Callable[[], None] | None) -> None:
+    def set_trap(self, at, trap):
         self._trap_at = self.requests + at
         self._trap = trap
 
-    def _status(self, payload: dict[str, Any], times: int) -> int | None:
+    def _status(self, payload, times):
         self.requests += 1
         if self._trap is not None and self.requests >= self._trap_at:
             trap, self._trap = self._trap, None
@@ -65,5 +63,5 @@ class Endpoint:
             return status
         return 400 if REJECTED in payload["messages"][-1]["content"] else None
 
-    def _answer(self, payload: dict[str, Any], times: int) -> str:
+    def _answer(self, payload, times):
         return answer_of(payload["model"], payload["messages"][-1]["content"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
@@ -25,7 +24,7 @@ _DAMAGED = (
     b'{"id": "torn", "text": "to\n',
     b'{"id": "half a pair", "text": "half \\ud83d", "lang": "de"}\n',
 )
-SUFFIX: dict[Form, str] = {"gz": ".gz", "cut gz": ".gz", "zst": ".zst", "cut zst": ".zst"}
+SUFFIX = {"gz": ".gz", "cut gz": ".gz", "zst": ".zst", "cut zst": ".zst"}
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,22 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self):
         """What becomes of it if nothing else goes wrong and dead letters are allowed."""
         if any(word in self.text for word in (REJECTED, RAISES, LEAVES, OUTSIDE, UNWRITABLE)):
             return "dead"
         return "dropped" if DROPPED in self.text else "written"
 
     @property
-    def is_asked(self) -> bool:
+    def is_asked(self):
         """Its rollout sends a request."""
         return RAISES not in self.text and LEAVES not in self.text
 
     @property
-    def is_answered(self) -> bool:
+    def is_answered(self):
         return self.is_asked and REJECTED not in self.text
 
-    def line(self, text_key: str = "text") -> bytes:
+    def line(self, text_key="text"):
         return json.dumps({"id": self.id, text_key: self.text, **self.extra}).encode() + b"\n"
 
 
@@ -71,24 +70,24 @@ class InputFile:
     damaged: int = 0
 
     @property
-    def file_name(self) -> str:
+    def file_name(self):
         return self.name + SUFFIX.get(self.form, "")
 
     @property
-    def is_readable(self) -> bool:
+    def is_readable(self):
         return self.form in ("lines", "gz", "zst")
 
     @property
-    def is_cut(self) -> bool:
+    def is_cut(self):
         return self.form in ("cut gz", "cut zst")
 
     @property
-    def lines_without_document(self) -> int:
+    def lines_without_document(self):
         if self.form == "array":
             return 1
         return self.damaged if self.is_readable else len(self.rows)
 
-    def content(self) -> bytes:
+    def content(self):
         lines = [row.line() for row in self.rows] + [
             _DAMAGED[number % 2] for number in range(self.damaged)
         ]
@@ -114,11 +113,11 @@ class InputFile:
             return b"".join(blocks[:-2]) or b"".join(blocks)[:8]
         return b"".join(blocks)
 
-    def with_rows(self, rows: tuple[Row, ...]) -> InputFile:
+    def with_rows(self, rows):
         return replace(self, rows=rows)
 
 
-def write_inputs(folder: Path, inputs: dict[str, InputFile]) -> None:
+def write_inputs(folder, inputs):
     """Makes the folder hold these files. Files that are right already are not touched."""
     folder.mkdir(exist_ok=True)
     wanted = {file.file_name: file.content() for file in inputs.values()}
@@ -134,7 +133,7 @@ def write_inputs(folder: Path, inputs: dict[str, InputFile]) -> None:
 WORDS_OF_AN_ANSWER = 2
 
 
-def answer_of(model: str, question: str) -> str:
+def answer_of(model, question):
     """What the server answers: it depends on model and question, and on nothing else."""
     return "answer " + xxhash.xxh3_64_hexdigest(f"{model}|{question}".encode())
 
@@ -160,11 +159,11 @@ class Expected:
     unread_lines: int = 0
     impossible: str = ""
 
-    def ids(self, outcome: Outcome) -> set[str]:
+    def ids(self, outcome):
         return {id for id, row in self.rows.items() if row.outcome == outcome}
 
     @property
-    def requests(self) -> tuple[int, int]:
+    def requests(self):
         """Fewest and most requests of an undisturbed run: a rejected rollout cancels the others of
         its document.
         """
@@ -174,15 +173,7 @@ class Expected:
         )
 
 
-def expected(
-    inputs: dict[str, InputFile],
-    model: str,
-    prompt: str,
-    impossible: str = "",
-    *,
-    rollouts: int = 1,
-    older_texts: dict[str, set[str]] | None = None,
-) -> Expected:
+def expected(inputs, model, prompt, impossible="", *, rollouts=1, older_texts=None):
     readable = {row.id: row for file in inputs.values() if file.is_readable for row in file.rows}
     cut = sorted(file.file_name for file in inputs.values() if file.is_cut)
     if cut:

@@ -8,13 +8,8 @@ it needs.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from tests.people.world import World
-
-Action: TypeAlias = Callable[[World, random.Random], str]
 """Does something, and says what it did; "" if there was nothing to do it to."""
 
 
@@ -25,27 +20,27 @@ class Operation:
     name: str
     seed: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.name}:{self.seed}"
 
     @classmethod
-    def parse(cls, text: str) -> Operation:
+    def parse(cls, text):
         name, _, seed = text.partition(":")
         return cls(name, int(seed or 0))
 
-    def apply(self, world: World) -> str:
+    def apply(self, world):
         return ACTIONS[self.name](world, random.Random(f"{self.name} {self.seed}"))
 
 
-ACTIONS: dict[str, Action] = {}
-RUNS: list[str] = []
+ACTIONS = {}
+RUNS = []
 """Names of the operations that run the job."""
-WEIGHTS: dict[str, int] = {}
+WEIGHTS = {}
 """How often an operation is chosen, relative to the others of its sort."""
 
 
-def action(weight: int = 2, run: bool = False) -> Callable[[Action], Action]:
-    def register(function: Action) -> Action:
+def action(weight=2, run=False):
+    def register(function):
         name = function.__name__
         ACTIONS[name], WEIGHTS[name] = function, weight
         if run:

@@ -5,16 +5,12 @@ It reads the output, the dead letters and the terminal as a user would, and know
 checkpoints.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from tests.people.commands import Ended
-from tests.people.inputs import WORDS_OF_AN_ANSWER, Expected
+from tests.people.inputs import WORDS_OF_AN_ANSWER
 
 _CLOSING = re.compile(
     r"(?P<written>\d+) of (?P<read>\d+) documents? (?:are|is) in (?P<files>\d+) files? in (?P<folder>\S+?) "
@@ -38,15 +34,15 @@ class Failure(Exception):
         text: what was found.
     """
 
-    def __init__(self, kind: str, text: str) -> None:
+    def __init__(self, kind, text):
         super().__init__(text)
         self.kind = kind
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind}: {self.args[0]}"
 
 
-def check_end(ended: Ended) -> None:
+def check_end(ended):
     """What holds for every command, whatever its exit code.
 
     Raises:
@@ -59,14 +55,7 @@ def check_end(ended: Ended) -> None:
         raise Failure("traceback", _tail(terminal[terminal.index("Traceback (most") :]))
 
 
-def check_success(
-    expected: Expected,
-    output: Path,
-    checkpoints: Path,
-    terminal: str,
-    requests: tuple[int, int],
-    exact_tokens: bool,
-) -> None:
+def check_success(expected, output, checkpoints, terminal, requests, exact_tokens):
     """What exit code 0 of a run promises.
 
     Args:
@@ -89,7 +78,7 @@ def check_success(
         raise Failure(failure.kind, f"{failure.args[0]}\n{_last_line(terminal)}") from None
 
 
-def check_verify(expected: Expected, ended: Ended) -> None:
+def check_verify(expected, ended):
     """What ``verify`` must say of a job that has just ended with exit code 0 and that nobody has
     touched.
 
@@ -109,9 +98,7 @@ def check_verify(expected: Expected, ended: Ended) -> None:
         raise Failure("verify", f"the truth is {true}\n{_tail(ended.terminal)}")
 
 
-def _check_documents(
-    expected: Expected, written: list[dict[str, Any]], dead: dict[str, str]
-) -> None:
+def _check_documents(expected, written, dead):
     times = Counter(str(document["id"]) for document in written)
     if strangers := sorted(times.keys() - expected.rows.keys()):
         raise Failure(
@@ -145,9 +132,7 @@ def _check_documents(
             raise Failure("wrong answer", f"{document['id']}: {results}")
 
 
-def _check_numbers(
-    expected: Expected, output: Path, terminal: str, requests: tuple[int, int], exact_tokens: bool
-) -> None:
+def _check_numbers(expected, output, terminal, requests, exact_tokens):
     line, nothing = (
         _last_line(terminal),
         f"There are no documents in the input, so there is no output in {output}.",
@@ -188,7 +173,7 @@ def _check_numbers(
         )
 
 
-def _documents(output: Path) -> list[dict[str, Any]]:
+def _documents(output):
     found = []
     for path in _files(output):
         for line in path.read_bytes().splitlines():
@@ -201,7 +186,7 @@ def _documents(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _files(output: Path) -> list[Path]:
+def _files(output):
     """The files that a user sees: staged ones are hidden."""
     return sorted(
         path
@@ -211,7 +196,7 @@ def _files(output: Path) -> list[Path]:
     )
 
 
-def _dead_letters(checkpoints: Path) -> dict[str, str]:
+def _dead_letters(checkpoints):
     letters = {}
     for path in checkpoints.glob("[0-9]*/dead_letters.jsonl"):
         for line in path.read_bytes().splitlines():
@@ -220,7 +205,7 @@ def _dead_letters(checkpoints: Path) -> dict[str, str]:
     return letters
 
 
-def _last_line_at(terminal: str) -> int:
+def _last_line_at(terminal):
     found = list(re.finditer(r"^\d+ of \d+ documents?\b", terminal, re.MULTILINE))
     return (
         found[-1].start()
@@ -229,13 +214,13 @@ def _last_line_at(terminal: str) -> int:
     )
 
 
-def _last_line(terminal: str) -> str:
+def _last_line(terminal):
     return terminal[_last_line_at(terminal) :].strip()
 
 
-def _tail(text: str, lines: int = 25) -> str:
+def _tail(text, lines=25):
     return "\n".join(text.strip().splitlines()[-lines:])
 
 
-def _few(ids: list[str]) -> str:
+def _few(ids):
     return f"{', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''} ({len(ids)})"

@@ -2,17 +2,14 @@
 changes.
 """
 
-from __future__ import annotations
-
 import itertools
-import random
 import re
 import shlex
 import signal
 import threading
 from dataclasses import replace
 
-from tests.people.commands import Ended, Running, error_of
+from tests.people.commands import error_of
 from tests.people.operations import action
 from tests.people.oracle import check_verify
 from tests.people.tampering import (
@@ -21,7 +18,6 @@ from tests.people.tampering import (
     remove_output_file,
     replace_output_file,
 )
-from tests.people.world import World
 
 _CHANGES = (
     remove_output_file,
@@ -33,19 +29,19 @@ _CHANGES = (
 
 
 @action(weight=8, run=True)
-def run(world: World, chance: random.Random) -> str:
+def run(world, chance):
     return _said("run", world.run())
 
 
 @action(weight=4, run=True)
-def run_killed(world: World, chance: random.Random) -> str:
+def run_killed(world, chance):
     at = chance.randint(1, 15)
     ended = world.run(at=at, trap=lambda running: running[0].signal(signal.SIGKILL))
     return _said(f"run, kill -9 at request {at}", ended)
 
 
 @action(run=True)
-def run_stopped(world: World, chance: random.Random) -> str:
+def run_stopped(world, chance):
     number, at = chance.choice((signal.SIGTERM, signal.SIGINT)), chance.randint(1, 15)
     return _said(
         f"run, {number.name} at request {at}",
@@ -54,11 +50,11 @@ def run_stopped(world: World, chance: random.Random) -> str:
 
 
 @action(run=True)
-def run_killed_at_a_time(world: World, chance: random.Random) -> str:
+def run_killed_at_a_time(world, chance):
     seconds = chance.uniform(0, 0.2)
-    timers: list[threading.Timer] = []
+    timers = []
 
-    def started(running: list[Running]) -> None:
+    def started(running):
         timers.append(threading.Timer(seconds, running[0].signal))
         timers[0].start()
 
@@ -69,18 +65,18 @@ def run_killed_at_a_time(world: World, chance: random.Random) -> str:
 
 
 @action(run=True)
-def run_on_a_full_disk(world: World, chance: random.Random) -> str:
+def run_on_a_full_disk(world, chance):
     size = chance.choice((0, 4, 8, 16, 32)) * 1024 + chance.randrange(4096)
     return _said(f"run, no file larger than {size} bytes", world.run(file_size=size))
 
 
 @action(run=True)
-def run_two(world: World, chance: random.Random) -> str:
+def run_two(world, chance):
     return _said("run two at once", world.run(also=world.settings))
 
 
 @action(run=True)
-def run_two_different(world: World, chance: random.Random) -> str:
+def run_two_different(world, chance):
     """Two people with two YAML files, and the same folders."""
     settings = world.settings
     what, also = chance.choice(
@@ -94,11 +90,11 @@ def run_two_different(world: World, chance: random.Random) -> str:
 
 
 @action(run=True)
-def run_while_output_changes(world: World, chance: random.Random) -> str:
+def run_while_output_changes(world, chance):
     at, done = chance.randint(3, 20), []
     change = chance.choice(_CHANGES)
 
-    def trap(running: list[Running]) -> None:
+    def trap(running):
         world.runs = True
         done.append(change(world, chance))
         world.runs = False
@@ -108,7 +104,7 @@ def run_while_output_changes(world: World, chance: random.Random) -> str:
 
 
 @action(run=True)
-def run_retry(world: World, chance: random.Random) -> str:
+def run_retry(world, chance):
     if world.history.began_with is not None and world.settings != world.history.began_with[0]:
         return ""  # a retry may use another prompt, for its letters only
     world.history.exact_tokens = False  # a letter may have had answers, and its retry asks again
@@ -116,7 +112,7 @@ def run_retry(world: World, chance: random.Random) -> str:
 
 
 @action(weight=3, run=True)
-def do_what_it_says(world: World, chance: random.Random) -> str:
+def do_what_it_says(world, chance):
     """The command that the last message names, or the removals that it asks for; then the job
     again.
     """
@@ -131,7 +127,7 @@ def do_what_it_says(world: World, chance: random.Random) -> str:
     return f"{done}; {_said('run', world.run())}" if done else ""
 
 
-def _remove_what_it_names(world: World, error: str) -> str:
+def _remove_what_it_names(world, error):
     """Output files that the message wants deleted by name, or the markers and the output of tasks
     by number.
     """
@@ -156,7 +152,7 @@ def _remove_what_it_names(world: World, error: str) -> str:
 _PLACES = ("checkpoints", "logs", "CHECKPOINTS", "LOGGING_DIR")
 
 
-def _command_of(advice: str) -> list[str]:
+def _command_of(advice):
     """The arguments of a command inside a sentence: it ends with the last path or option."""
     words = advice.split()[1:]
     kept = words[:1]
@@ -171,17 +167,17 @@ def _command_of(advice: str) -> list[str]:
     return kept
 
 
-def _said(what: str, ended: list[Ended]) -> str:
+def _said(what, ended):
     return f"{what}: {', '.join(_exit(end) for end in ended)}"
 
 
-def _exit(ended: Ended) -> str:
+def _exit(ended):
     error = error_of(ended)
     return f"exit {ended.code}" + (f" ({error})" if error else "")
 
 
 @action(weight=1)
-def look(world: World, chance: random.Random) -> str:
+def look(world, chance):
     """Commands that only read."""
     if not world.checkpoints.exists():
         return ""

@@ -6,12 +6,11 @@ import itertools
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.people import editing, running, tampering  # noqa: F401 (they register their operations)
-from tests.people.commands import Commands, error_of
+from tests.people.commands import error_of
 from tests.people.operations import ACTIONS, RUNS, WEIGHTS, Operation
 from tests.people.oracle import Failure
 from tests.people.world import Tally, World
@@ -37,20 +36,20 @@ class Found:
     failure: Failure
 
     @property
-    def signature(self) -> tuple[str, ...]:
+    def signature(self):
         """Equal for failures that look alike: the promise, and the operations without their
         seeds.
         """
         names = [operation.name for operation in self.operations]
         return self.failure.kind, *names
 
-    def __str__(self) -> str:
+    def __str__(self):
         replay = " ".join(map(str, self.operations))
         steps = "\n".join(f"  {step}" for step in self.steps)
         return f'{steps}\n  -> {self.failure}\n  python -m tests.people --seed {self.seed} --replay "{replay}"'
 
 
-def sequence(seed: int) -> list[Operation]:
+def sequence(seed):
     """The operations of a sequence: four in ten run the job, the others are of a few kinds, so that
     each kind meets worlds that others have not disturbed (swarm testing; Groce et al. 2012). Half
     begin with a run, because most operations need one.
@@ -70,9 +69,7 @@ def sequence(seed: int) -> list[Operation]:
     return [*operations, Operation("run", 0)]
 
 
-def try_sequence(
-    commands: Commands, seed: int, operations: Sequence[Operation], tally: Tally | None = None
-) -> Found | None:
+def try_sequence(commands, seed, operations, tally=None):
     """Carries out the operations in a new world, then puts it in order.
 
     Returns the first broken promise, if any.
@@ -80,8 +77,8 @@ def try_sequence(
     tally = tally or Tally()
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(dir=parent, prefix="datatrove-ckpt-people-"))
-    steps: list[str] = []
-    done: list[Operation] = []
+    steps = []
+    done = []
     tally.sequences += 1
     try:
         with World(folder / "world", commands, random.Random(f"world {seed}"), tally) as world:
@@ -102,7 +99,7 @@ def try_sequence(
     return None
 
 
-def _finish(world: World, steps: list[str]) -> None:
+def _finish(world, steps):
     """Puts back what a job needs, and lets it finish."""
     if not world.must_finish():
         return
@@ -120,7 +117,7 @@ def _finish(world: World, steps: list[str]) -> None:
     )
 
 
-def shortest(commands: Commands, found: Found) -> Found:
+def shortest(commands, found):
     """The same failure with as few and as plain operations as possible."""
     shrunk = True
     while shrunk:
@@ -133,7 +130,7 @@ def shortest(commands: Commands, found: Found) -> Found:
     return found
 
 
-def _shorter(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
+def _shorter(operations):
     """The operations without one of them; without two, as a change and the way back are one; with a
     plain run.
     """
@@ -150,7 +147,7 @@ def _shorter(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
             yield [*operations[:place], Operation("run", 0), *operations[place + 1 :]]
 
 
-def explore(commands: Commands, seeds: Iterator[int], tally: Tally) -> Iterator[Found]:
+def explore(commands, seeds, tally):
     """Failures of the sequences of these seeds, each reduced."""
     for seed in seeds:
         found = try_sequence(commands, seed, sequence(seed), tally)

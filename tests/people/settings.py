@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, fields
-from typing import Any
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 
@@ -35,9 +34,9 @@ class Settings:
     logging_dir: str = "logs"
 
 
-def job_yaml(settings: Settings, url: str) -> dict[str, Any]:
+def job_yaml(settings, url):
     """The content of the YAML file. ``url``: of the endpoint."""
-    config: dict[str, Any] = {
+    config = {
         "server_type": "endpoint",
         "endpoint_url": url,
         "model_name_or_path": settings.model,
@@ -47,7 +46,7 @@ def job_yaml(settings: Settings, url: str) -> dict[str, Any]:
         "server_ready_max_attempts": 1,
         "server_ready_delay_sec": 0.3,
     }
-    runner: dict[str, Any] = {
+    runner = {
         "rollout_fn": {"class_path": "picky.Picky", "init_args": {"prompt": settings.prompt}},
         "config": config,
         "output_writer": {

@@ -1,25 +1,19 @@
 """What people do to output, checkpoints and logs by hand, between two runs or during one."""
 
-from __future__ import annotations
-
-import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from tests.people.operations import action
-from tests.people.world import World
 
 
 @action()
-def remove_output_file(world: World, chance: random.Random) -> str:
+def remove_output_file(world, chance):
     return _touch_output(world, chance, "remove", lambda path: path.unlink())
 
 
 @action()
-def cut_output_file(world: World, chance: random.Random) -> str:
-    def cut(path: Path) -> None:
+def cut_output_file(world, chance):
+    def cut(path):
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:-1]))
 
@@ -27,7 +21,7 @@ def cut_output_file(world: World, chance: random.Random) -> str:
 
 
 @action(weight=4)
-def mix_up_output_files(world: World, chance: random.Random) -> str:
+def mix_up_output_files(world, chance):
     files = world.output_files()
     if len(files) < 2:
         return ""
@@ -41,17 +35,17 @@ def mix_up_output_files(world: World, chance: random.Random) -> str:
 
 
 @action()
-def replace_output_file(world: World, chance: random.Random) -> str:
+def replace_output_file(world, chance):
     """By one of the same size."""
 
-    def replace_id(path: Path) -> None:
+    def replace_id(path):
         path.write_bytes(path.read_bytes().replace(b"doc-", b"cod-", 1))
 
     return _touch_output(world, chance, "change an id in", replace_id)
 
 
 @action(weight=1)
-def repair_full(world: World, chance: random.Random) -> str:
+def repair_full(world, chance):
     if not world.checkpoints.exists():
         return ""
     ended = world.command(["repair", "checkpoints", "--full", "--logging-dir", "logs"])
@@ -59,17 +53,17 @@ def repair_full(world: World, chance: random.Random) -> str:
 
 
 @action(weight=1)
-def remove_output(world: World, chance: random.Random) -> str:
+def remove_output(world, chance):
     return _remove(world, world.output)
 
 
 @action()
-def remove_checkpoints(world: World, chance: random.Random) -> str:
+def remove_checkpoints(world, chance):
     return _remove(world, world.checkpoints)
 
 
 @action()
-def lose_node(world: World, chance: random.Random) -> str:
+def lose_node(world, chance):
     """The checkpoints are on the mirror only. What was not uploaded yet is done again."""
     if not world.settings.mirror:
         world.settings = replace(world.settings, mirror=True)
@@ -84,13 +78,13 @@ def lose_node(world: World, chance: random.Random) -> str:
 
 
 @action()
-def remove_rank_folder(world: World, chance: random.Random) -> str:
+def remove_rank_folder(world, chance):
     ranks = sorted(world.checkpoints.glob("[0-9]*"))
     return _remove(world, chance.choice(ranks)) if ranks else ""
 
 
 @action()
-def remove_logs(world: World, chance: random.Random) -> str:
+def remove_logs(world, chance):
     if not world.logs.exists():
         return ""
     shutil.rmtree(world.logs)
@@ -98,19 +92,19 @@ def remove_logs(world: World, chance: random.Random) -> str:
 
 
 @action()
-def copy_checkpoints(world: World, chance: random.Random) -> str:
+def copy_checkpoints(world, chance):
     return "copy checkpoints" if _copy_over(world.checkpoints, world.kept) else ""
 
 
 @action()
-def bring_back_checkpoints(world: World, chance: random.Random) -> str:
+def bring_back_checkpoints(world, chance):
     if not _copy_over(world.kept, world.checkpoints):
         return ""
     world.touched()
     return "bring back the copy of checkpoints"
 
 
-def _copy_over(source: Path, target: Path) -> bool:
+def _copy_over(source, target):
     """False if there is nothing to copy."""
     if not source.exists():
         return False
@@ -120,7 +114,7 @@ def _copy_over(source: Path, target: Path) -> bool:
 
 
 @action(weight=1)
-def cut_commits(world: World, chance: random.Random) -> str:
+def cut_commits(world, chance):
     logs = sorted(world.checkpoints.glob("[0-9]*/commits.jsonl"))
     if not logs:
         return ""
@@ -132,9 +126,7 @@ def cut_commits(world: World, chance: random.Random) -> str:
     return f"remove the last {removed} lines of {_name(world, log)}"
 
 
-def _touch_output(
-    world: World, chance: random.Random, what: str, change: Callable[[Path], None]
-) -> str:
+def _touch_output(world, chance, what, change):
     files = world.output_files()
     if not files:
         return ""
@@ -144,11 +136,11 @@ def _touch_output(
     return f"{what} {_name(world, path)}"
 
 
-def _name(world: World, path: Path) -> str:
+def _name(world, path):
     return str(path.relative_to(world.folder))
 
 
-def _remove(world: World, folder: Path) -> str:
+def _remove(world, folder):
     if not folder.exists():
         return ""
     shutil.rmtree(folder)
@@ -157,6 +149,6 @@ def _remove(world: World, folder: Path) -> str:
 
 
 @action(weight=2)
-def start_over(world: World, chance: random.Random) -> str:
+def start_over(world, chance):
     world.start_over()
     return "remove output, checkpoints and logs"

@@ -6,17 +6,12 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from tests.people.commands import Commands, Ended, Running
 from tests.people.endpoint import Endpoint
-from tests.people.inputs import LEAVES, UNWRITABLE, Expected, InputFile, Row, expected, write_inputs
+from tests.people.inputs import LEAVES, UNWRITABLE, InputFile, Row, expected, write_inputs
 from tests.people.oracle import Failure, check_end, check_success
 from tests.people.settings import BY_LANGUAGE, BY_RANK, NOWHERE, Settings, job_yaml
 
@@ -102,9 +97,7 @@ class World:
         history: what happened to the job so far.
     """
 
-    def __init__(
-        self, folder: Path, commands: Commands, chance: random.Random, tally: Tally | None = None
-    ) -> None:
+    def __init__(self, folder, commands, chance, tally=None):
         self.folder = folder
         self.output, self.checkpoints = folder / "output", folder / "checkpoints"
         self.logs, self.mirror = folder / "logs", folder / "mirror"
@@ -127,26 +120,21 @@ class World:
             workers=chance.choice((*[1] * 15, 2)),
             mirror=chance.random() < 0.25,
         )
-        self.inputs: dict[str, InputFile] = {}
+        self.inputs = {}
         for name in "abcd"[: chance.randint(1, 4)]:
             self.add_file(f"{name}.jsonl", self.rows(chance, chance.randint(1, 7)))
         (folder / "terminals").mkdir(parents=True)
         (folder / "picky.py").write_text(_ROLLOUT)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         self.endpoint.server.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         self.endpoint.server.__exit__(kind, error, trace)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def __str__(self) -> str:
+    def __str__(self):
         changed = [
             f"{item.name} {getattr(self.settings, item.name)!r}"
             for item in fields(Settings)
@@ -159,7 +147,7 @@ class World:
 
     # The folder ----------------------------------------------------------------------------------
 
-    def output_files(self) -> list[Path]:
+    def output_files(self):
         files = (Path(folder) / name for folder, _, names in os.walk(self.output) for name in names)
         found = sorted(
             path for path in files if path.suffix == ".jsonl" and _STAGING not in path.parts
@@ -171,7 +159,7 @@ class World:
             found = [path for path in found if path.name.encode() in logs]
         return found
 
-    def rows(self, chance: random.Random, number: int) -> tuple[Row, ...]:
+    def rows(self, chance, number):
         """New documents. Lengths vary widely, so that no two files have one size by chance."""
         rows = []
         for _ in range(number):
@@ -180,10 +168,10 @@ class World:
             rows.append(Row(f"doc-{self._next_id}", text, {"lang": chance.choice(("de", "en"))}))
         return tuple(rows)
 
-    def add_file(self, name: str, rows: tuple[Row, ...]) -> None:
+    def add_file(self, name, rows):
         self.inputs[name] = InputFile(name, rows)
 
-    def start_over(self) -> None:
+    def start_over(self):
         """What people do when they want a new run: all that the old one wrote is removed."""
         for path in self.folder.iterdir():
             if path.name not in ("input", "picky.py", "terminals"):
@@ -192,28 +180,20 @@ class World:
             exact_tokens=self.endpoint.server.usage is None, requests_before=self.endpoint.requests
         )
 
-    def put_back(self) -> None:
+    def put_back(self):
         """Settings and input as at the beginning of the run; the endpoint is there and well."""
         if self.history.began_with is not None:
             self.settings, inputs = self.history.began_with
             self.inputs = dict(inputs)
         self.away, self.endpoint.outage, self.endpoint.server.usage = False, None, None
 
-    def touched(self) -> None:
+    def touched(self):
         """Somebody touched checkpoints or output: the run may have to be refused from now on."""
         self.history.in_order = False
 
     # Runs ----------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        *,
-        at: int = 0,
-        trap: Callable[[list[Running]], None] | None = None,
-        file_size: int | None = None,
-        also: Settings | None = None,
-        options: Sequence[str] = (),
-    ) -> list[Ended]:
+    def run(self, *, at=0, trap=None, file_size=None, also=None, options=()):
         """Runs the job, and holds every end against the oracle.
 
         Args:
@@ -228,7 +208,7 @@ class World:
         now = self.settings, dict(self.inputs)
         had_begun = self.history.node_lost or any(self.checkpoints.glob("*/run.json"))
         requests = self.endpoint.requests
-        running: list[Running] = []
+        running = []
         self.endpoint.set_trap(at, (lambda: trap(running)) if trap is not None else None)
         url = NOWHERE if self.away else self.endpoint.server.url
         for name, settings in jobs.items():
@@ -259,7 +239,7 @@ class World:
         history.has_finished |= 0 in codes
         return ended
 
-    def command(self, argv: list[str]) -> Ended:
+    def command(self, argv):
         """Another command of ``datatrove-ckpt``."""
         self.history.disturbed = True
         ended = self._start(argv).wait(LIMIT)
@@ -267,11 +247,11 @@ class World:
         return ended
 
     @property
-    def is_finished(self) -> bool:
+    def is_finished(self):
         """The last run has finished the job as it is now, and nobody has touched what it wrote."""
         return self.history.in_order and self.history.finished_with == (self.settings, self.inputs)
 
-    def truth(self, settings: Settings | None = None) -> Expected:
+    def truth(self, settings=None):
         settings = settings or self.settings
         impossible = ""
         if settings.text_key != "text" and any(file.rows for file in self.inputs.values()):
@@ -289,7 +269,7 @@ class World:
             older_texts=self.history.older_texts,
         )
 
-    def must_finish(self) -> bool:
+    def must_finish(self):
         """Whether a run in order can reach its end: nothing in settings or input forbids it."""
         if self.history.began_with is None or not self.history.in_order:
             return False
@@ -311,7 +291,7 @@ class World:
             and not any("/" in row.extra["lang"] for row in rows)
         )
 
-    def _check(self, jobs: list[Settings], ended: list[Ended], may_be_killed: bool) -> None:
+    def _check(self, jobs, ended, may_be_killed):
         for end in ended:
             check_end(end)
         for settings, end in zip(jobs, ended, strict=True):
@@ -332,6 +312,6 @@ class World:
             elif end.code is not None and end.code < 0 and not may_be_killed:
                 raise Failure("died", f"signal {-end.code} ended it")
 
-    def _start(self, argv: list[str], file_size: int | None = None) -> Running:
+    def _start(self, argv, file_size=None):
         home = {"HOME": str(self.folder), "JOB": str(self.folder)}
         return self._commands.start(argv, self.folder, self.folder / "terminals", file_size, home)

@@ -5,13 +5,9 @@ it may continue. So "in the middle" is an exact place: all requests that may be 
 flight.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
-from pathlib import Path
-from typing import Any
 
 from datatrove.pipeline.writers import JsonlWriter
 
@@ -26,25 +22,25 @@ DRAIN_SECONDS = 3.0  # less than the cluster's KillWait
 
 if os.environ.get("TEST_WITHOUT_LOCKS"):
 
-    def _no_locks(fd: int, how: int) -> None:
+    def _no_locks(fd, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     fcntl.flock = _no_locks
 
 
-async def rollout(document: Any, generate: Any) -> Any:
+async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
-def answer(payload: dict[str, Any], times: int) -> str:
+def answer(payload, times):
     return f"answer to {payload['messages'][-1]['content']}"
 
 
-def counting_server(held: int = HELD) -> FakeServer:
+def counting_server(held=HELD):
     return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=held)
 
 
-def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:
+def pipeline(folder, url, **settings):
     """Reader and runner of the job in ``folder``: input/ there, and output/, checkpoints/, logs/ to
     come.
     """
@@ -62,7 +58,7 @@ def pipeline(folder: Path, url: str, **settings: Any) -> list[Any]:
     return [JsonlReader(str(folder / "input"), add_file_path=False), runner]
 
 
-def undisturbed(folder: Path, tasks: int) -> dict[str, bytes]:
+def undisturbed(folder, tasks):
     """The output of the same pipeline, with nothing in its way."""
     other = folder / "undisturbed"
     (other / "input").parent.mkdir()

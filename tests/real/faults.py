@@ -4,8 +4,6 @@ server.
 Used with vLLM here, and with llama.cpp in tests/integration.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,15 +11,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 
 JobProcess = subprocess.Popen[bytes]
-Fault = Callable[[JobProcess], None]
 
 
 class Job:
@@ -39,16 +34,16 @@ class Job:
 
     def __init__(
         self,
-        folder: Path,
-        settings: dict[str, Any],
+        folder,
+        settings,
         *,
-        documents: int,
-        too_long: int = 0,
-        tokens: int = 32,
-        concurrency: int = 16,
-        environment: dict[str, str] | None = None,
-        standing_clock: bool = False,
-    ) -> None:
+        documents,
+        too_long=0,
+        tokens=32,
+        concurrency=16,
+        environment=None,
+        standing_clock=False,
+    ):
         self.folder = folder
         self.documents = documents
         self.tokens = tokens
@@ -71,7 +66,7 @@ class Job:
         (folder / "job.json").write_text(json.dumps(job))
 
     @contextmanager
-    def process(self) -> Iterator[JobProcess]:
+    def process(self):
         command = [sys.executable, "-m", "tests.real.job", str(self.folder)]
         root = Path(__file__).parents[2]
         with (
@@ -85,14 +80,14 @@ class Job:
             finally:
                 process.kill()
 
-    def run(self) -> None:
+    def run(self):
         with self.process() as process:
             self.until_end(process)
 
-    def until_end(self, process: JobProcess) -> None:
+    def until_end(self, process):
         assert process.wait() == 0, self.log()
 
-    def until_answered(self, number: int, process: JobProcess) -> None:
+    def until_answered(self, number, process):
         """Until all attempts together have answered ``number`` documents.
 
         Polls, because other processes write them.
@@ -101,26 +96,26 @@ class Job:
             assert process.poll() is None, self.log()
             time.sleep(0.02)
 
-    def events(self, kind: str) -> Counter[str]:
+    def events(self, kind):
         """How often each document was ``asked`` or ``answered``, or its answer ``kept``, that is
         saved.
         """
         return Counter(document for event, document in self._events() if event == kind)
 
-    def _events(self) -> list[list[str]]:
+    def _events(self):
         path = self.folder / "events"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    def note(self, event: str) -> None:
+    def note(self, event):
         with (self.folder / "events").open("a") as events:
             events.write(f"{event} -\n")
 
-    def log(self) -> str:
+    def log(self):
         return "".join(
             path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr")
         )
 
-    def check(self, name: str, restarts: int, attempts: int = 1) -> None:
+    def check(self, name, restarts, attempts=1):
         """Every document is answered at full length, and none was re-requested after its answer.
 
         Answers that a kill -9 finds unsaved do not count: answers are saved in groups, a moment
@@ -137,8 +132,8 @@ class Job:
                 "length",
                 self.tokens,
             )
-        answered: set[str] = set()
-        kept: set[str] = set()
+        answered = set()
+        kept = set()
         unwritten = 0
         for event, document in self._events():
             if event == "asked":
@@ -169,14 +164,14 @@ class Job:
         # The requests in flight, and a few that were sent before the death was noticed.
         assert again <= (self.concurrency + 4) * (restarts + attempts - 1) + unwritten
 
-    def dead_letters(self) -> dict[str, str]:
+    def dead_letters(self):
         """The errors of the documents that could not be answered."""
         path = self.folder / "checkpoints" / "00000" / "dead_letters.jsonl"
         letters = [json.loads(line) for line in path.read_text().splitlines()]
         return {letter["id"]: letter["error"] for letter in letters}
 
 
-def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
+def check_fault(job, name, fault, after):
     """The job completes although the fault happens to its server, after ``after`` answers."""
     with job.process() as process:
         job.until_answered(after, process)
@@ -185,7 +180,7 @@ def check_fault(job: Job, name: str, fault: Fault, after: int) -> None:
     job.check(name, restarts=1)
 
 
-def check_faults(job: Job, faults: list[Fault], every: int) -> None:
+def check_faults(job, faults, every):
     """The job completes although all faults happen to its server, one after each ``every`` further
     answers.
     """
@@ -206,7 +201,7 @@ def check_faults(job: Job, faults: list[Fault], every: int) -> None:
     job.check("all faults", restarts=len(faults))
 
 
-def check_killed_runner(job: Job, name: str, after: int) -> None:
+def check_killed_runner(job, name, after):
     """A runner that is killed after ``after`` answers leaves no process, and the next runner
     completes the job.
     """
@@ -226,7 +221,7 @@ def check_killed_runner(job: Job, name: str, after: int) -> None:
     job.check(name, restarts=0, attempts=2)
 
 
-def preempt(job: Job, number: signal.Signals, after: int) -> int:
+def preempt(job, number, after):
     """One attempt that ends by a signal to all its processes, as Slurm sends it; how many requests
     were given up.
     """
@@ -247,7 +242,7 @@ def preempt(job: Job, number: signal.Signals, after: int) -> int:
     return lost
 
 
-def _running(pids: list[int]) -> list[str]:
+def _running(pids):
     """The ids and names of the processes that still run.
 
     Zombies do not count: only their parents can remove them.
@@ -262,7 +257,7 @@ def _running(pids: list[int]) -> list[str]:
     return names
 
 
-def process_named(title: str, process: JobProcess) -> int:
+def process_named(title, process):
     """The process of the tree whose command line holds ``title``."""
     for candidate in descendants(process.pid):
         line = Path(f"/proc/{candidate.pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -271,11 +266,11 @@ def process_named(title: str, process: JobProcess) -> int:
     raise AssertionError(f"no process of the tree is called {title}")
 
 
-def server_process(process: JobProcess) -> int:
+def server_process(process):
     """The child of the guardian."""
     guardian = process_named("guardian.py", process)
     return next(child.pid for child in descendants(guardian) if child.parent == guardian)
 
 
-def terminate_server(process: JobProcess) -> None:
+def terminate_server(process):
     os.kill(server_process(process), signal.SIGTERM)

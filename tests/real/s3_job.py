@@ -5,8 +5,6 @@ tasks and workers, the size of a document's text and of a chunk, and may change 
 which parts is uploaded.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import json
@@ -15,7 +13,6 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor
@@ -32,7 +29,7 @@ from datatrove_ckpt.readers import ParquetReader
 
 
 @functools.cache
-def noise(number: int, size: int) -> str:
+def noise(number, size):
     """Text that hardly compresses, the same in every process."""
     return base64.b85encode(random.Random(number).randbytes(size * 4 // 5)).decode()
 
@@ -42,20 +39,20 @@ class Documents(PipelineStep):
 
     name, type = "documents", "READER"
 
-    def __init__(self, number: int, size: int) -> None:
+    def __init__(self, number, size):
         super().__init__()
         self.number, self.size = number, size
 
-    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+    def run(self, data, rank=0, world_size=1):
         for number in range(rank, self.number, world_size):
             yield Document(id=f"doc-{number}", text=noise(number, self.size))
 
 
-async def rollout(document: Document, generate: Any) -> Any:
+async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.id}]})
 
 
-def reader(job: dict[str, Any]) -> Any:
+def reader(job):
     if "input" not in job:
         return Documents(job.get("documents", 8), job.get("size", 100))
     found = ParquetReader(job["input"])
@@ -63,7 +60,7 @@ def reader(job: dict[str, Any]) -> Any:
     return found
 
 
-def writer(output: str, kind: str) -> Any:
+def writer(output, kind):
     if kind == "parquet":
         return ParquetWriter(output, "${rank}_chunk_${chunk_index}.parquet", compression=None)
     return JsonlWriter(
@@ -71,7 +68,7 @@ def writer(output: str, kind: str) -> Any:
     )
 
 
-def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
+def runner(job, rollout=rollout):
     return InferenceRunner(
         rollout,
         InferenceConfig(
@@ -86,7 +83,7 @@ def runner(job: dict[str, Any], rollout: Any = rollout) -> InferenceRunner:
     )
 
 
-def run(job: dict[str, Any]) -> None:
+def run(job):
     retrying.STORAGE = replace(
         retrying.STORAGE, patience=job.get("retry_seconds", retrying.STORAGE.patience)
     )
@@ -104,7 +101,7 @@ def run(job: dict[str, Any]) -> None:
     ).run()
 
 
-def run_in_fork(job: dict[str, Any], environment: dict[str, str], log: str) -> None:
+def run_in_fork(job, environment, log):
     """Runs the job in a forked process, which starts at once and has a session of its own."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

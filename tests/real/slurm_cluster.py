@@ -9,8 +9,6 @@ kills whatever is in the namespace. Everything listens on 127.0.0.1. Nothing of 
 Slurm or munge is read or written.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil
@@ -19,9 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
 
 from datatrove_ckpt.inference.servers.server import free_port
 from tests.real.environment import DEBIAN, install_debian
@@ -74,12 +70,12 @@ _NODE = (
 )
 
 
-def install() -> None:
+def install():
     if not all(shutil.which(program) for program in ("slurmctld", "slurmd", "sbatch", "munged")):
         install_debian(DEBIAN["slurmctld"])
 
 
-def until(condition: Callable[[], Any], seconds: float, what: Callable[[], str]) -> Any:
+def until(condition, seconds, what):
     """Polls until the condition gives something true, and returns that."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -94,12 +90,12 @@ class Cluster:
     Partitions: low, and high above it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.config = folder / "slurm.conf"
-        self._namespace: subprocess.Popen[bytes] | None = None
+        self._namespace = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         install()
         self._write_config()
         # Nodes are found by their names, as on a cluster.
@@ -123,12 +119,12 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         assert self._namespace is not None
         # Closes the pipe; returns when the kernel has killed everything inside.
         self._namespace.communicate()
 
-    def _write_config(self) -> None:
+    def _write_config(self):
         for name in ("munge", "state", "log", "run", *(f"spool/{node}" for node in NODES)):
             (self.folder / name).mkdir(parents=True, mode=0o755)
         key = self.folder / "munge/munge.key"
@@ -149,7 +145,7 @@ class Cluster:
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-3]\n")
         self.config.write_text(_CONFIG.format(nodes=nodes, **settings))
 
-    def _start(self) -> None:
+    def _start(self):
         munge = self.folder / "munge"
         self._inside(
             "munged",
@@ -165,18 +161,18 @@ class Cluster:
             self.start_node(node)
         until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 120, self.logs)
 
-    def start_node(self, node: str) -> None:
+    def start_node(self, node):
         self._inside("slurmd", "-f", str(self.config), "-N", node)
 
-    def kill_node(self, node: str) -> None:
+    def kill_node(self, node):
         """kill -9 of its slurmd alone, as when it is out of memory: what it started continues."""
         for pid in processes(lambda argv, _: argv[0].endswith("slurmd") and argv[-1:] == [node]):
             os.kill(pid, signal.SIGKILL)
 
-    def node_state(self, node: str) -> str:
+    def node_state(self, node):
         return self.show("node", node).get("State", "")
 
-    def _inside(self, *command: str) -> None:
+    def _inside(self, *command):
         assert self._namespace is not None
         pid = self._namespace.pid
         first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
@@ -192,7 +188,7 @@ class Cluster:
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """What Slurm's commands need, and jobs inherit: this interpreter's programs, and this
         checkout's modules.
         """
@@ -205,7 +201,7 @@ class Cluster:
         }
         return {**own, "PATH": path, "PYTHONPATH": root, "SLURM_CONF": str(self.config)}
 
-    def command(self, *command: str, check: bool = True) -> str:
+    def command(self, *command, check=True):
         """A command's output."""
         done = subprocess.run(
             command, env=self.environment(), capture_output=True, text=True, check=False
@@ -213,18 +209,18 @@ class Cluster:
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def show(self, kind: str, name: str) -> dict[str, str]:
+    def show(self, kind, name):
         """What scontrol says of a node or of one array task, "7_0"; empty when it knows none."""
         said = self.command("scontrol", "--oneliner", "show", kind, name, check=False)
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join(
             f"--- {path.name}\n{path.read_text()[-3000:]}"
             for path in (self.folder / "log").iterdir()
         )
 
-    def cancel_all(self) -> None:
+    def cancel_all(self):
         """Ends all jobs, and makes sure that both nodes are there, for the next test."""
         self.command(
             "scancel", "--full", *self.command("squeue", "-h", "-o", "%i").split(), check=False
@@ -243,7 +239,7 @@ class Cluster:
         until(lambda: all(self.node_state(node) == "IDLE" for node in NODES), 240, self.logs)
 
 
-def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:
+def processes(chosen):
     """Processes by their command line and environment."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -263,18 +259,18 @@ def processes(chosen: Callable[[list[str], dict[str, str]], Any]) -> list[int]:
 class Watched:
     """A process that is no child of ours, by a handle that no other process can get."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid):
         self.pid = pid
         self._handle = os.pidfd_open(pid)
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return not select.select([self._handle], [], [], 0)[0]
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         assert select.select([self._handle], [], [], seconds)[0], (
             f"process {self.pid} is still there after {seconds} s"
         )
         os.close(self._handle)
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number):
         signal.pidfd_send_signal(self._handle, number)

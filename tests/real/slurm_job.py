@@ -1,18 +1,14 @@
 """One job array on Slurm, from its submission to its end, as a test sees it."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 
 from datatrove_ckpt import SlurmPipelineExecutor
-from datatrove_ckpt.testing import FakeServer, outputs
+from datatrove_ckpt.testing import outputs
 from tests.kept import until_kept
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, pipeline, undisturbed
-from tests.real.slurm_cluster import Cluster, Watched, processes, until
+from tests.real.slurm_cluster import Watched, processes, until
 from tests.yaml_jobs import write_tasks
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -25,7 +21,7 @@ class Job:
         attempts: worker processes that were seen to run.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, server: FakeServer, tasks: int = 1) -> None:
+    def __init__(self, cluster, folder, server, tasks=1):
         self.cluster = cluster
         self.folder = folder
         self.server = server
@@ -33,62 +29,62 @@ class Job:
         self.id = ""
         write_tasks(folder, tasks, DOCUMENTS)
 
-    def submit(self, pulls: bool = False, **changes: Any) -> None:
+    def submit(self, pulls=False, **changes):
         """Through datatrove, as a user does.
 
         ``pulls``: through our executor, an element for each task.
         """
         steps = pipeline(self.folder, self.server.url, **changes.pop("runner", {}))
-        settings: dict[str, Any] = {"time": "00:10:00", "partition": "low", "qos": "", **changes}
+        settings = {"time": "00:10:00", "partition": "low", "qos": "", **changes}
         settings["sbatch_args"] = {"open-mode": "append", **settings.get("sbatch_args", {})}
         kind = SlurmPipelineExecutor if pulls else DatatroveExecutor
         executor = kind(steps, self.tasks, logging_dir=str(self.folder / "logs"), **settings)
         executor.run()
         self.id = executor.array_id if pulls else executor.job_id
 
-    def state(self, index: int = 0) -> str:
+    def state(self, index=0):
         return self.cluster.show("job", f"{self.id}_{index}").get("JobState", "")
 
-    def until_held(self, ranks: int | None = None) -> None:
+    def until_held(self, ranks=None):
         """Everything is in flight that may be, and what was answered is kept."""
         expected = HELD + IN_FLIGHT * (self.tasks if ranks is None else ranks)
         until(lambda: self.asked() >= expected, 240, self.describe)
         until_kept(self.folder / "checkpoints", HELD)
 
-    def asked(self) -> int:
+    def asked(self):
         return sum(self.server.asked.values())
 
-    def workers(self, index: int = 0) -> list[Watched]:
+    def workers(self, index=0):
         """The processes that run our code in an array task, one on each node."""
 
-        def is_it(argv: list[str], environ: dict[str, str]) -> bool:
+        def is_it(argv, environ):
             mine = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
             program = argv[1] if len(argv) > 1 else ""
             return mine == (self.id, str(index)) and program.endswith("launch_pickled_pipeline")
 
         return [Watched(pid) for pid in until(lambda: processes(is_it), 120, self.describe)]
 
-    def worker(self, index: int = 0) -> Watched:
+    def worker(self, index=0):
         """The process that runs our code in an array task of one node."""
         (only,) = self.workers(index)
         return only
 
-    def until_ended(self, *states: str, indices: int | None = None, seconds: float = 240) -> None:
+    def until_ended(self, *states, indices=None, seconds=240):
         """Waits for the end of all array tasks, which is to be one of ``states``."""
         for index in range(self.tasks if indices is None else indices):
             until(lambda index=index: self.state(index) in ENDED, seconds, self.describe)
             assert self.state(index) in (states or ("COMPLETED",)), self.describe()
 
-    def until_logged(self, text: str) -> None:
+    def until_logged(self, text):
         """Waits for a line of any task, in any attempt."""
         logs = self.folder / "logs/slurm_logs"
         until(lambda: any(text in log.read_text() for log in logs.iterdir()), 240, self.describe)
 
-    def is_complete(self, rank: int = 0) -> bool:
+    def is_complete(self, rank=0):
         """Marked complete by datatrove."""
         return (self.folder / f"logs/completions/{rank:05d}").exists()
 
-    def describe(self) -> str:
+    def describe(self):
         logs = [
             path for path in (self.folder / "logs").rglob("*") if path.suffix in (".out", ".log")
         ]
@@ -106,26 +102,12 @@ class Job:
             ]
         )
 
-    def check(
-        self,
-        event: str,
-        lives: int,
-        seconds: float | None = None,
-        complete: str = "",
-        at_most: int = 0,
-    ) -> None:
+    def check(self, event, lives, seconds=None, complete="", at_most=0):
         """The output is that of an undisturbed run; ``say`` has the rest."""
         assert outputs(self.folder / "output") == undisturbed(self.folder, self.tasks)
         self.say(event, lives, seconds, complete, at_most)
 
-    def say(
-        self,
-        event: str,
-        lives: int,
-        seconds: float | None = None,
-        complete: str = "",
-        at_most: int = 0,
-    ) -> None:
+    def say(self, event, lives, seconds=None, complete="", at_most=0):
         """All ranks are complete, and no more than so many requests were sent again; says so in a
         line of a table.
         """
@@ -144,9 +126,9 @@ class Job:
 class Stopwatch:
     """Seconds from an event to the end of a process."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._start = time.monotonic()
 
-    def until_gone(self, process: Watched, seconds: float = 120) -> float:
+    def until_gone(self, process, seconds=120):
         process.wait(seconds)
         return time.monotonic() - self._start

@@ -10,8 +10,6 @@ Needs root, Linux and loop devices. Where they are missing these tests fail; the
 the default run.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json
@@ -23,10 +21,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, redirect_stderr, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
@@ -36,9 +32,9 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.storage import StorageThread
-from datatrove_ckpt.errors import CkptError, OutputFailed, StorageFailed
+from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -106,18 +102,18 @@ class Gate:
     no clock.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self._change = threading.Condition()
         self._given = self._written = self._saved = 0
         self._is_open = True
         work, put = StorageThread._work, RequestCache.put
 
-        def put_and_count(cache: RequestCache, group: Iterable[CachedRequest]) -> None:
+        def put_and_count(cache, group):
             rows = list(group)
             put(cache, rows)
             self._written += len(rows)
 
-        def work_and_tell(storage: StorageThread) -> bool:
+        def work_and_tell(storage):
             # A group is written, and synced where sync_seconds is 0; or this raised.
             goes_on = work(storage)
             with self._change:
@@ -128,14 +124,14 @@ class Gate:
         monkeypatch.setattr(RequestCache, "put", put_and_count)
         monkeypatch.setattr(StorageThread, "_work", work_and_tell)
 
-    def answer(self, payload: dict[str, Any], times: int) -> str:
+    def answer(self, payload, times):
         with self._change:
             self._change.wait_for(lambda: self._is_open or self._given - self._saved < UNSAVED)
             self._given += 1
         return f"answer to {payload['messages'][-1]['content']}"
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self):
         """One attempt of the runner."""
         with self._change:
             self._given = self._written = self._saved = 0
@@ -153,14 +149,7 @@ class Job:
     answers on the way.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        server: FakeServer,
-        gate: Gate,
-        small: Path | None = None,
-        on_it: str = "",
-    ) -> None:
+    def __init__(self, folder, server, gate, small=None, on_it=""):
         self.folder = folder
         self.server = server
         self.gate = gate
@@ -175,7 +164,7 @@ class Job:
         ]
         (folder / "input" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def run(self, sync_seconds: float = 1.0) -> None:
+    def run(self, sync_seconds=1.0):
         step = InferenceRunner(
             ask,
             config(self.server, max_concurrent_generations=IN_FLIGHT),
@@ -189,10 +178,10 @@ class Job:
             LocalPipelineExecutor([reader, step], logging_dir=str(self.folder / "logs")).run()
 
     @property
-    def is_marked_complete(self) -> bool:
+    def is_marked_complete(self):
         return (self.folder / "logs" / "completions" / "00000").exists()
 
-    def fails(self, *advice: str, sync_seconds: float = 1.0) -> str | None:
+    def fails(self, *advice, sync_seconds=1.0):
         """One attempt; which file was refused, or None if there was room enough."""
         try:
             self.run(sync_seconds)
@@ -204,7 +193,7 @@ class Job:
         assert self.is_marked_complete
         return None
 
-    def _where(self, error: CkptError) -> str:
+    def _where(self, error):
         """The file's name without its numbers.
 
         The root is synced when the output folder is made in it.
@@ -214,7 +203,7 @@ class Job:
         name = Path(found[1]).name or "root"
         return "staging" if re.fullmatch("[0-9a-f]{8}", name) else re.sub(r"\d+", "#", name)
 
-    def answered(self) -> set[str]:
+    def answered(self):
         """The documents that have an answer on disk, by number: in commits, journals or the request
         cache.
         """
@@ -239,7 +228,7 @@ class Job:
                         )
         return {f"{number} {PADDING}" for number in found}
 
-    def finishes(self, expected: dict[str, bytes], failures: int) -> int:
+    def finishes(self, expected, failures):
         """The rerun ends well; returns how many requests were sent again."""
         kept, before = self.answered(), self.server.asked.copy()
         self.run()

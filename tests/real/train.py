@@ -3,8 +3,6 @@
 What a user would write.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -23,7 +21,7 @@ LENGTH = 32
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         width = int(os.environ.get("WIDTH", "64"))  # 1024: nine million parameters
         self.embed, self.drop = nn.Embedding(256, width), nn.Dropout(0.1)
@@ -32,15 +30,15 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(width, 256)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.head(self.body(self.drop(self.embed(tokens))))
 
 
-def tokens(document) -> torch.Tensor:
+def tokens(document):
     return torch.tensor(list(document.text.encode()[:LENGTH].ljust(LENGTH)))
 
 
-def main(documents: str, run: str, steps: int) -> None:
+def main(documents, run, steps):
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

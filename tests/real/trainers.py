@@ -2,12 +2,8 @@
 it was given.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from datatrove.data import Document
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -28,7 +23,7 @@ BATCH = 8
 STEPS = ROWS // BATCH  # in an epoch
 
 
-def rows_as_parquet(folder: Path) -> str:
+def rows_as_parquet(folder):
     """Three files with a number in each row."""
     for file in range(3):
         numbers = [str(i) for i in range(file, ROWS, 3)]
@@ -36,12 +31,12 @@ def rows_as_parquet(folder: Path) -> str:
     return folder.as_posix()
 
 
-def tokens(document: Document) -> dict[str, torch.Tensor]:
+def tokens(document):
     row = torch.full((4,), int(document.text))
     return {"input_ids": row, "labels": row}
 
 
-def dataset(folder: str, **options: Any) -> ReaderDataset:
+def dataset(folder, **options):
     return ReaderDataset(
         ParquetReader(folder),
         shuffle_seed=1,
@@ -55,18 +50,18 @@ class Recording(GPT2LMHeadModel):
     Keeps the rows of each batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         torch.set_num_threads(1)  # more would only wait for each other
         config = {"vocab_size": ROWS, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
         super().__init__(GPT2Config(**config, bos_token_id=None, eos_token_id=None))
-        self.batches: list[list[int]] = []
+        self.batches = []
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kept: Any) -> Any:
+    def forward(self, input_ids, labels, **kept):
         self.batches.append(input_ids[:, 0].tolist())
         return super().forward(input_ids=input_ids, labels=labels, **kept)
 
 
-def two_processes(rank: int, folder: str, meeting: str, results: Any) -> None:
+def two_processes(rank, folder, meeting, results):
     """The main function of one of two processes of Accelerate: twice an epoch, without a stop and
     with one.
 
@@ -83,17 +78,17 @@ def two_processes(rank: int, folder: str, meeting: str, results: Any) -> None:
     accelerator = Accelerator(cpu=True, dataloader_config=keeps)
     assert accelerator.num_processes == 2
 
-    def prepared() -> Any:
+    def prepared():
         loader = accelerator.prepare(DataLoader(dataset(folder), batch_size=BATCH))
         loader.set_epoch(1)
         return loader
 
-    def own() -> Any:
+    def own():
         mine = dataset(folder, rank=accelerator.process_index, world_size=accelerator.num_processes)
         mine.set_epoch(1)
         return StatefulDataLoader(mine, batch_size=BATCH)
 
-    def rows(batches: Any) -> list[int]:
+    def rows(batches):
         return [row for batch in batches for row in batch["input_ids"][:, 0].tolist()]
 
     found = []

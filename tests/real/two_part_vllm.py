@@ -3,25 +3,22 @@ other part is connected, and hangs when that connection is lost. Answers come fr
 server that COUNTING_SERVER names.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 
-def value(name: str) -> str:
+def value(name):
     return sys.argv[sys.argv.index(name) + 1]
 
 
-def install(folder: Path) -> None:
+def install(folder):
     """Put the program into a folder for PATH."""
     folder.mkdir()
     program = folder / "vllm"
@@ -29,7 +26,7 @@ def install(folder: Path) -> None:
     program.chmod(0o755)
 
 
-def serve_headless(master: tuple[str, int]) -> None:
+def serve_headless(master):
     while True:
         try:
             line = socket.create_connection(master)
@@ -39,12 +36,12 @@ def serve_headless(master: tuple[str, int]) -> None:
     line.recv(1)
 
 
-def serve(master: tuple[str, int], port: int) -> None:
+def serve(master, port):
     with socket.create_server(master) as listener:
         line = listener.accept()[0]
     line.setblocking(False)
 
-    async def complete(request: web.Request) -> Any:
+    async def complete(request):
         try:
             line.recv(1)
             await asyncio.sleep(600)
@@ -59,7 +56,7 @@ def serve(master: tuple[str, int], port: int) -> None:
                 body=await answer.read(), status=answer.status, content_type="application/json"
             )
 
-    async def well(request: web.Request) -> Any:
+    async def well(request):
         return web.json_response({})
 
     app = web.Application()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,21 +45,19 @@ class Model:
 
     score = 0.7
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts):
         self.texts = list(texts)
         self.asked = []
 
-    async def __call__(self, payload: dict[str, Any]) -> InferenceResult:
+    async def __call__(self, payload):
         self.asked.append(payload)
         return InferenceResult(self.texts.pop(0), "stop", {"completion_tokens": 1})
 
-    async def embed(self, text: str, **params: Any) -> Any:
+    async def embed(self, text, **params):
         self.asked.append((text, params))
         return np.array([3, 4, 12], np.float32)
 
-    async def classify(
-        self, text: str, labels: list[str] | None = None, **params: Any
-    ) -> Classified:
+    async def classify(self, text, labels=None, **params):
         self.asked.append((text, params))
         return Classified(
             "fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True))

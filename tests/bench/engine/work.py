@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
@@ -70,7 +69,7 @@ class Work:
     batch: int = 32
     in_flight: int = 64
 
-    def config(self, **more: Any) -> InferenceConfig:
+    def config(self, **more):
         """The settings of our runner, and of every other row's server."""
         return InferenceConfig(
             self.engine,  # type: ignore[arg-type]
@@ -85,12 +84,12 @@ class Work:
             **more,
         )
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self):
         """Of every request. The end of a text is ignored, so that all answers are equally long."""
         return {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
 
-    def _flags(self) -> dict[str, Any]:
-        flags: dict[str, dict[str, Any]] = {
+    def _flags(self):
+        flags = {
             # vLLM's and SGLang's usage has the tokens from the prefix cache only if it is asked
             # for.
             "vllm": {
@@ -105,7 +104,7 @@ class Work:
             name.replace("_", "-"): value for name, value in self.kwargs.items()
         }
 
-    def command(self, port: int | str) -> tuple[list[str], dict[str, str]]:
+    def command(self, port):
         """The server as our runner starts it, but without a key: its arguments, and additions to
         the environment.
         """
@@ -116,7 +115,7 @@ class Work:
         secret = ("VLLM_API_KEY", API_KEY_VARIABLE)
         return argv, {name: value for name, value in command.env.items() if name not in secret}
 
-    def engine_arguments(self) -> list[str]:
+    def engine_arguments(self):
         """The server's arguments after its program and the word "serve"."""
         argv, _ = self.command(0)
         if self.engine == "llamacpp":
@@ -126,15 +125,15 @@ class Work:
         place = argv.index(self.model)
         return ["--model", *argv[place:]]
 
-    def save(self, path: Path) -> None:
+    def save(self, path):
         path.write_text(json.dumps(asdict(self), indent=1))
 
     @classmethod
-    def load(cls, path: Path) -> Work:
+    def load(cls, path):
         return cls(**json.loads(path.read_text()))
 
 
-def make_prompts(work: Work, folder: Path) -> Path:
+def make_prompts(work, folder):
     """A JSONL file of documents, alone in a folder.
 
     The same for the same sizes, on every machine.

@@ -174,7 +174,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
-        # An image may have its engine.
+        # An image may contain its engine.
         engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
@@ -299,7 +299,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from huggingface_hub import cancel_job
 
-        # Between two jobs there is none to cancel.
+        # Between two jobs there is nothing to cancel.
         with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
             file.write(str(time.time()))
         jobs = self._alive()
@@ -586,7 +586,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return self._asked("The mirror cannot be read", look)
 
     def _forget_markers(self, ranks: Iterable[int]) -> None:
-        """Removes markers of ranks that run once more, which would hide that they fail."""
+        """Removes markers of ranks that run again, which would hide failures."""
         for rank in set(ranks) - set(self._left(ranks)):
             self.logging_dir.rm(f"completions/{rank:05d}")
 

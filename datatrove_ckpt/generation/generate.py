@@ -1,6 +1,6 @@
 """Runs one call of a rollout's ``generate``: takes the answer from the request cache or a server.
 
-A server's answer is kept. Everything here runs on the event loop of ``scheduler.py``.
+A server's answer is cached. Everything here runs on the event loop of ``scheduler.py``.
 """
 
 from __future__ import annotations
@@ -200,8 +200,10 @@ class Answers:
 
     @property
     def have_ended(self) -> bool:
-        """A rollout that swallows its error or its cancellation must not keep the event loop busy,
-        and a task that it has left behind must not send requests.
+        """Whether this document's requests have ended.
+
+        A rollout that swallows its cancellation must not keep the loop busy, and tasks that it left
+        behind must not send requests.
         """
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
@@ -213,7 +215,7 @@ class Answers:
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see Finished.work
         if len(requests) > 1 or requests[0] > 1 or self.failed or kept != (outcome == "written"):
-            # Copies: rollouts that were cancelled may count on.
+            # Copies, because cancelled rollouts may still count.
             work = Work(kept, self.failed, requests.copy(), tokens.copy())
         return Finished(
             self.slot.ordinal,
@@ -232,8 +234,8 @@ class Answers:
         self.requests[rollout_idx] += 1
 
     def park(self) -> None:
-        """Counts a parked request. The document is dropped when it does nothing more: the rollout
-        may send more requests at the same time.
+        """Counts a parked request. The document is dropped once it has nothing else to do: the
+        rollout may still send other requests.
         """
         loop = asyncio.get_running_loop()
         self._parked_at = loop.time()
@@ -250,7 +252,7 @@ class Answers:
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
     def is_repeatable(self, run: str) -> bool:
-        """Whether the rollout has come to a request of its last pass, if that has an answer.
+        """Whether the rollout repeats a request of its last pass that has an answer.
 
         Args:
             run: digest of the run's identity: the same code has parked the request.
@@ -310,7 +312,7 @@ class Requests:
             raise AttributeError(
                 f"generate has no {name!r}, and the models of this run are {named}"
             )
-        # Not kept: only the garbage collector could free a reference cycle.
+        # Not kept: it would be a reference cycle, freed only by the garbage collector.
         return Requests(self._rank, self._answers, self._rollout_idx, model)
 
     def __call__(
@@ -346,7 +348,7 @@ class Requests:
     def _completed(self, payload: Payload, whole: bool, generates: bool) -> Payload:
         """Returns the payload with its model and the usual parameters.
 
-        In the order in which datatrove sends: engines answer in the order of a schema.
+        The order is datatrove's: engines answer in the order of a schema.
         """
         model = self._config.model_name_or_path
         if whole:
@@ -505,8 +507,8 @@ class Requests:
     async def _batched(
         self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
     ) -> Completion | None:
-        """Returns the answer of a batch; None if the request is to be sent now. Else parks it, and
-        never returns.
+        """Returns the answer of a batch; None if the request must be sent now. Otherwise parks it,
+        and never returns.
 
         Raises:
             RequestFailed: no batch has answered it.
@@ -562,7 +564,7 @@ class Requests:
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
-        """Stops the rank. The answer is kept, so each further attempt ends here, too."""
+        """Stops the rank. The answer is cached, so each further attempt ends here, too."""
         client = self._model.client
         believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
@@ -576,9 +578,7 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank, before the answer is kept, if its size differs from the first
-        answer's.
-        """
+        """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
         if way.name not in _MEASURED:
             return
         field, found, before = _MEASURED[way.name]
@@ -615,9 +615,8 @@ class Requests:
         return rank.checkpoint.congested
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
-    #
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
-    # They are no coroutine functions: wrong arguments stop the rank while the caller is known.
+    # They are no coroutine functions, so that wrong arguments fail while the caller is known.
 
     def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
         if isinstance(texts, str):
@@ -646,7 +645,7 @@ class Requests:
         if isinstance(texts, str):
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         asked = [self._ask("embed", (text,), params) for text in texts]
-        # All of them: if one fails, the request cache has the others when the document is retried.
+        # Gathers all: if one fails, the request cache has the others for a retry.
         answers = await asyncio.gather(*asked, return_exceptions=True)
         vectors = []
         for answer in answers:
@@ -713,7 +712,7 @@ class Requests:
 def _hand_over(
     rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
 ) -> None:
-    """Calls the storage thread. Its failure stops the rank, and passes through the rollout."""
+    """Calls the storage thread; its failure stops the rank, and passes through the rollout."""
     try:
         call(*arguments)
     except BaseException as error:
@@ -764,7 +763,7 @@ def _body(payload: Payload) -> AnyBody:
 def _failed(error: Exception, payload: Payload) -> InferenceError:
     """Returns datatrove's error.
 
-    Its text, which ends in logs and dead letters, has no secrets of the payload.
+    Its text goes to logs and dead letters, without the payload's secrets.
     """
     failed = InferenceError(None, error, payload=shown("payload", payload))
     failed.payload = payload
@@ -794,8 +793,8 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
     """Returns what is kept of an answer.
 
-    Its fields depend on the payload's request, not only on the answer: so tables have their columns
-    whenever the first tool call comes.
+    The fields depend on the payload, too, so that a table has its columns before the first tool
+    call.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {
@@ -826,8 +825,8 @@ def request_seed(
     """Returns the ``seed`` of a request: 0 to 2**31 - 1, which vLLM, SGLang, llama.cpp and OpenAI
     all take.
 
-    Engines that honour seeds then repeat their sample when a request is sent again. With one seed
-    for all requests, two rollouts of a document would be one sample.
+    Engines that honour seeds repeat their sample when a request is sent again. With one seed for
+    all, two rollouts of a document would be one sample.
 
     Args:
         seed: ``InferenceConfig.seed``.
@@ -841,10 +840,9 @@ def request_seed(
 
 
 # The drain of an early stop ----------------------------------------------------------------------
-#
 # During a drain no new request is sent. The drain is over when no request is in flight, and every
-# document waits for a request that is not sent. A rollout that does something else then (computes,
-# sleeps) has ``_GRACE_SECONDS`` more.
+# document waits for an unsent request. A rollout that computes or sleeps has ``_GRACE_SECONDS``
+# more.
 
 _GRACE_SECONDS = 2.0
 
@@ -879,8 +877,7 @@ class Drain:
 
     def check_soon(self) -> None:
         if self._active:
-            # A request whose last attempt has just ended still has to pass its answer to the
-            # rollout.
+            # A request that has just ended must still pass its answer to the rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:

@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 2**28
 
 A compressed file of zeros is one line, a thousand times as large.
 """
-# Python's own limit, which holds for the whole process, is 128 kB.
+# Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
 _SHOWN_CHARACTERS = 60
@@ -83,14 +83,14 @@ def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
 
 
 def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
-    """Describes a file that gave no document, with advice; "" if it has no rows, or if these have
-    an empty text.
+    """Describes a file without documents, with advice; "" if it has no rows, or only empty
+    texts.
     """
     folder: DataFolder = reader.data_folder
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
         file.seek(0)
-        # The last one: a stream of Arrow.
+        # The last is a stream of Arrow.
         if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
             table = "Arrow"
             use = IpcReader

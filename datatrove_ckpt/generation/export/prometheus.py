@@ -1,12 +1,11 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
 Names and units follow Prometheus: seconds, bytes, and ``_total`` for counters. Counters start from
-zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges:
-after a kill they may be a little lower, which would make a counter look restarted.
+zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges,
+because they may fall a little after a kill.
 
-Each process has a port of its own: the first free port from ``metrics_port`` on. A rank that has
-ended is shown for two more minutes, if its process still runs, because Prometheus may look every
-minute only.
+Each process has a port of its own: the first free port from ``metrics_port`` on. While its process
+runs, an ended rank is shown for two more minutes, because Prometheus may scrape only every minute.
 """
 
 from __future__ import annotations
@@ -378,7 +377,7 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """Returns what this process shows; None, with a warning, if none can be used.
+    """Returns the ranks that this process shows; None, with a warning, if no port is free.
 
     A fork has another one.
     """

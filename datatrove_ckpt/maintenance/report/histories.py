@@ -1,8 +1,8 @@
 """The sums of all ranks' histories: their progress over time, and what interrupted them.
 
-Between two lines a sum grows evenly; while no attempt runs it stands still. The first line of the
-next attempt shows what an attempt did between its last line and a kill; it counts for the minute
-after the last line (or for as long as between its last two lines).
+Between two lines a sum grows evenly; without an attempt it stands still. Work between the last line
+and a kill, known from the next attempt's first line, counts for the minute after the last line (or
+the interval of its last two lines).
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def _lines(history: History) -> tuple[list[float], list[Progress]]:
     for number, group in groupby(history.minutes, key=lambda minute: minute.attempt):
         minutes: Sequence[Progress] = list(group)
         if lines:
-            # What the attempt before did after its last line was done soon after that, and not in
-            # the pause.
+            # Work after the last line was done soon after it, not in the pause.
             times.append(min(ended, minutes[0].at))
             lines.append(minutes[0])
         times += [minute.at for minute in minutes]

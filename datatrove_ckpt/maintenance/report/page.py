@@ -112,8 +112,8 @@ def _table(table: Table) -> Markup:
     return element("section", element("h2", table.title), note, body, class_="wide")
 
 
-# charts: each interval has an invisible column above it, whose tooltip names the values: that needs
-# no script --------
+# charts: an invisible column above each interval has a tooltip with the values, without a script
+# --------
 
 _WIDTH = 508
 _HEIGHT = 210
@@ -190,7 +190,7 @@ def _line(places: Iterable[tuple[float, float] | None]) -> str:
     for known, run in groupby(places, key=bool):
         if known:
             shown = [f"{number(place[0])} {number(place[1])}" for place in run if place]
-            # A lone value is a line of no length, whose round ends show as a dot.
+            # A lone value is a line of length 0, whose round ends show as a dot.
             parts.append(f"M{shown[0]}L{' '.join(shown[1:] or shown)}")
     return "".join(parts)
 
@@ -250,12 +250,12 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def escaped(text: str) -> Markup:
-    """Characters that no page may hold become U+FFFD."""
+    """Escapes a text; characters that no page may hold become U+FFFD."""
     return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """Returns a name from outside, kept apart from the direction of the text around it."""
+    """Returns a foreign name, isolated from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 
@@ -267,5 +267,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """At most one decimal: it keeps the page of a thousand ranks small."""
+    """Formats with at most one decimal, which keeps large pages small."""
     return f"{value:.1f}".removesuffix(".0")

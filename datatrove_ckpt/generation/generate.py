@@ -456,25 +456,27 @@ class Requests:
     ) -> Result:
         rank = self._rank
         model = self._model
+        answers = self._answers
         try:
             completion = None
             if cached is not None or rank.parking is not None:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
-                completion = await self._complete(body, sent, way)
+                answers.request_started()
+                try:
+                    if model.client.done():
+                        client = model.client.result()
+                    else:
+                        client = await model.observer.until(model.client)
+                    if model.batches is not None and way.is_shared:
+                        completion = await model.batches.complete(client, sent, way, answers)
+                    else:
+                        request = Request(client.sender, answers.doc_id, answers.near)
+                        completion = await client.complete(body, way, request)
+                finally:
+                    answers.request_finished()
         except (RequestError, ServerError, TooManyOpenFiles) as error:
-            rank.observer.own.failed += 1
-            if isinstance(error, RequestRejected):
-                if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                    await rank.wait_for_storage()
-                raise
-            if isinstance(error, RequestPoisoned):
-                raise _failed(named(error, model.config.name), payload) from error
-            model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
-            stopped = self._stopped(error)
-            if isinstance(error, RequestFailed):
-                raise _failed(error, payload) from error
-            raise stopped from error
+            await self._raise(error, key, payload)
         if not completion.service_tier:
             completion.service_tier = str(sent.get("service_tier") or "")
         rank.observer.answered(completion, model.config)
@@ -487,20 +489,22 @@ class Requests:
             await rank.wait_for_storage()
         return _result(fields, response_id, name)
 
-    async def _complete(self, body: AnyBody, sent: Payload, way: Way) -> Completion:
+    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+        """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
+        rank = self._rank
         model = self._model
-        self._answers.request_started()
-        try:
-            if model.client.done():
-                client = model.client.result()
-            else:
-                client = await model.observer.until(model.client)
-            if model.batches is not None and way.is_shared:
-                return await model.batches.complete(client, sent, way, self._answers)
-            request = Request(client.sender, self._answers.doc_id, self._answers.near)
-            return await client.complete(body, way, request)
-        finally:
-            self._answers.request_finished()
+        rank.observer.own.failed += 1
+        if isinstance(error, RequestRejected):
+            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
+                await rank.wait_for_storage()
+            raise error
+        if isinstance(error, RequestPoisoned):
+            raise _failed(named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
+        stopped = self._stopped(error)
+        if isinstance(error, RequestFailed):
+            raise _failed(error, payload) from error
+        raise stopped from error
 
     async def _batched(
         self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None

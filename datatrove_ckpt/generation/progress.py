@@ -175,13 +175,13 @@ class RankReporter:
 
     def answered(self, answer: Completion, config: InferenceConfig) -> None:
         """Counts an answer of a server."""
-        usage = answer.usage
-        prompt, completion = tokens = token_counts(usage)
-        self.answers.append((answer.seconds, *tokens))
-        cached, reasoning = token_details(usage)
-        cached = min(cached, prompt)
-        self.own.cached_tokens += cached
-        self.own.reasoning_tokens += reasoning
+        prompt, completion = token_counts(answer.usage)
+        self.answers.append((answer.seconds, prompt, completion))
+        cached, reasoning = token_details(answer.usage)
+        if cached or reasoning:
+            cached = min(cached, prompt)
+            self.own.cached_tokens += cached
+            self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
         if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1

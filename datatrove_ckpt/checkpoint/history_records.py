@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -383,11 +383,11 @@ class Buckets(dict[int, int]):
             bucket = int(math.log2(value) * 4) + 1
         self[bucket] = self.get(bucket, 0) + times
 
-    def count_all(self, values: Mapping[int, int]) -> int:
-        """Adds values, given with their frequencies, and returns their sum."""
-        for value, times in values.items():
+    def count_all(self, values: Sequence[int]) -> int:
+        """Adds values, equal ones at once. Returns their sum."""
+        for value, times in Counter(values).items():
             self.count(value, times)
-        return sum(value * times for value, times in values.items())
+        return sum(values)
 
     @staticmethod
     def lower(bucket: int) -> float:

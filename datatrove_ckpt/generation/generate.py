@@ -6,7 +6,6 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -166,23 +165,23 @@ class Answers:
         near: see ``routing.Request``.
     """
 
+    failure: CkptError | None = None
+    failed = cut_off = empty = 0
+    parked = batch_answers = 0
+    _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+    _pending = 0
+
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
-        self.failure: CkptError | None = None
-        self.occurrences: dict[tuple[int, str], int] = defaultdict(int)
+        self.occurrences: dict[tuple[int, str], int] = {}
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.failed = self.cut_off = self.empty = 0
         self.near: dict[Router, Target] = {}
-        self.parked = 0
-        self.batch_answers = 0
         self._rank = rank
-        self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
-        self._pending = 0
 
     async def cached(self) -> dict[AnswerKey, Answer]:
         """Returns what earlier attempts have kept."""
@@ -336,6 +335,8 @@ class Requests:
                 wrong = str(problem)
         if wrong:
             return self._refused(wrong)
+        if whole:
+            way = kept_whole(way)
         return self._answered(payload, way, whole)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
@@ -344,20 +345,6 @@ class Requests:
         error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
         self._answers.fail(error)
         raise error
-
-    def _completed(self, payload: Payload, whole: bool, generates: bool) -> Payload:
-        """Returns the payload with its model and the usual parameters.
-
-        The order is datatrove's: engines answer in the order of a schema.
-        """
-        model = self._config.model_name_or_path
-        if whole:
-            model = payload.get("model") or model
-        payload = {**payload, "model": model}
-        if generates:
-            for name, value in self._config.default_generation_params.items():
-                payload.setdefault(name, value)
-        return payload
 
     async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
         """Returns the cached answer, or sends the payload.
@@ -373,9 +360,14 @@ class Requests:
         generates = way.path in _GENERATING
         answers = self._answers
         rollout_idx = self._rollout_idx
+        model = config.model_name_or_path
         if whole:
-            way = kept_whole(way)
-        payload = self._completed(payload, whole, generates)
+            model = payload.get("model") or model
+        # The order in which datatrove sends: engines answer in the order of a schema.
+        payload = {**payload, "model": model}
+        if generates:
+            for name, value in config.default_generation_params.items():
+                payload.setdefault(name, value)
         try:
             sent, extras = merged(payload)
             if extras:
@@ -387,11 +379,11 @@ class Requests:
             raise _failed(error, payload) from error
         if generates:
             warn_of_unknown(sent)
-        key = AnswerKey(rollout_idx, digest, answers.occurrences[rollout_idx, digest])
-        answers.occurrences[rollout_idx, digest] += 1
+        request = rollout_idx, digest
+        key = AnswerKey(*request, answers.occurrences.get(request, 0))
+        answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
-            ordinal = answers.slot.ordinal
-            sent["seed"] = request_seed(config.seed, ordinal, answers.doc_id, *key)
+            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
         # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
@@ -411,13 +403,12 @@ class Requests:
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
-        except RequestRejected as error:
+        except (RequestRejected, InferenceError) as error:
             answers.count_failed(rollout_idx)
-            named(error, config.name)
-            answers.rejections.append(error)
-            raise _failed(error, payload) from error
-        except InferenceError:
-            answers.count_failed(rollout_idx)
+            if isinstance(error, RequestRejected):
+                named(error, config.name)
+                answers.rejections.append(error)
+                raise _failed(error, payload) from error
             raise
         self._count(result, way)
         return result
@@ -458,27 +449,29 @@ class Requests:
     ) -> Result:
         rank = self._rank
         model = self._model
+        answers = self._answers
         try:
             completion = None
             if cached is not None or rank.parking is not None:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
-                completion = await self._complete(body, sent, way)
+                answers.request_started()
+                try:
+                    if model.client.done():
+                        client = model.client.result()
+                    else:
+                        client = await model.observer.until(model.client)
+                    if model.batches is not None and way.is_shared:
+                        completion = await model.batches.complete(client, sent, way, answers)
+                    else:
+                        request = Request(client.sender, answers.doc_id, answers.near)
+                        completion = await client.complete(body, way, request)
+                finally:
+                    answers.request_finished()
         except (RequestError, ServerError, TooManyOpenFiles) as error:
-            rank.observer.own.failed += 1
-            if isinstance(error, RequestRejected):
-                if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                    await rank.wait_for_storage()
-                raise
-            if isinstance(error, RequestPoisoned):
-                raise _failed(named(error, model.config.name), payload) from error
-            model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
-            stopped = self._stopped(error)
-            if isinstance(error, RequestFailed):
-                raise _failed(error, payload) from error
-            raise stopped from error
-        if not completion.service_tier:
-            completion.service_tier = str(sent.get("service_tier") or "")
+            await self._raise(error, key, payload)
+        if "service_tier" in sent and not completion.service_tier:
+            completion.service_tier = str(sent["service_tier"] or "")
         rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
@@ -489,20 +482,22 @@ class Requests:
             await rank.wait_for_storage()
         return _result(fields, response_id, name)
 
-    async def _complete(self, body: AnyBody, sent: Payload, way: Way) -> Completion:
+    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+        """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
+        rank = self._rank
         model = self._model
-        self._answers.request_started()
-        try:
-            if model.client.done():
-                client = model.client.result()
-            else:
-                client = await model.observer.until(model.client)
-            if model.batches is not None and way.is_shared:
-                return await model.batches.complete(client, sent, way, self._answers)
-            request = Request(client.sender, self._answers.doc_id, self._answers.near)
-            return await client.complete(body, way, request)
-        finally:
-            self._answers.request_finished()
+        rank.observer.own.failed += 1
+        if isinstance(error, RequestRejected):
+            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
+                await rank.wait_for_storage()
+            raise error
+        if isinstance(error, RequestPoisoned):
+            raise _failed(named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
+        stopped = self._stopped(error)
+        if isinstance(error, RequestFailed):
+            raise _failed(error, payload) from error
+        raise stopped from error
 
     async def _batched(
         self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None

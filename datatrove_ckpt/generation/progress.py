@@ -174,13 +174,13 @@ class RankReporter:
 
     def answered(self, answer: Completion, config: InferenceConfig) -> None:
         """Counts an answer of a server."""
-        usage = answer.usage
-        prompt, completion = tokens = token_counts(usage)
-        self.answers.append((answer.seconds, *tokens))
-        cached, reasoning = token_details(usage)
-        cached = min(cached, prompt)
-        self.own.cached_tokens += cached
-        self.own.reasoning_tokens += reasoning
+        prompt, completion = token_counts(answer.usage)
+        self.answers.append((answer.seconds, prompt, completion))
+        cached, reasoning = token_details(answer.usage)
+        if cached or reasoning:
+            cached = min(cached, prompt)
+            self.own.cached_tokens += cached
+            self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
         if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
@@ -190,18 +190,13 @@ class RankReporter:
     def _sum_up(self) -> None:
         """Counts the new answers; groups equal values, so that each answer costs little."""
         with self._lock:
-            milliseconds = Counter[int]()
-            prompt = Counter[int]()
-            completion = Counter[int]()
-            for _ in range(len(self.answers)):
-                seconds, prompt_tokens, completion_tokens = self.answers.popleft()
-                milliseconds[int(seconds * 1000)] += 1
-                prompt[prompt_tokens] += 1
-                completion[completion_tokens] += 1
-            self.own.requests += milliseconds.total()
-            self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
-            self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
-            self._spread.milliseconds.count_all(milliseconds)
+            new = [self.answers.popleft() for _ in range(len(self.answers))]
+            if new:
+                seconds, prompt, completion = zip(*new, strict=True)
+                self.own.requests += len(new)
+                self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
+                self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
+                self._spread.milliseconds.count_all([int(1000 * each) for each in seconds])
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""

@@ -13,7 +13,6 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
@@ -430,33 +429,23 @@ def refuse_without_claims(plan: RunPlan) -> None:
             )
 
 
-class Checked(NamedTuple):
-    """What was compared and is as it should be.
-
-    Attributes:
-        jobs: the sums of each checkpoint that is on this machine, by its folder.
-        inputs: input files of finished ranks.
-    """
-
-    jobs: dict[Path, JobSums]
-    inputs: int
-
-
-def check_after_run(plan: RunPlan) -> Checked:
+def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
     meanwhile.
+
+    Returns the sums of each checkpoint that is on this machine, by its folder.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
         TooManyDeadLetters: all documents are dead letters.
     """
     check_job(plan, dry_run=True)
-    inputs = check_inputs_unchanged(plan)
+    check_inputs_unchanged(plan)
     jobs = check_output(plan, before=False)
     for root, job in jobs.items():
         if 0 < job.counts.read == job.counts.dead:
             raise _none_written(root)
-    return Checked(jobs, inputs)
+    return jobs
 
 
 def _none_written(root: Path) -> TooManyDeadLetters:

@@ -495,11 +495,10 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_folders(plan: RunPlan) -> None:
-    """Refuses local folders of the settings where there is a file, and a new run folder inside
-    another one.
+    """Refuses local folders of the settings where there is a file.
 
     Raises:
-        ConfigError: names the setting and the file, or the other run.
+        ConfigError: names the setting and the file.
     """
     outputs = [
         ("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners
@@ -514,22 +513,6 @@ def _check_folders(plan: RunPlan) -> None:
             raise ConfigError(
                 f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
                 "file. Choose another folder."
-            )
-    for _, root in plan.kept:
-        inside = (
-            place for place in root.parents if place.name in ("output", "checkpoints", "logs")
-        )
-        other = next(
-            (place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None
-        )
-        if (
-            other
-            and not root.exists()
-            and ("output_folder", str(root.with_name("output"))) in folders
-        ):
-            raise ConfigError(
-                f"run_folder: {root.parent} is inside the run in {other.parent}, in its "
-                f"{other.name}. Choose another."
             )
 
 

@@ -405,7 +405,7 @@ def status() -> None:
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
 )
 def report() -> None:
-    """Write one HTML page about a run: sums, rates, interruptions, errors.
+    """Write one HTML page about a run: sums, rates, interruptions.
 
     examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html

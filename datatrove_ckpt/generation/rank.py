@@ -272,7 +272,7 @@ class _Run:
         say = RankMessages(
             rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
         )
-        exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
+        exports = open_exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:

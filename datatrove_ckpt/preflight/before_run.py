@@ -13,7 +13,6 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
@@ -428,27 +427,23 @@ def refuse_without_claims(plan: RunPlan) -> None:
             )
 
 
-class Checked(NamedTuple):
-    """The compared parts of a run."""
+def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
+    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
+    meanwhile.
 
-    jobs: dict[Path, JobSums]
-    inputs: int
-
-
-def check_after_run(plan: RunPlan) -> Checked:
-    """Checks the promises of exit code 0. Another run on these folders may have finished ranks.
+    Returns the sums of each checkpoint that is on this machine, by its folder.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
         TooManyDeadLetters: all documents are dead letters.
     """
     check_job(plan, dry_run=True)
-    inputs = check_inputs_unchanged(plan)
+    check_inputs_unchanged(plan)
     jobs = check_output(plan, before=False)
     for root, job in jobs.items():
         if 0 < job.counts.read == job.counts.dead:
             raise _none_written(root)
-    return Checked(jobs, inputs)
+    return jobs
 
 
 def _none_written(root: Path) -> TooManyDeadLetters:
@@ -498,10 +493,10 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_folders(plan: RunPlan) -> None:
-    """Refuses files in place of local folders, and a new run folder inside another one.
+    """Refuses local folders of the settings where there is a file.
 
     Raises:
-        ConfigError: names the setting and the file, or the other run.
+        ConfigError: names the setting and the file.
     """
     outputs = [
         ("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners
@@ -516,22 +511,6 @@ def _check_folders(plan: RunPlan) -> None:
             raise ConfigError(
                 f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
                 "file. Choose another folder."
-            )
-    for _, root in plan.kept:
-        inside = (
-            place for place in root.parents if place.name in ("output", "checkpoints", "logs")
-        )
-        other = next(
-            (place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None
-        )
-        if (
-            other
-            and not root.exists()
-            and ("output_folder", str(root.with_name("output"))) in folders
-        ):
-            raise ConfigError(
-                f"run_folder: {root.parent} is inside the run in {other.parent}, in its "
-                f"{other.name}. Choose another."
             )
 
 

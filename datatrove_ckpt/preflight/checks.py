@@ -224,7 +224,6 @@ def check_checkpoints(
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
     yield check_room(folder, files)
-    yield from _check_ranks(folder)
 
 
 def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
@@ -302,26 +301,6 @@ def check_room(folder: Path, files: int) -> Finding:
     if state == "ok":
         return Finding(state, "room", f"{text}.")
     return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
-
-
-def _check_ranks(folder: Path) -> Iterator[Finding]:
-    if not folder.is_dir():
-        return
-    ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
-    refused = [rank for rank in ranks if not os.access(rank, os.R_OK | os.W_OK | os.X_OK)]
-    inside = [path for rank in ranks if rank not in refused for path in rank.iterdir()]
-    # A running rank may remove files meanwhile.
-    refused += [path for path in inside if not os.access(path, os.R_OK | os.W_OK) and path.exists()]
-    if refused:
-        if len(refused) > 1:
-            more = f" and {len(refused) - 1} more"
-        else:
-            more = ""
-        text = (
-            f"{refused[0]}{more}: from an earlier run, and this user cannot write there. Make "
-            "them writable, or "
-        )
-        yield Finding("problem", "earlier run", f"{text}continue as the user who created them.")
 
 
 def _check_lock(probe: Path) -> Finding:
@@ -513,11 +492,10 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             concerns=("It is lost when the machine or container stops.",),
         )
     if mount.kind == "overlay":
-        concerns = ["It is lost when the container is removed: mount a volume."]
-        if "volatile" in mount.options:
-            concerns.append("It is mounted as volatile: syncs do nothing.")
         return FilesystemTraits(
-            "overlay (a container's own layer)", lasts=False, concerns=tuple(concerns)
+            "overlay (a container's own layer)",
+            lasts=False,
+            concerns=("It is lost when the container is removed: mount a volume.",),
         )
     if mount.kind in _NETWORK:
         return FilesystemTraits(

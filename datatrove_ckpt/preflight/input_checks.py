@@ -269,11 +269,11 @@ def note_steps(plan: RunPlan) -> None:
         runner.step.note_steps_before(runner.before)
 
 
-def check_inputs_unchanged(plan: RunPlan) -> int:
+def check_inputs_unchanged(plan: RunPlan) -> None:
     """Compares the input with what each finished rank has read: a listing per reader, a sample per
     file.
 
-    Returns the number of compared files. It skips ranks that an earlier release finished, runs with
+    It skips ranks that an earlier release finished, runs with
     another number of tasks, sources that are no files, and retries of dead letters, whose input may
     be gone.
 
@@ -282,7 +282,6 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
             step before the runner.
         OSError: the input cannot be listed.
     """
-    compared = 0
     for runner, root in plan.kept:
         records = _records(plan, root)
         if not records:
@@ -310,8 +309,7 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
                     )
                     continue
                 read = {rank: record.readers[number] for rank, record in records}
-                compared += _check_reader(plan.tasks, reader, read, resuming)
-    return compared
+                _check_reader(plan.tasks, reader, read, resuming)
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
@@ -357,9 +355,8 @@ def _who(ranks: Sequence[int]) -> str:
 
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
-) -> int:
-    """Returns the number of files that were compared."""
-    # The name and kept commit stand for a dataset that would be downloaded.
+) -> None:
+    # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     if is_whole:
         inputs = None
@@ -423,7 +420,6 @@ def _check_reader(
             "time of the last change is another, size and samples of the content are the same. "
             "They are taken as unchanged."
         )
-    return len(then)
 
 
 def _is_gone(reader: BaseDiskReader) -> bool:

@@ -88,32 +88,24 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         raise ConfigError(
             f"{name}: holds what looks like a secret. Let a command read it where the task runs."
         )
-    if (
-        not isinstance(setting, Mapping)
-        or len(setting) != 1
-        or not {*setting} & {"command", "cloud"}
-    ):
+    if not _is_notice(setting):
         raise ConfigError(
-            f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}."
-        )
-    [(kind, value)] = setting.items()
-    if kind == "cloud":
-        if not isinstance(value, str) or value not in _CLOUDS:
-            raise ConfigError(
-                f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command."
-            )
-    elif (
-        isinstance(value, str)
-        or not value
-        or not all(word and isinstance(word, str) for word in value)
-    ):
-        raise ConfigError(
-            f"{name}.command: takes a list of words, the program first; it is {value!r}."
+            f"{name}: takes {{'cloud': NAME}}, one of {', '.join(_CLOUDS)}, or {{'command': "
+            f"[program, ...]}}; it is {setting!r}."
         )
     if "SIGTERM" not in signals:
         raise ConfigError(
             f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
         )
+
+
+def _is_notice(setting: object) -> bool:
+    if not isinstance(setting, Mapping) or len(setting) != 1:
+        return False
+    [(kind, value)] = setting.items()
+    if kind == "cloud":
+        return value in list(_CLOUDS)
+    return kind == "command" and isinstance(value, list | tuple) and len(value) > 0
 
 
 class NoticeWatch:

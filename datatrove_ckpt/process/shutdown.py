@@ -39,7 +39,7 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the names unchanged.
 
     Raises:
-        ConfigError: a name is not a signal, or a signal that no process can catch.
+        ConfigError: a name is not a signal.
     """
     if isinstance(names, str):
         raise ConfigError(
@@ -50,8 +50,6 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
             raise ConfigError(
                 f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM."
             )
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ConfigError(f"drain_signals: no process can catch {name}.")
     return tuple(names)
 
 

@@ -147,9 +147,9 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("aws", r"takes {'cloud': name} or {'command': \[program, ...\]}"),
+        ("aws", r"takes {'cloud': NAME}, one of aws, gcp, azure, or {'command': \[program, ...\]}"),
         ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
-        ({"cloud": "ours"}, "'ours' is not one of aws, gcp, azure"),
+        ({"cloud": "ours"}, "one of aws, gcp, azure, or"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(setting, complaint):

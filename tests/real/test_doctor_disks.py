@@ -3,12 +3,6 @@
 Needs root and Linux.
 """
 
-import os
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
-
-from datatrove_ckpt.preflight import checks
 from datatrove_ckpt.preflight.checks import Finding, check_checkpoints, check_local_output
 from tests.real.test_full_disk import command, fill, mounted, tmpfs
 
@@ -66,33 +60,3 @@ def test_the_kind_of_a_mounted_disk_is_said(tmp_path):
     assert message.startswith(
         "overlay (a container's own layer). It is lost when the container is removed"
     )
-
-
-@contextmanager
-def somebody_else():
-    """This process is of another user meanwhile, who may become root again."""
-    os.setresuid(65534, 65534, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
-
-
-def test_folders_of_an_earlier_run_by_another_user_are_a_problem():
-    with tempfile.TemporaryDirectory() as name:
-        folder, rank = Path(name), Path(name) / "00000"
-        rank.mkdir()
-        (rank / "commits.jsonl").touch(0o644)
-        for path in (folder, rank):
-            path.chmod(0o777)
-        with somebody_else():
-            (found,) = checks._check_ranks(folder)
-        assert (found.state, found.what) == ("problem", "earlier run")
-        assert found.message.startswith(
-            f"{rank}/commits.jsonl: from an earlier run, and this user cannot write there."
-        )
-        rank.chmod(0o700)
-        with somebody_else():
-            (found,) = checks._check_ranks(folder)
-        assert found.message.startswith(f"{rank}: from an earlier run")
-        assert list(checks._check_ranks(folder)) == []

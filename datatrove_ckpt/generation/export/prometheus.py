@@ -79,8 +79,7 @@ class RankNow:
     Attributes:
         run: the job's name.
         job: of Slurm; "" outside of it.
-        started_at, now: Unix seconds.
-        ranks: how many the job has.
+        started_at: Unix seconds.
         state: one of ``STATES``.
     """
 
@@ -89,19 +88,13 @@ class RankNow:
     host: str
     job: str
     started_at: float
-    ranks: int
     state: str
-    now: float
     progress: Progress
     spread: Spread
 
     @property
     def own(self) -> WorkCounts:
         return self.progress.own
-
-
-def _fields(record: object, *names: str) -> dict[tuple[str], float]:
-    return {(name,): getattr(record, name) for name in names}
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
@@ -143,41 +136,19 @@ METRICS = (
     ),
     Metric(
         "gauge",
-        "job_ranks",
-        "How many tasks the job has, those that work nowhere included.",
-        lambda rank: rank.ranks,
-    ),
-    Metric(
-        "gauge",
-        "updated_timestamp_seconds",
-        "When these values were read, in Unix seconds.",
-        lambda rank: rank.now,
-    ),
-    Metric(
-        "gauge",
         "attempt_start_timestamp_seconds",
         "When this attempt of the task started, in Unix seconds.",
         lambda rank: rank.started_at,
     ),
     Metric(
         "gauge",
-        "rank_seconds",
-        "Time that all attempts of the task took.",
-        lambda rank: _fields(rank.progress.seconds, "inference", "total"),
-        ("phase",),
-    ),
-    Metric(
-        "gauge",
         "rank_documents",
         "Documents that all attempts of the task have finished.",
-        lambda rank: _fields(rank.progress.documents, "written", "dropped", "dead"),
+        lambda rank: {
+            (outcome,): getattr(rank.progress.documents, outcome)
+            for outcome in ("written", "dropped", "dead")
+        },
         ("outcome",),
-    ),
-    Metric(
-        "gauge",
-        "rank_requests",
-        "Requests of the documents that all attempts of the task have finished.",
-        lambda rank: rank.progress.documents.requests,
     ),
     Metric(
         "gauge",
@@ -185,12 +156,6 @@ METRICS = (
         "Tokens of the documents that all attempts of the task have finished.",
         lambda rank: _tokens(rank.progress.documents),
         ("type",),
-    ),
-    Metric(
-        "gauge",
-        "rank_chunks",
-        "Chunks that all attempts of the task have committed.",
-        lambda rank: rank.progress.chunks,
     ),
     Metric(
         "gauge",
@@ -234,12 +199,6 @@ METRICS = (
         "unanswered_seconds",
         "For so long servers have answered no request, although some failed.",
         lambda rank: rank.progress.silence.seconds,
-    ),
-    Metric(
-        "counter",
-        "request_attempts_total",
-        "Times that a request was sent to a server in this attempt.",
-        lambda rank: rank.own.sent,
     ),
     Metric(
         "counter",

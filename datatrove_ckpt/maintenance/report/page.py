@@ -35,13 +35,11 @@ class Chart:
     Attributes:
         edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
         lines: for each name a value for each interval; None: not known.
-        interruptions: how many, for each interval.
     """
 
     title: str
     edges: Sequence[float]
     lines: Mapping[str, Sequence[float | None]]
-    interruptions: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -145,13 +143,6 @@ def _chart(chart: Chart) -> Markup:
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
         parts.append(element("text", clock(at), x=x(at), y=_FLOOR + 20, text_anchor=anchor))
     middles = [x((low + end) / 2) for low, end in pairwise(edges)]
-    note = ""
-    if any(chart.interruptions):
-        note = element("p", "Red triangles: attempts that ended unfinished.")
-        cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
-        parts.append(
-            element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut")
-        )
     for index, values in enumerate(chart.lines.values()):
         places = [
             None if value is None else (at, y(value))
@@ -165,8 +156,6 @@ def _chart(chart: Chart) -> Markup:
             for line, values in chart.lines.items()
             if values[index]
         ]
-        if chart.interruptions[index]:
-            lines.append(f"interruptions: {chart.interruptions[index]}")
         title = element("title", "\n".join(lines))
         parts.append(
             element(
@@ -181,7 +170,7 @@ def _chart(chart: Chart) -> Markup:
         "svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title
     )
     return element(
-        "section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing
+        "section", element("h2", chart.title), element("div", *keys, class_="legend"), drawing
     )
 
 

@@ -240,7 +240,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     rollout = _rollout(job, source)
     config = _server(job, content, source)
     answer = begun.get("answer")
-    # The files of a run that began elsewhere cannot be seen here.
+    # This machine cannot see the files of a run that began elsewhere.
     if not begun and not url and job.task != "batch":
         answer = _answer(content, rollout)
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
@@ -287,7 +287,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
 
 def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> ShortJob:
-    """Returns the job with its task and model, where the input is a batch file; its reader, too."""
+    """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task):
         return job
@@ -552,7 +552,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
-        # It is quantised, so its name differs: the same run must not continue on GPUs.
+        # A quantised model has another name, because the same run must not continue on GPUs.
         on_hub = (
             re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
             and not Path(job.model).exists()
@@ -577,7 +577,7 @@ _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 def _reader(given: str, source: str, only_look: bool) -> Node:
     """Returns the reader of an input.
 
-    Lists the input only if its own name does not tell its format.
+    Lists the input only if its name does not show its format.
     """
     found = _DATASET.fullmatch(given)
     if found is not None:
@@ -592,7 +592,7 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
             f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename "
             "it."
         )
-    # What comes before an "@" may be a password, which is refused below.
+    # Text before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
         kind = _SUFFIXES.get(_suffix(given), "")
@@ -653,7 +653,7 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Returns whether a file may have been meant as one of these, as ``b.jsonl.bak``."""
+    """Returns whether a file resembles a supported one, as ``b.jsonl.bak``."""
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
@@ -701,7 +701,7 @@ def _split(given: str) -> tuple[str, str]:
         return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        # As it stands, it would fit all names that end so.
+        # The name itself would match all names with this end.
         exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly
     return given, ""

@@ -80,7 +80,7 @@ class AnswerForm:
                 raise ConfigError(f"choice: {texts!r} has a text twice.")
 
     def fields(self, engine: str) -> Payload:
-        """Returns the payload keys that make the engine keep to the form.
+        """Returns the payload keys that enforce the form.
 
         Raises:
             ConfigError: the engine has none for it.
@@ -140,7 +140,7 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
 
 
 def ends_in_blanks(text: str) -> bool:
-    """Returns whether a model has written nothing but whitespace for some time."""
+    """Returns whether an answer ends in a long run of whitespace."""
     return len(text) - len(text.rstrip()) >= _MANY_BLANKS
 
 

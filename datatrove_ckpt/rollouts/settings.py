@@ -35,8 +35,8 @@ ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 class ReadyMade:
     """The settings that all ready-made rollouts share. Subclasses document them.
 
-    Settings that are given by keyword only came after the first release. They are missing from
-    ``vars`` while they have their defaults, so that earlier runs are the same runs.
+    Keyword-only settings came after the first release. ``vars`` omits their defaults, so that the
+    identity of earlier runs stays.
     """
 
     prompt_column: str | None = None
@@ -68,7 +68,7 @@ class ReadyMade:
 
     @property
     def first_template(self) -> str:
-        """The setting that the first request is made of."""
+        """The setting with the first request's template."""
         return "prompt"
 
     def _own_params(self) -> Payload | None:
@@ -102,8 +102,8 @@ class ReadyMade:
                 del vars(self)[one.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """Returns a copy that knows what it needs of the config and the model's files, which is
-        part of its identity.
+        """Returns a copy with what it needs of the config and the model's files, as part of its
+        identity.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -133,7 +133,7 @@ class ReadyMade:
         )
 
     def prepare(self) -> None:
-        """Reads the tokenizer here: if it is missing, no document is at fault.
+        """Reads the tokenizer before any document, which would not be at fault.
 
         Raises:
             ConfigError: it cannot be read, or is another one.
@@ -185,7 +185,7 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Where the answer takes no tokens."""
+        """Returns the tokens for the prompt, if the answer takes none."""
         return max(1, config.model_max_context - _SPECIAL_TOKENS)
 
     def _limit(self) -> int | None:
@@ -220,7 +220,7 @@ class OneRequest(WholeText):
 
     @property
     def _is_free(self) -> bool:
-        """Asked for each request."""
+        """Whether any answer is valid; computed per request."""
         return self.json_schema is None and self.regex is None and self.choice is None
 
     @property

@@ -246,7 +246,6 @@ class Commit:
         return commit
 
     def _check(self) -> None:
-        """Also checks file names: ``repair`` removes files by these names."""
         numbers = [
             self.chunk_index,
             self.first_ordinal,

@@ -310,7 +310,6 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
 
 
 def _first_row(reader: Node, source: str) -> Node:
-    """Returns the first object of JSON lines; empty if there is none."""
     if reader["class_path"] == "JsonlReader":
         lines = import_name("JsonlReader", source)(**reader["init_args"])
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
@@ -502,7 +501,6 @@ def _flags(task: str, config: Node) -> Node:
 
 
 def _rollout(job: ShortJob, source: str) -> object:
-    """Returns the node of a ready-made rollout, or the user's function."""
     prompt = job.prompt
     name = job.rollout
     if prompt is None:

@@ -283,7 +283,6 @@ def _headers(error: BaseException) -> dict[str, str]:
 
 
 def _s3_response(error: BaseException | None) -> JsonObject:
-    """S3's response as botocore parsed it. s3fs raises Python's own errors from botocore's."""
     raised = _unwrapped(error)
     for found in (raised, getattr(raised, "__cause__", None)):
         response = getattr(found, "response", None)

@@ -158,8 +158,6 @@ def setting_of(setting: str, place: str) -> str:
 
 
 class _Names:
-    """The names of settings, as attributes; called with the path of a setting, its name."""
-
     def __getattr__(self, name: str) -> str:
         if name != "executor" and name not in {**_SHORT, **_PHRASES, **_ACTS}:
             raise AttributeError(name)

@@ -124,7 +124,6 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
 
 
 def _check_ordinals(report: Report, rank: RankLedger) -> None:
-    """Checks that the commits together cover every document once."""
     start_over = (
         "Restore commits.jsonl from a copy, or start this task over: remove "
         f"{rank.folder} and its output."
@@ -198,7 +197,7 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
 
 
 def _check_settings(report: Report) -> None:
-    """The most frequent identity counts as right."""
+    """Compares identities with the most frequent one."""
     roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
         if rank.settings:

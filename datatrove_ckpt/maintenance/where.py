@@ -257,7 +257,7 @@ def _text(value: object) -> str | None:
 
 
 def _runs_as_jobs(config: JsonObject) -> bool:
-    """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
+    """Whether ranks run on Hugging Face Jobs, whose disks are invisible here."""
     executor = config.get("executor")
     return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
         "JobsPipelineExecutor"

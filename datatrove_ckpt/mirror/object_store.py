@@ -61,7 +61,6 @@ class Effects:
 
 
 def _put_on_hub(fs: AbstractFileSystem, path: str, content: bytes | str) -> None:
-    """``content``: bytes, or the path of a file."""
     from huggingface_hub import HfApi
 
     _, owner, name, key = path.split("/", 3)

@@ -109,7 +109,7 @@ class Uploads:
         self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
 
     def _take_ownership(self) -> None:
-        """Retries reuse the number, so they never outrank a newer owner."""
+        """Takes ownership. Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
         if self._ownership is None:
             self._ownership = Ownership(

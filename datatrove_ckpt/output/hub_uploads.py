@@ -201,7 +201,6 @@ class HubUploads(HubReads):
         return [UploadedFile(name, operation) for name, operation in added.items()]
 
     def _put_in_bucket(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """A bucket has no commits: its files are in place when this returns."""
         folder = self.folder
         folder.api().batch_bucket_files(
             folder.repo, add=[(path, folder.full_name(name)) for name, path in files.items()]

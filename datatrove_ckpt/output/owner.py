@@ -243,7 +243,7 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
 
 
 def _beside(root: str, path: str, name: str) -> str:
-    """The root of a bucket or of a repository has nothing beside it."""
+    """Returns the path beside the root; a bucket's or repository's root has none."""
     parent, last = posixpath.split(path)
     if last:
         last = f".{last}"
@@ -251,8 +251,6 @@ def _beside(root: str, path: str, name: str) -> str:
 
 
 class _OwnerRecord:
-    """The file that names the owner. ``place``: its path or URL."""
-
     place: str
 
     def read(self) -> OutputOwner | None:
@@ -269,7 +267,6 @@ class _OwnerRecord:
         self._create(orjson.dumps(owner._asdict()))
 
     def remove(self) -> None:
-        """Another rank may do so at the same moment."""
         raise NotImplementedError
 
     def _read(self) -> bytes | None:

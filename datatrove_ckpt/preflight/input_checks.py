@@ -358,7 +358,6 @@ def _who(ranks: Sequence[int]) -> str:
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
 ) -> int:
-    """Returns the number of files that were compared."""
     # The name and kept commit stand for a dataset that would be downloaded.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     if is_whole:

@@ -20,8 +20,6 @@ from datatrove_ckpt.rollouts.templates import check_template
 
 @dataclass
 class _NoText(WholeText):
-    """One text is sent, and nothing is generated."""
-
     prompt: str = "{text}"
     _: KW_ONLY
     params: Payload | None = None

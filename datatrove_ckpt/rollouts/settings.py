@@ -72,7 +72,7 @@ class ReadyMade:
         return "prompt"
 
     def _own_params(self) -> Payload | None:
-        """A field of the subclasses, where it is positional."""
+        """The generation parameters, which are positional fields of subclasses."""
         params: Payload | None = getattr(self, "generation_params", None)
         return params
 
@@ -142,7 +142,7 @@ class ReadyMade:
             self._counter()
 
     def _counter(self) -> TokenCounter:
-        """May read a file: call it in a thread."""
+        """Returns the tokenizer. May read a file: call it in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError(
@@ -220,7 +220,6 @@ class OneRequest(WholeText):
 
     @property
     def _is_free(self) -> bool:
-        """Whether any answer is valid; computed per request."""
         return self.json_schema is None and self.regex is None and self.choice is None
 
     @property

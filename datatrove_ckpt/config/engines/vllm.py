@@ -150,7 +150,6 @@ class Vllm(Engine):
 
 
 def _start(launch: Launch) -> tuple[str, ...]:
-    """Everything before the model's name."""
     if launch.found:
         return launch.found, "serve"
     if launch.nodes.count > 1:  # the module of the server alone does not know --headless

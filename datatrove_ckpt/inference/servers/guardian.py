@@ -170,7 +170,6 @@ class Guardian:
         os._exit(127)
 
     def _wait_for_stop(self, timeout: float) -> bool:
-        """Returns whether the server must be stopped."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
         if 0 in ready:

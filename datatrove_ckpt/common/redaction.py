@@ -1,8 +1,8 @@
 """Secrets: which names and values are secret, and values that no log, file, pickle or traceback
 shows.
 
-loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value
-of each name on each line of a traceback. The classes here print ``***``.
+loguru's ``diagnose`` (on by default) prints the values of names in tracebacks. The classes here
+print ``***``.
 
 There are two thresholds. Hiding a value costs little, so ``is_secret`` hides possible secrets;
 refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. ``is_secret`` must

@@ -2,8 +2,8 @@
 
 Files only grow, so their new bytes become a new object, and so do new answers of unfinished
 documents. Then the manifest completes the version, and objects that the last three versions do not
-need are removed. A kill in between leaves the version before intact, and unneeded objects, which
-the next process removes.
+need are removed. A kill leaves the previous version intact, and unneeded objects for the next
+process to remove.
 """
 
 from __future__ import annotations

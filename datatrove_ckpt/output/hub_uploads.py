@@ -1,7 +1,7 @@
 """Reads from a folder on the hub, and uploads files' content before the commit that names them.
 
 ``preupload_lfs_files`` reads the staged file itself, and does not send content that the hub has.
-Small text files are no LFS objects: they travel inside the commit.
+Small text files travel inside the commit, outside LFS.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@ the folder.
 
 The file is made before the first request, so that only one of several runs succeeds: by a link on a
 disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. On
-other stores and in buckets of the hub, the file is written, and read again a second later. Two runs
-that start within that second may both continue, until the first run publishes and reads the file
-once more.
+other stores and in buckets of the hub, the file is written, and read again a second later and at
+the first publication: until then, two runs that start within that second may both continue.
 
 The file is not in the folder, because datatrove's readers take every file there for data. If it
 cannot be written, only ``Target.publish`` separates two runs.
 
-A file that names another run refuses this run, even if the other run is gone: a person must remove
-the file. The exception is a removed run that had its checkpoints in this run's place.
+A file that names another run refuses this run until a person removes the file, except for a removed
+run with checkpoints in this run's place.
 
 A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as of its first
 start. The file ``home`` in that folder keeps them, in case the folder is moved or copied, or the

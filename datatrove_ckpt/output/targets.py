@@ -12,8 +12,8 @@ the first byte is sent.
                                                  upload is aborted; the rank's next process aborts
                                                  it, for the names that are still staged
 
-Only S3 (s3fs) can list open uploads, and can show without a trace whether it may be written to. On
-other file systems of fsspec, only ``put_file`` and ``info`` are used.
+Only S3 (s3fs) can list open uploads, and show without a trace whether it is writable. Other file
+systems need only ``put_file`` and ``info``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field. Every answer is checked here as well: it may be cut off,
-and an endpoint may ignore the field.
+Each engine gets the form in its own field. Every answer is also checked: it may be cut off, and an
+endpoint may ignore the field.
 
     engine      JSON schema               regex                       choice
     vllm        structured_outputs.json   structured_outputs.regex    structured_outputs.choice

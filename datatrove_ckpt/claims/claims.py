@@ -46,7 +46,7 @@ The next launch tries again what one gives up.
 """
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
-_open_here: set[str] = set()  # the owners that are this process
+_open_here: set[str] = set()
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
 
@@ -98,8 +98,10 @@ class ClaimReader(Protocol):
 
 
 class ClaimStore(ClaimReader, Protocol):
-    """Attributes:
-    beat_seconds: an owner without a beat for five times as long is dead.
+    """Stores marks and beats.
+
+    Attributes:
+        beat_seconds: an owner without a beat for five times as long is dead.
     """
 
     beat_seconds: float
@@ -169,7 +171,7 @@ class Claims:
         self._max_attempts = max_attempts
         self._alone = alone
         self._has_time = has_time
-        self._took: list[float] = []  # seconds, of the ranks in ``done``
+        self._took: list[float] = []
         self._taken_at: dict[int, float] = {}
         self.failures = 0
         """How often in a row ``next`` could not read or write the store."""

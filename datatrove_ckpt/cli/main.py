@@ -182,9 +182,6 @@ def _takes_overrides(arguments: argparse.Namespace) -> bool:
     return is_config(arguments.what)
 
 
-# kinds of values ---------------------------------------------------------------------------------
-
-
 def _count(text: str) -> int:
     if text.isdecimal() and 0 < int(text) < 10**7:
         return int(text)
@@ -206,9 +203,6 @@ def parse_seconds(text: str) -> float:
     return parse_time(text)
 
 
-# arguments ---------------------------------------------------------------------------------------
-
-
 def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
     return names or (metavar.lower(),), {"metavar": metavar, "help": help, **options}
 
@@ -225,7 +219,6 @@ _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
 
-# commands ----------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
 _OF_TRAININGS = ("status", "show", "verify", "doctor")

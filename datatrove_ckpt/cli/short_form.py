@@ -149,9 +149,6 @@ OURS = (
 )
 
 
-# reading a job -----------------------------------------------------------------------------------
-
-
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """Returns the job of a file in the long form, with the overrides (``path=value``) applied.
 
@@ -201,9 +198,6 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
     sys.path.insert(0, str(Path.cwd()))  # rollout_fn: my_module.my_rollout
     content = read_config(path, overrides)
     return content, build(content)
-
-
-# the long form -----------------------------------------------------------------------------------
 
 
 def expand(content: Node, source: str, only_look: bool = False) -> Node:
@@ -566,8 +560,6 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
         config["replicas"] = len(gpus) // job.workers
     return config
 
-
-# the input ---------------------------------------------------------------------------------------
 
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 

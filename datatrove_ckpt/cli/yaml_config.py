@@ -67,8 +67,6 @@ _MADE_OF_LISTS = (tuple, set, frozenset)
 # With 0, datatrove reports success and does nothing. The values explain -1.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
-# a file ------------------------------------------------------------------------------------------
-
 
 def load(path: str | Path) -> JsonObject:
     """Reads the file.
@@ -381,9 +379,6 @@ def show(value: object) -> str:
     return f"{text[:57]}..."
 
 
-# overrides ---------------------------------------------------------------------------------------
-
-
 def read_argument(text: str, kinds: Sequence[object]) -> object:
     """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
     no mapping, and ``# {text}`` no comment.
@@ -475,9 +470,6 @@ def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[objec
 
 def _hint_of(cls: type, key: str) -> object:
     return parameters_of(cls)[0].get(key, ANYTHING).annotation
-
-
-# annotations -------------------------------------------------------------------------------------
 
 
 Parameter = inspect.Parameter
@@ -611,9 +603,6 @@ def _word(kind: object) -> str:
     if name[0] in "AEIOU":
         article = "an"
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
-
-
-# YAML as text ------------------------------------------------------------------------------------
 
 
 def read_value(text: str) -> object:

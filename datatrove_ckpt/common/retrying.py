@@ -464,8 +464,6 @@ class Attempts:
         return seconds
 
 
-# The table. All times are in seconds. ------------------------------------------------------------
-
 _ALL = frozenset(range(300, 600))
 _5XX = frozenset(range(500, 600))
 

@@ -337,7 +337,7 @@ class RequestRejected(RequestError):
 
     @property
     def cause(self) -> str:
-        """The server's message first."""
+        """The cause; the server's message comes first."""
         code, _, message, _ = self.args
         return f"{message} ({code})"
 

@@ -106,9 +106,6 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
     ) and "://" not in recorded
 
 
-# one rank ----------------------------------------------------------------------------------------
-
-
 def _check_rank(report: Report, rank: RankLedger) -> None:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
@@ -191,9 +188,6 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
         report.add_problem(
             "unfinished", "is not finished: the run is active, or must be run again.", rank
         )
-
-
-# all ranks ---------------------------------------------------------------------------------------
 
 
 def _check_settings(report: Report) -> None:

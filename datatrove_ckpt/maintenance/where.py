@@ -175,8 +175,6 @@ def _looks_like_mirror(folder: Path) -> bool:
         return False
 
 
-# changing a mirror -------------------------------------------------------------------------------
-
 # ``repair`` changes a restored copy of a mirror, and uploads it. After a crash in between, the same
 # command finds the old commits' files missing, and takes the commits back.
 
@@ -207,9 +205,6 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
-
-
-# YAML --------------------------------------------------------------------------------------------
 
 
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:

@@ -66,8 +66,6 @@ class Uploads:
         self._number_floor: int | None = None
         """The numbers of this owner's versions are larger."""
 
-    # objects -------------------------------------------------------------------------------------
-
     def uploaded_bytes(self, name: str) -> int:
         return sum(part.size for part in self._files.get(name, ()))
 
@@ -147,8 +145,6 @@ class Uploads:
     @property
     def _nonce(self) -> str:
         return str(self._run["owner"]["nonce"])
-
-    # versions ------------------------------------------------------------------------------------
 
     def publish(self, finished: bool) -> bool:
         """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no

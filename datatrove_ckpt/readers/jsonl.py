@@ -197,8 +197,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
         return Skipped.DAMAGED
 
-    # Files ---------------------------------------------------------------------------------------
-
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
 

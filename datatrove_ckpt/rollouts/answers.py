@@ -121,9 +121,7 @@ class AnswerForm:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Raises ConfigError if the engine behind an endpoint or a script is unknown, and it
-    matters.
-    """
+    """Returns the engine for the form. Raises ConfigError if it must be known and is not."""
     engine = ENGINES[server_type]
     if engine.is_canned:
         return CANNED

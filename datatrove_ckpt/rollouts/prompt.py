@@ -1,6 +1,6 @@
 """One request per document, made from a template."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 import asyncio
 from collections.abc import Callable, Sequence

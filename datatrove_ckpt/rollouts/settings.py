@@ -1,6 +1,6 @@
 """What the ready-made rollouts have in common."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 import copy
 import dataclasses

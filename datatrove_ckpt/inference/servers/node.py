@@ -80,7 +80,7 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Returns None if the file holds no record."""
+        """Reads a record; None if the file holds none."""
         try:
             found: JsonObject = json.loads(path.read_bytes())
             return cls(

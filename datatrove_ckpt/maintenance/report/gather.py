@@ -105,9 +105,6 @@ def _overall(run: RunState) -> str:
     return next((state for state in order if run.totals.states[state]), "unfinished")
 
 
-# charts and tables -------------------------------------------------------------------------------
-
-
 def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
     until = [now for one in ranks if one.runs]
     time = time_axis([one.history for one in ranks], *until[:1])

@@ -4,7 +4,6 @@ A chunk is complete when this process has admitted all its documents and its jou
 them. An earlier attempt may have finished a chunk without committing it.
 
 A ``Chunk`` belongs to one thread at a time: event loop, storage thread, publisher, storage thread.
-Each thread passes the chunk on through a queue.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class _Record:
 
 @dataclass(slots=True, kw_only=True)
 class Start(_Record):
-    """An attempt starts: it has the rank's lock, and its checkpoint is open.
+    """The start of an attempt, which has locked the rank and opened its checkpoint.
 
     Attributes:
         job: of Slurm, as its commands name it.

@@ -284,9 +284,6 @@ class OpenCheckpoint:
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
         storage thread.
-
-        Raises:
-            Fenced: another process has taken the rank over.
         """
         return self._storage.ask(partial(self._files.snapshot, since))
 

@@ -1,9 +1,9 @@
 """RequestCache: every answer of an uncommitted document, so that no request is sent twice.
 
 The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
-no shared memory, so it works on network file systems, where plain WAL does not.
-``synchronous=NORMAL`` writes the log at every commit and rarely syncs it: a commit survives kill -9
-at once, and power loss after ``sync``. Losing the last commits loses answers, never consistency.
+no shared memory, so it works on network file systems. ``synchronous=NORMAL`` writes the log at
+every commit and rarely syncs it: a commit survives kill -9 at once, and power loss after ``sync``.
+Losing the last commits loses answers, never consistency.
 
 An empty cache replaces a damaged one, which is set aside with a warning. A row that does not fit
 its checksum is ignored, with a warning, until its chunk is committed or an equal request replaces

@@ -42,9 +42,6 @@ def status(arguments: argparse.Namespace) -> int:
     return int(state.is_damaged)
 
 
-# text --------------------------------------------------------------------------------------------
-
-
 MAX_TROUBLED = 20
 """Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks'
 numbers.
@@ -119,9 +116,6 @@ def _full_disk(state: RunState) -> Iterator[str]:
             )
 
 
-# exceptions --------------------------------------------------------------------------------------
-
-
 def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
@@ -162,8 +156,6 @@ def _places(ranks: Sequence[RankState]) -> str:
         return f"{ranks[0].root}, {numbers}"
     return numbers
 
-
-# table -------------------------------------------------------------------------------------------
 
 _TABLE_BAR = 10
 

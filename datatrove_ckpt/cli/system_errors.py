@@ -1,7 +1,6 @@
 """Errors of the system outside checkpoints and output: what happened, where, and what to do.
 
-They come from ``logging_dir`` above all: datatrove writes it, and an error of a full disk names no
-file.
+Most come from ``logging_dir``, which datatrove writes: an error of a full disk names no file.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
-    """Returns the error as a message for the user, with the folders of the job; itself if there is
-    nothing to add.
-    """
+    """Returns the error as a message with the job's folders; unchanged if these add nothing."""
     logs = plan.logging_dir
     refused = hub_refusal(error)
     if refused:

@@ -1,7 +1,6 @@
-"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, and then ours. Each error
-names its field.
+"""InferenceConfig: datatrove 0.10's fields, defaults and checks, then ours. Errors name the field.
 
-And ``Engine``: what a ``server_type`` is. The engines are in ``engines``.
+``Engine`` describes a ``server_type``; see ``engines``.
 """
 
 from __future__ import annotations
@@ -179,8 +178,8 @@ class InferenceConfig:
             )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
-        # The key between the nodes of the tasks that this process submits. On a node of a task,
-        # each would make another one.
+        # The link key of the tasks that this process submits; nodes of a task must not make their
+        # own.
         if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(
             LINK_KEY_VARIABLE
         ):
@@ -337,9 +336,9 @@ class InferenceConfig:
 
     @property
     def server_drain_sec(self) -> float:
-        """Seconds that a server has to finish its requests after Slurm's SIGTERM to all processes
-        of a task. SIGKILL comes after KillWait (30 s), and a runner that drains needs the server
-        until then.
+        """Seconds in which a server can finish requests after Slurm's SIGTERM to all processes of a
+        task. SIGKILL comes after KillWait (30 s), and a draining runner needs the server until
+        then.
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
@@ -415,7 +414,7 @@ _MINIMA = {
 
 
 def _check_flags(flags: JsonObject) -> None:
-    """Raises ConfigError if a flag is a secret: every user of the node can read command lines."""
+    """Raises ConfigError for a secret in a flag: every user of the node can read command lines."""
     for name in flags:
         # Models have tokens, too: "<|end|>", "[SEP]".
         if (
@@ -449,7 +448,7 @@ def _check_url(url: Key) -> None:
             f"{written.endpoint_url}: contains a user or a password, which would be written to "
             "files; use api_key_env."
         )
-    # Of a part without "=", the name may be the secret.
+    # In a part without "=", the name may be the secret.
     unhidden = [
         f" of {name!r}" if value else ""
         for name, value in parse_qsl(url.reveal().partition("?")[2], keep_blank_values=True)
@@ -464,9 +463,9 @@ def _check_url(url: Key) -> None:
         )
 
 
-# Three rules hold for every command line: the server listens on 127.0.0.1, on a port that we
-# choose; its API key is in the environment, never in argv, which every user of the machine can
-# read; ``model_kwargs`` come last and override our flags, except for the address and the key.
+# Rules for every command line: the server listens on 127.0.0.1, on our port; its API key is in the
+# environment, because every user can read argv; ``model_kwargs`` come last and override our flags,
+# except address and key.
 
 
 HOST = "127.0.0.1"
@@ -558,7 +557,7 @@ class Launch:
 
     @property
     def schema(self) -> str:
-        """The JSON schemas of the answers, as far as the settings name them."""
+        """The known JSON schemas of the answers."""
         schema = self.config.answer_schema
         asked = self.config.default_generation_params.get("response_format")
         if asked is not None:

@@ -334,7 +334,6 @@ class _Run:
         names: FileNames,
         identity: str,
     ) -> bool:
-        """Returns whether requests were parked."""
         step = self.step
         rank = self.rank
         preemption = self.preemption

@@ -5,9 +5,9 @@ Everything here runs on one event loop, which never waits on a disk or a reader.
 back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the
 number of complete chunks that wait to be published.
 
-A failing document or server stops the rank with a drain (``Shutdown.fail``), whatever rollouts do
-with the error: ``except Exception: return None`` in a user's code must not turn an outage into
-dropped documents. If nothing more can be saved, all work ends at once (``Shutdown.abort``).
+A failing document or server stops the rank with a drain (``Shutdown.fail``), even if a rollout
+swallows the error, which must not turn an outage into dropped documents. If nothing can be saved,
+all work ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations

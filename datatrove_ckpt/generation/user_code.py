@@ -237,7 +237,6 @@ def _returns_values_only(function: types.FunctionType) -> bool:
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
-    """``complete``: ``shared`` holds all arguments besides the document and ``generate``."""
     try:
         signature = inspect.signature(rollout_fn)
     except (TypeError, ValueError):

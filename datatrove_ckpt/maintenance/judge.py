@@ -1,8 +1,8 @@
 """Decides what a rank does, whether it needs attention, and why. Limits are minutes: a line per
 minute is due.
 
-A running rank has a process that holds its lock. In a mirror's copy, and on some file systems from
-another node, locks cannot be seen: there, a rank runs as long as its history grows.
+A running rank has a process that holds its lock. Where locks are invisible (in a mirror's copy, and
+on some file systems), a rank runs as long as its history grows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Restores ranks from their mirror and uploads them again, for ``repair``.
 
-The upload is a new version of a new owner. A node that still has the rank's folder restores the
-version at its next start. A process that still works on the rank stops when it sees the new owner.
+The upload is a new version of a new owner: a node with the old folder restores it at its next
+start, and a process that still works on the rank stops.
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ def _who(ranks: Sequence[int]) -> str:
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
 ) -> None:
-    # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
+    # The name and kept commit stand for a dataset that would be downloaded.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     if is_whole:
         inputs = None

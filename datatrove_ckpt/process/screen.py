@@ -110,8 +110,8 @@ class RunProgress:
         # When each rank was first at work, and its share then.
         self._begun: dict[int, tuple[float, float]] = {}
         self.work = [0, 0, 0]  # documents, requests, tokens
-        self._gained = 0.0  # shares of ranks
-        self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
+        self._gained = 0.0
+        self._shares: dict[int, float] = {}
         self._samples = deque([_Sample(clock(), self.work, 0.0)])
         self._newest_at = clock()  # when something was finished or answered
 

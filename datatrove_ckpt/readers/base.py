@@ -116,8 +116,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
 
-    # Stateful ------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         """Returns the position right after the last document that the reader yielded.
 
@@ -132,8 +130,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
-
-    # PipelineStep --------------------------------------------------------------------------------
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
@@ -192,8 +188,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._resolved = (source_file, self.data_folder.resolve_paths(source_file))
             document.metadata.setdefault("file_path", self._resolved[1])
         return document
-
-    # One run -------------------------------------------------------------------------------------
 
     def _take_state(self) -> State | None:
         self._position = None
@@ -298,8 +292,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             inputs.note_size(index, extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
-    # States --------------------------------------------------------------------------------------
-
     def _reader_state(self, number: int) -> State:
         return {
             "version": READER_VERSION,
@@ -333,7 +325,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         for key in then | now:
             old = then.get(key, USUAL_KEYS.get(key))
             new = now.get(key, USUAL_KEYS.get(key))
-            # 0.1.0 did not keep these keys.
+            # 0.1.0 lacks these keys.
             if old == new or (key in USUAL_KEYS and "skipped" not in state):
                 continue
             if key != "default_metadata":
@@ -423,8 +415,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
-
-    # Formats -------------------------------------------------------------------------------------
 
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]

@@ -1,7 +1,7 @@
 """The size of a rank's input, and how much of it lies before a document, for percent and time left.
 
 The unit is stored bytes, because a listing has them; the format converts its places to bytes. This
-opens no file and costs nothing per document, because a position refers to its file's extent.
+opens no file, and costs nothing per document.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 self.stats.time_stats.update(self._parsing, "batch")
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document | Skipped:
-        """Counts a damaged line. Returns what stands for it."""
+        """Counts a damaged line, and returns its replacement."""
         self.stat_update("damaged_lines")
         if isinstance(id_in_file, int):
             where = f"line {id_in_file + 1}"
@@ -196,8 +196,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             advice += "; others are only counted"
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
         return Skipped.DAMAGED
-
-    # Files ---------------------------------------------------------------------------------------
 
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
@@ -320,7 +318,6 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
-    """Reads the late line end of a line that had none as the last line."""
     file.seek(offset - 1)
     last = file.read(1)
     following = file.read(2)

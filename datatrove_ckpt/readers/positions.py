@@ -243,8 +243,6 @@ class _ThreadReadings(threading.local):
 _thread = _ThreadReadings()
 
 
-# What formats give to ``SeekingReader`` ----------------------------------------------------------
-
 Row: TypeAlias = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""
 

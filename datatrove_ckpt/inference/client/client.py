@@ -27,12 +27,11 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 (at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has its
 own task or log line, which cost 0.1 ms of CPU each.
 
-A null finish_reason may mean a truncated answer, but some gateways never send anything else. The
-setting ``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server
-sends a reason after all.
+A null finish_reason may mean a truncated answer, but some gateways send nothing else:
+``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server sends a
+reason.
 
-An answer from a server that was stopped or lost is dropped: such servers have answered 200 with
-half a text.
+Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
 A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two
 clocks end the retries; both run for ``server_patience_seconds``:

@@ -45,7 +45,7 @@ from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
@@ -197,6 +197,7 @@ class Scheduler:
                 config,
                 self.observer.of(config),
                 self._loop.create_future(),
+                usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
             )
             for name, config in self.configs.items()

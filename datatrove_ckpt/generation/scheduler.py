@@ -165,7 +165,7 @@ class Scheduler:
     connect: Connect
     observer: RankReporter
     metadata_key: str
-    answer: NamedAnswer
+    answer: NamedAnswer | None
     failures: Failures
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
@@ -275,7 +275,8 @@ class Scheduler:
                 self.documents.start(slot.ordinal, self._process(source, slot))
 
     def _look_at_first(self, document: Document) -> None:
-        self.answer.check(document)
+        if self.answer is not None:
+            self.answer.check(document)
         if self.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
@@ -372,7 +373,8 @@ class Scheduler:
         ):
             return answers.finished("dead", source.fingerprint, letter)
         try:
-            self.answer.check(document)
+            if self.answer is not None:
+                self.answer.check(document)
             if source.finished is not None:
                 document.metadata = source.finished
                 results = source.finished[self.metadata_key]
@@ -391,7 +393,8 @@ class Scheduler:
             document.metadata[self.metadata_key] = kept
             data = b"null"
             if kept:
-                self.answer.put(document, kept)
+                if self.answer is not None:
+                    self.answer.put(document, kept)
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.metadata_key)
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):

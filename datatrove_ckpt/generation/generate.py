@@ -109,6 +109,7 @@ class Model:
 
     Attributes:
         client: ready once its servers are.
+        usual: the way of a payload without a path.
         batches: None: texts share no requests.
         sizes: length of the first vector, or number of the first classes, for each set of params.
         is_dead: a drain does not wait for its requests in flight.
@@ -117,6 +118,7 @@ class Model:
     config: InferenceConfig
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
+    usual: Way
     batches: Batches | None
     sizes: dict[bytes, int] = field(default_factory=dict)
     is_dead: bool = False
@@ -298,7 +300,6 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._model = model or rank.model
         self._config = self._model.config
-        self._usual = CHAT if self._config.use_chat else COMPLETIONS
 
     def __getattr__(self, name: str) -> Requests:
         """``generate.judge``: sends to the model of this name."""
@@ -319,7 +320,7 @@ class Requests:
     ) -> Asked[Result]:
         """Checks the arguments before any await, while the caller is known."""
         wrong = ""
-        way = self._usual
+        way = self._model.usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = (
@@ -416,7 +417,7 @@ class Requests:
     def count_finished(self, result: object) -> None:
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
-            self._count(result, self._usual)
+            self._count(result, self._model.usual)
 
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
@@ -552,7 +553,7 @@ class Requests:
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
-        if way.name != self._usual.name:
+        if way.name != self._model.usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
             payload = {**payload, _QUERY: way.extras["extra_query"]}

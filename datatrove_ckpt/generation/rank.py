@@ -21,7 +21,13 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
+    SHARD,
+    rank_folder,
+    refuse_resharded,
+    retry_folders,
+)
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -357,8 +363,8 @@ class _Run:
         kept = step.checkpoints_local_dir is not None
         taken = None
         corrected: list[object] = []
-        if kept:
-            taken = TakenLetters(step.checkpoints_root, rank)
+        if kept and (retries := retry_folders(step.checkpoints_root)):
+            taken = TakenLetters(retries, rank)
         if kept and not step.accept_changes:
             corrected = correction(step.rollout_fn)
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters

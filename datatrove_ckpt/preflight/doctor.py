@@ -143,7 +143,9 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
 def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     if sample.first and runner.index == 1:
         first = decode(sample.first)
-        NamedAnswer.of(runner.step).check(first)
+        answer = NamedAnswer.of(runner.step)
+        if answer is not None:
+            answer.check(first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
             asyncio.run(try_media(runner.step.rollout_fn, first))

@@ -150,7 +150,7 @@ class ChunkTracker:
 
     @property
     def documents(self) -> int:
-        """How many documents the input had so far, with those of earlier attempts."""
+        """The number of documents read so far by all attempts."""
         if self._current:
             return self._current.next_ordinal
         return self._next_ordinal

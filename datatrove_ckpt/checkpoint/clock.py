@@ -1,7 +1,7 @@
 """Measures how long a rank took, over all attempts.
 
-Commits and journals hold the rank's seconds so far, not their own. So the highest numbers that
-survived are the truth, and a kill loses only the time after the last line that was written.
+Commits and journals hold cumulative seconds: the highest surviving number counts, and a kill loses
+only the time after the last line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Seconds(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[float]) -> Seconds:
-        """Raises TypeError or ValueError if they are no seconds."""
+        """Raises TypeError or ValueError if the values are no seconds."""
         seconds = cls(*values)
         if not all(is_seconds(value) for value in seconds):
             raise ValueError("seconds are missing or negative")
@@ -39,7 +39,7 @@ _wall = time.time
 
 
 def unix_seconds() -> float:
-    """Now, for people: it may jump, and nothing is decided by it."""
+    """The wall clock, for display only: it may jump."""
     return round(_wall(), 3)
 
 
@@ -50,7 +50,7 @@ class RankClock:
         self._serving = math.inf
 
     def serving(self) -> None:
-        """The servers are ready."""
+        """Starts the inference time: the servers are ready."""
         self._serving = min(self._serving, _monotonic())
 
     def now(self) -> Seconds:

@@ -1,4 +1,4 @@
-"""CommitLog decides which chunks are done. All other files can be rebuilt or are for people.
+"""CommitLog decides which chunks are done. The other files can be rebuilt, or are for people.
 
 A lost commit must not pass for an unfinished chunk: the chunk's output would look like another
 run's, and its documents would be paid for twice. ``ledger`` compares the log with the files that
@@ -74,7 +74,7 @@ class CommitsDamaged(CheckpointCorrupt):
         self.logging_dir = logging_dir
 
     def __reduce__(self) -> tuple[type[CommitsDamaged], tuple[Path, str, str | None]]:
-        # It comes back from pool workers.
+        # Pool workers pickle the error.
         return type(self), (self.log, self.what, self.logging_dir)
 
 
@@ -107,7 +107,7 @@ class OutputFile:
     stamp: int = 0
 
     def to_json(self) -> Json:
-        """Leaves out what is not known, as earlier releases did."""
+        """Omits unknown values, as earlier releases did."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -207,11 +207,10 @@ class Commit:
 
     Attributes:
         position: the reader's state right after the chunk's last document; None: it has no state.
-        last_input: fingerprint of that document, by which a resumed rank notices another input.
+        last_input: fingerprint of that document; a resumed rank compares it with the input.
         dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
-        work: ``WorkStats.to_json``, parsed only to be summed: that takes longer than the other
-            fields.
-        seconds: what the rank took until then.
+        work: ``WorkStats.to_json``; parsed only to be summed, because parsing is slow.
+        seconds: what the rank took so far.
         at: Unix time in seconds.
     """
 
@@ -247,7 +246,7 @@ class Commit:
         return commit
 
     def _check(self) -> None:
-        """Checks names, too: ``repair`` removes the files that have them."""
+        """Also checks file names: ``repair`` removes files by these names."""
         numbers = [
             self.chunk_index,
             self.first_ordinal,
@@ -269,10 +268,10 @@ class Commit:
                 raise ValueError(f"a hash of {file.path!r} has another type")
 
     def to_json(self) -> bytes:
-        """Returns the body of the commit's line. On disk ``counts`` is called "tally", since
-        version 0.1.
+        """Returns the body of the commit's line.
 
-        How answers ended is in "work", where earlier releases pass over it.
+        On disk ``counts`` is called "tally", as in version 0.1. "work" also says how answers ended;
+        earlier releases ignore that.
         """
         fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
         ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
@@ -293,14 +292,12 @@ def read_commits(path: Path) -> dict[int, Commit]:
 
 
 def read_whole_commits(path: Path) -> list[Commit]:
-    """Returns the commits of all whole lines, in their order, whatever is between them."""
+    """Returns the commits of all whole lines, in order; skips damaged lines."""
     return [_parse(path, number, line) for number, _, line in scan_lines(path) if line is not None]
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
-    """Returns what ``read_commits`` does, and the size of the whole lines, which is the offset of a
-    torn tail.
-    """
+    """Returns the commits as ``read_commits`` does, and the offset of a torn tail."""
     commits: dict[int, Commit] = {}
     size = letters = 0
     for number, line in _whole_lines(path):
@@ -353,9 +350,7 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
 
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
-    """Returns what the documents of a rank's commits are and took, and the seconds until the last
-    of them.
-    """
+    """Returns counts, work and seconds over a rank's commits."""
     work = WorkStats()
     seconds = NO_SECONDS
     for commit in commits:
@@ -370,10 +365,10 @@ def count_unbroken(commits: Iterable[int]) -> int:
 
 
 def read_last_chunk(path: Path) -> int | None:
-    """Returns the chunk in the file for people; None without a file, or without a number in it.
+    """Returns the chunk in last_chunk; None if the file is missing or holds no number.
 
-    The file is written after the commit is synced; ``repair``, a restored mirror and a new start
-    correct or remove it first. So that chunk and all before it were committed.
+    That chunk and all before it were committed: the file is written after the commit is synced, and
+    ``repair``, a restored mirror and a new start correct or remove it first.
 
     Raises:
         StorageFailed: the file cannot be read.
@@ -433,7 +428,7 @@ class CommitSums:
         files: number of their output files.
         unbroken: see ``count_unbroken``.
         seconds: what the rank took until the last commit.
-        at: Unix seconds of the last commit, if its line says it.
+        at: Unix seconds of the last commit, if known.
     """
 
     counts: DocumentCounts = field(default_factory=DocumentCounts)

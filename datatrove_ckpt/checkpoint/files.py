@@ -2,7 +2,7 @@
 
 Each method of ``Disk`` that changes the disk is one *effect*: it happened or it did not, except
 ``write``, which a crash may cut to a prefix. ``testing`` replaces ``files.disk`` to crash before or
-within any effect; this is the only seam for crashes on disk.
+within any effect.
 
 Errors of the operating system and of SQLite become ``StorageFailed``, which names the file.
 """
@@ -37,13 +37,12 @@ from datatrove_ckpt.errors.doors import written
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# A chunk that waits for one slow document keeps its journal open, and there may be as many such
-# chunks as documents in progress. This is far below every default limit on open files, and far
-# above what a usual records_per_chunk needs.
+# A chunk that waits for a slow document keeps its journal open, so open journals may be as many as
+# documents in progress. 64 is far below every default limit on open files.
 MAX_OPEN_FILES = 64
 
-# What may hold prompts, documents or answers is for its owner only; ``chmod`` by the owner stays in
-# force. Everything else (the output, ``last_chunk``, parent folders) follows the user's umask.
+# Prompts, documents and answers are readable by their owner only; a later ``chmod`` stays. The
+# output, ``last_chunk`` and parent folders follow the user's umask.
 PRIVATE_FILE = 0o600
 PRIVATE_FOLDER = 0o700
 PUBLIC_FILE = 0o666
@@ -52,8 +51,7 @@ PUBLIC_FOLDER = 0o777
 # What file systems without hard links answer, and those that limit them.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
-# ``status`` looks at a lock for microseconds: a rank that starts meanwhile tries again, for so many
-# seconds.
+# ``status`` holds a lock for microseconds; a rank that starts meanwhile tries again.
 _TRIES = 100
 _LOOK_SECONDS = 0.005
 _PATIENCE_SECONDS = 10.0
@@ -146,24 +144,18 @@ class Disk:
     # made of effects -----------------------------------------------------------------------------
 
     def append(self, path: Path, data: bytes) -> int:
-        """Adds ``data`` at the end of the file, which is made if it is missing. Returns the offset
-        where it starts.
+        """Appends ``data``, makes a missing file, and returns the offset of ``data``.
 
-        Without locks, a process that was fenced off may have appended since the last time. So the
-        offset is read from the file, not computed.
+        The offset is read from the file: without locks, a fenced process may have appended since.
         """
-        # Ranks that run in threads of one process share the descriptors: none may be closed during
-        # a write to it.
+        # Ranks in threads of one process share the descriptors: none may be closed during a write.
         with self._appending:
             fd = self._descriptor(path)
             self.write(fd, data, path)
             return os.lseek(fd, 0, os.SEEK_CUR) - len(data)
 
     def make_dirs(self, path: Path, mode: int = PUBLIC_FOLDER) -> None:
-        """Makes the folder and its missing parents, which are public.
-
-        All of them survive power loss.
-        """
+        """Makes the folder and its missing parents, which are public, and syncs their names."""
         for tries_left in reversed(range(_TRIES)):
             if path.is_dir():
                 return
@@ -172,7 +164,7 @@ class Disk:
                 self.make_dir(path, mode)
                 self.sync_dir(path.parent)
             except StorageFailed as error:
-                # Ranks share parents, and one that ends removes a parent that is empty just now.
+                # Ranks share parents, and a rank that ends removes an empty parent.
                 vanished = isinstance(error.__cause__, FileNotFoundError)
                 vanished |= isinstance(error.__cause__, FileExistsError) and (
                     path.is_dir() or not path.exists()
@@ -224,11 +216,10 @@ class Disk:
         self.sync_dir(path.parent)
 
     def put_new(self, source: Path, target: Path) -> bool:
-        """Gives a file its final name, unless that name exists; the old name may stay. Returns
-        whether it did.
+        """Gives a file its final name and returns True, unless that name exists. The old name may
+        stay.
 
-        On a file system without hard links, two processes that do this at one moment may both
-        succeed.
+        Without hard links, two processes may both succeed at the same moment.
         """
         try:
             return self.link(source, target)
@@ -281,8 +272,8 @@ class AppendFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size if path.exists() else 0
-        # What an earlier process wrote, the file's name included, may be in the page cache only,
-        # which survives kill -9 but not power loss.
+        # Content and name from an earlier process may be in the page cache only: they survive kill
+        # -9, not power loss.
         self._unsynced_name = True
         self._unsynced_data = self.size > 0
 
@@ -303,8 +294,7 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file of the output, which is written once, from start to end, and knows its size and
-    its xxh128.
+    """A new output file, written once from start to end, with its size and xxh128.
 
     Its mode follows the user's umask. Until it is published, its folder is private.
     """
@@ -338,9 +328,7 @@ class HashedFile(io.RawIOBase):
 
 
 def _release_in_child() -> None:
-    """Closes a forked child's copy of the lock, which would hold the lock after this process has
-    ended.
-    """
+    """Closes the lock in a forked child, whose copy would outlive this process's lock."""
     for lock in list(_held):
         os.close(lock._fd)
 
@@ -350,15 +338,15 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def lock_holder(path: Path | str) -> Json | None:
-    """Returns who holds a lock now, as ``this_process`` does; None if there is no holder, or are no
-    locks.
+    """Returns the holder of a lock, as ``this_process`` describes it; None without a holder or
+    without locks.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # A shared lock for microseconds: two commands that look at once do not see each other.
+        # Shared, so that two commands at the same time do not see each other.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
@@ -370,7 +358,7 @@ def lock_holder(path: Path | str) -> Json | None:
 
 
 def _is_only_looked_at(fd: int) -> bool:
-    """Whether a lock that cannot be taken is held by ``lock_holder`` of other processes alone."""
+    """Whether only ``lock_holder`` calls of other processes hold the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -403,7 +391,7 @@ def _held_by(holder: bytes, path: Path) -> str:
 
 
 def name_holder(holder: dict[str, object]) -> str:
-    """Names the process to stop, such as "pid 42 on node7"; of a worker, the command behind it."""
+    """Names the process to stop, such as "pid 42 on node7"; for a worker, its command."""
     return f"pid {holder.get('command', holder.get('pid'))} on {holder.get('host')}"
 
 
@@ -459,8 +447,8 @@ class Lock:
                 continue
             except OSError:
                 self.works = False
-            # A holder removes the file when its rank is finished. A lock on a removed file excludes
-            # nobody.
+            # A finished rank's holder removes the file, and a lock on a removed file excludes no
+            # process.
             if self._is_current(fd):
                 return fd
             os.close(fd)

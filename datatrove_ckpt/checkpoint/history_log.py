@@ -1,9 +1,9 @@
 """HistoryLog appends to ``history.jsonl`` of one rank, and bounds its size.
 
 A line is one write, so a kill tears at most the last line, which the next attempt cuts off. Readers
-skip other damaged lines. Beyond ``MAX_BYTES`` the log is replaced by a copy with fewer progress
-lines: fewer of older hours, but always the first and the last line of an attempt. If starts and
-ends alone are too many, the oldest lines are removed.
+skip other damaged lines. Beyond ``MAX_BYTES`` a copy with fewer progress lines replaces the log. It
+keeps fewer lines of older hours, and the first and the last line of each attempt. If starts and
+ends alone exceed the limit, the oldest lines go.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
-# A file of ours is smaller. Of one that is not, only the end is read.
+# Our files are smaller. Of a foreign file, only the end is read.
 _READ_BYTES = 4 * MAX_BYTES
 
 _HOUR = 3600.0
-# Of progress lines older than this, one is kept for so many seconds.
+# (age, step) in seconds: of lines older than ``age``, one per ``step`` is kept.
 _STEPS = ((48 * _HOUR, 900.0), (6 * _HOUR, 300.0), (0.0, 0.0))
-# If that is not enough, steps are made longer by these factors.
+# If the log is still too large, all steps grow by these factors.
 _FACTORS = [2**power for power in range(11)]
 
 
@@ -112,10 +112,7 @@ class HistoryLog:
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """Returns lines in their order, at most ``most`` bytes of them.
-
-    Damaged lines are left out first.
-    """
+    """Returns lines in order, at most ``most`` bytes. Damaged lines go first."""
     parsed = [(line, parse_line(line)) for line in lines]
     found = [(line, record) for line, record in parsed if record is not None]
     fixed = _fixed([record for _, record in found])
@@ -130,8 +127,8 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
 
 
 def _fixed(records: Sequence[Record]) -> set[int]:
-    """Returns indices of the lines that stay: events, and of each attempt its first and last
-    progress and last histograms.
+    """Returns indices of the lines to keep: events, and each attempt's first and last progress and
+    last histograms.
     """
     fixed: set[int] = set()
     first: dict[int, int] = {}

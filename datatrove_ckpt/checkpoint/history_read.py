@@ -1,7 +1,7 @@
-"""Reads ``history.jsonl``: attempts, server events, and as many minutes as are needed.
+"""Reads ``history.jsonl``: attempts, server events, and as many progress lines as needed.
 
-``status`` needs the last minutes, and ``report`` an even share of all minutes. The other minute
-lines are not parsed: parsing them would take longer than reading the rest of the rank.
+``status`` needs the last minutes, and ``report`` an even sample. The other lines are not parsed,
+which would take longer than reading the rest of the rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Recovery does not read them, so damage costs a line and never the run. Each line has a checksum
 (``lines``) and is a JSON object with the keys "k" (kind), "at" (Unix seconds) and "n" (number of
-the attempt, from 1: the owner's fence in ``run.json``, which also counts starts without a line).
+the attempt, from 1: the owner's fence in ``run.json``).
 
     k           keys
     start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
 
@@ -79,7 +79,7 @@ class InputPosition(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """For how long requests failed and none was answered, and after how long the rank stops for it.
+    """How long all requests have failed, and after how long the rank stops because of that.
 
     ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
     models.
@@ -132,8 +132,8 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class WorkCounts:
-    """What attempts did. A kill loses the last minute of these counts, unlike the counts of
-    documents.
+    """What attempts did. A kill loses the last minute of these counts; counts of documents are
+    exact.
 
     Attributes:
         requests: requests that a server answered.
@@ -371,7 +371,7 @@ class Progress(_Record):
 
 
 class Buckets(dict[int, int]):
-    """A histogram: how many values lie in each bucket. Bucket 0 is for values below 1.
+    """A histogram. Bucket 0 counts values below 1.
 
     Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
     power of two.
@@ -383,11 +383,11 @@ class Buckets(dict[int, int]):
             bucket = int(math.log2(value) * 4) + 1
         self[bucket] = self.get(bucket, 0) + times
 
-    def count_all(self, values: Mapping[int, int]) -> int:
-        """Adds values, each as often as it says. Returns their sum."""
-        for value, times in values.items():
+    def count_all(self, values: Sequence[int]) -> int:
+        """Adds values, equal ones at once. Returns their sum."""
+        for value, times in Counter(values).items():
             self.count(value, times)
-        return sum(value * times for value, times in values.items())
+        return sum(values)
 
     @staticmethod
     def lower(bucket: int) -> float:
@@ -436,11 +436,10 @@ class Spread(_Record):
 
 @dataclass(slots=True, kw_only=True)
 class End(_Record):
-    """An attempt ended. An attempt that was killed, or lost its node, has no such line.
+    """The end of an attempt. Killed attempts have no such line.
 
     Attributes:
-        what: "" if it is done; what asked it to stop, such as "SIGTERM"; or the error, without
-            secrets.
+        what: "" if done; the cause of a stop, such as "SIGTERM"; or the error, without secrets.
     """
 
     KIND = "end"
@@ -490,7 +489,7 @@ def _check_seconds(values: Sequence[float]) -> None:
 
 
 def _text(value: object) -> str:
-    """Returns a text of a file, made fit for a terminal: anybody may have written the file."""
+    """Returns a text of the file without control characters: other programs may have written it."""
     if not isinstance(value, str):
         raise TypeError("a text is missing")
     text = value[:_MAX_TEXT]

@@ -7,13 +7,13 @@ Secrets are compared as hashes, because earlier releases wrote some of them in p
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
 that finds another owner in the file stops before its next write. The fence serves where locks
-(``files.Lock``) do not: on file systems without locks, and in clusters that give a lost node's job
-to another node while the old process runs. In the microseconds between a check of the fence and the
-write, both processes may write; each writes whole, valid lines and files.
+(``files.Lock``) fail: on file systems without locks, and in clusters that restart a lost node's job
+while the old process still runs. Between a check and the write that follows, both processes may
+write for microseconds; both write whole, valid lines.
 
 An owner lists the nonces of earlier owners whose work this folder holds: all of it (null), or up to
-the version of a mirror from which the folder was restored (see ``mirror/restore.py``). It also
-keeps the number of commits that it found, by which the next owner notices lost commits.
+a version of the mirror (see ``mirror/restore.py``). It also keeps the number of commits that it
+found, so that the next owner notices lost commits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def of_model(name: str) -> str:
 
 
 def decides(name: str) -> bool:
-    """Whether a field of the identity decides about an answer and is in no payload."""
+    """Whether an identity field affects answers without being part of the payload."""
     return of_model(name) in _ANSWERING
 
 
@@ -140,7 +140,7 @@ def _change_without_secrets(change: Json) -> Json:
 
 
 def as_kept(fields: Json) -> Json:
-    """Returns fields as files keep them: a tuple becomes a list, 1.0 stays 1.0."""
+    """Returns fields as JSON keeps them: tuples become lists, 1.0 stays 1.0."""
     kept: Json = orjson.loads(orjson.dumps(stamped(fields)))
     return fields_without_secrets(kept)
 
@@ -178,7 +178,7 @@ _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
 def stamped(fields: Json) -> Json:
-    """Returns an identity as this version writes it: with its format and its version in front."""
+    """Returns an identity preceded by this release's format and version."""
     rest = {name: value for name, value in fields.items() if name not in (FORMAT_KEY, WRITTEN_BY)}
     return {FORMAT_KEY: FORMAT, WRITTEN_BY: __version__, **rest}
 
@@ -190,7 +190,7 @@ def settings_in(content: Json) -> Json:
 def check_format(
     where: object, content: object, known: int = FORMAT, written_by: object = None
 ) -> None:
-    """Checks that this version can continue what another version wrote. No number passes.
+    """Checks that this version can continue what another version wrote. A missing format passes.
 
     Args:
         where: the file, for the message.
@@ -247,8 +247,8 @@ _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
 class Change(NamedTuple):
-    """A field in which two runs differ: both values, and both as text, which tells null from a
-    missing field.
+    """A field in which two runs differ, with both values, and both as text: null is not a missing
+    field.
     """
 
     field: str
@@ -260,7 +260,9 @@ class Change(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """The content of the folder depends on the field, so accept_changes does not accept it."""
+        """Whether the folder's content depends on the field; accept_changes does not accept such a
+        change.
+        """
         return self.field in _LAYOUT
 
 
@@ -296,7 +298,7 @@ def new_owner(
 
 
 class Fence:
-    """Tells whether this process is still the owner of a rank. Any thread may use it."""
+    """Checks that this process still owns a rank. Thread-safe."""
 
     def __init__(self, path: Path, owner: Owner) -> None:
         self._path = path
@@ -311,8 +313,7 @@ class Fence:
         """Checks that this process is still the owner.
 
         Args:
-            thorough: open and read the file. Otherwise only its attributes are compared, which
-                takes a microsecond.
+            thorough: read the file; otherwise compare its attributes, which takes a microsecond.
 
         Raises:
             Fenced: another process has started since.
@@ -331,9 +332,7 @@ class Fence:
         self._seen = self._stamp()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns ``Fenced`` if a new owner may have caused ``error``: it removes what the old
-        owner staged.
-        """
+        """Returns ``Fenced`` if a new owner may have caused ``error`` by removing staged files."""
         if isinstance(error, StorageFailed):
             try:
                 self.check(thorough=True)
@@ -350,7 +349,7 @@ class Fence:
 
 
 class RunClaim:
-    """A run's claim on a rank's folder whose identity fits; ``take`` makes this process the owner.
+    """Checks a run's identity against a rank's folder; ``take`` makes this process the owner.
 
     Args:
         accept_changes: record a different identity, with the time, instead of refusing it. A folder
@@ -389,8 +388,7 @@ class RunClaim:
             refuse_missing_run_json(folder)
 
     def take(self, commits: int | None = None) -> Fence:
-        """Writes ``run.json``. A process that owned the rank before notices this before its next
-        write.
+        """Writes ``run.json``, which an earlier owner notices before its next write.
 
         Args:
             commits: the number of commits that the rank has now; None: as many as ``run.json``
@@ -454,11 +452,10 @@ def not_readable(path: Path | str) -> str:
 
 
 def check_run(content: object) -> Json:
-    """Returns the content of ``run.json`` if the values that this program itself uses have their
-    types.
+    """Returns the content of ``run.json`` if the values that this program uses have their types.
 
     Raises:
-        ValueError: it says which value has not.
+        ValueError: a value has not; the message names it.
     """
     if not isinstance(content, dict) or not is_count(content.get("format")):
         raise ValueError("it is no JSON object with a format")
@@ -524,7 +521,7 @@ def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> lis
 
 
 def describe_alike(old: Json, new: Json) -> bool:
-    """Whether both descriptions of code are of one version, so that they can be compared."""
+    """Whether both code descriptions have the same version, and so can be compared."""
     return bool(old.get(_IDENTITY_VERSION) == new.get(_IDENTITY_VERSION))
 
 
@@ -533,9 +530,7 @@ def without_code(fields: Json) -> Json:
 
 
 def refusal(what: str, changes: Sequence[Change], *way_out: object) -> CheckpointMismatch:
-    """Returns the error for a run that differs from the one that is kept: fields with both values,
-    then the way out.
-    """
+    """Returns the error for a differing run: each field with both values, then the way out."""
     lines = [line for one in changes for line in _lines(one)]
     notes = [
         f"  ({change.note})"
@@ -559,7 +554,7 @@ def _lines(change: Change) -> list[str]:
 
 
 def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
-    """Returns what helps against changes that were not accepted, as parts of a message."""
+    """Returns parts of a message: how to continue after changes that were not accepted."""
     folders = [", or choose ", StartOver(), " for the new ones"]
     old = changes[0].old
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
@@ -590,7 +585,7 @@ def records(changes: Iterable[Change]) -> list[Json]:
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Returns field, old and new value, as short JSON, of accepted changes, but not of the output's
+    """Returns field, old and new value (short JSON) of accepted changes, except the output's
     place.
     """
     found = {
@@ -610,15 +605,13 @@ def _shown(identity: Json, name: str) -> str:
     return f"{text[:300]}... ({len(text)} characters)"
 
 
-# When two values of a setting are the same: as JSON, with three rules.
-#
-# The order of keys does not matter, except in a JSON schema and inside of a parameter of requests:
-# engines answer in the order of a schema's properties, and requests keep it. True is not 1, because
-# a request says ``true``; 1 is 1.0. Hashes of secrets that were made with two keys of a mirror, or
-# one without, cannot be compared, and count as the same.
+# Values of a setting are compared as JSON, with three rules. The order of keys does not matter,
+# except in a JSON schema and inside of a parameter of requests: engines answer in the order of a
+# schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is
+# 1.0. Hashes of secrets that were made with two keys of a mirror, or one without, cannot be
+# compared, and count as the same.
 
-# Parts of a request that hold a schema. A setting of the user's may have any name with "schema" in
-# it.
+# Parts of a request that hold a schema. A user's setting may have any name that contains "schema".
 _ORDERED = ("response_format", "structured_outputs", "schema")
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed

@@ -1,9 +1,7 @@
-"""Intents: what a rank is about to publish, on its disk before any of it appears in the output
-folder.
+"""Intents: hashes of files that a rank is about to publish, recorded before any file appears.
 
-A rank replaces an existing file only if an intent names its content: then an earlier attempt
-published it. A rewritten chunk may have other bytes (another zlib). Other content belongs to
-another job, and stays.
+A rank replaces an existing file only if an intent names its content: an earlier attempt published
+it, perhaps with another zlib. Other content belongs to another job, and stays.
 
 Without this file (an earlier release, a mirror, or commits that ``repair`` rebuilt) a rank may have
 published any content. Then ``ChunkOutput.prepare`` once accepts all files under the rank's names.
@@ -28,8 +26,7 @@ _ADVICE = (
 
 
 class Intents:
-    """The content that a rank may have published, as hashes by file name: a line for each time that
-    a chunk is written.
+    """The hashes that a rank may have published, by file name; a line for each write of a chunk.
 
     Raises:
         CheckpointCorrupt: the file is damaged.
@@ -54,7 +51,7 @@ class Intents:
         return self._hashes.get(name, set())
 
     def add(self, hashes: Mapping[str, str]) -> None:
-        """Names the content of files, by file name. It survives power loss once ``add`` returns."""
+        """Records the hashes by file name, and syncs them."""
         if self._file is None:
             self._file = self._open()
         self._file.append(seal(orjson.dumps(hashes)))

@@ -3,10 +3,10 @@
 No fixed interval fits every disk: a sync takes 50 microseconds on one disk and 200 milliseconds on
 another. "auto" times each save, as CheckFreq does (Mohan, Phanishayee and Chidambaram, FAST'21):
 
-    interval = mean of the last RECENT durations / share, but never below shortest or above longest
+interval = mean of the last RECENT durations / share, but never below shortest or above longest
 
-The mean keeps the share even if one save in a hundred takes a second. After a single slow save
-alone, the interval, and so the possible loss, would grow to the maximum.
+The mean keeps the share even if one save in a hundred takes a second, and one slow save does not
+raise the interval to the maximum.
 
 ``young``, ``daly`` and ``efficiency`` also know the MTBF: the mean of M seconds between two losses
 of all unsaved work. A save stops the work for C seconds, and a restart takes R seconds.
@@ -82,9 +82,8 @@ class Tuning:
         return min(max(sum(recent) / len(recent) / self.share, self.shortest), self.longest)
 
 
-# An interval below ``shortest`` gains nothing noticeable. ``longest`` bounds the loss, however slow
-# the disk or the remote is: half a minute of answers at a power loss, ten minutes when the node is
-# gone.
+# Below ``shortest`` nothing is gained. ``longest`` bounds the loss on a slow disk: half a minute of
+# answers at a power loss; ten minutes if the node is lost.
 SYNC_TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 MIRROR_TUNING = Tuning(share=0.05, shortest=5.0, longest=600.0, first=60.0)
 

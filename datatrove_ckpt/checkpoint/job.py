@@ -1,10 +1,9 @@
 """``job.json``: the identity that all ranks of a job share.
 
 The ranks' ``run.json`` files are the truth. ``job.json`` records that they were compared, so that a
-starting rank reads one file instead of a thousand. A rank that finds no ``job.json``, or a
-different one, takes ``job.lock``, compares itself with all other ranks, replaces ``job.json``, and
-keeps the lock until its own ``run.json`` is written. After a crash in between, the next rank that
-differs from ``job.json`` compares again.
+starting rank reads one file instead of a thousand. A rank that finds no matching ``job.json`` takes
+``job.lock``, compares itself with all other ranks, replaces ``job.json``, and holds the lock until
+its ``run.json`` is written. After a crash in between, the next rank that differs compares again.
 
 A rank is compared if it holds work, or if the process that wrote its ``run.json`` still has its
 lock.
@@ -82,9 +81,7 @@ class JobChanges:
 
 
 class KeptRun(NamedTuple):
-    """A rank's ``run.json``, whether that binds the rank to its run, and in which state the rank
-    is.
-    """
+    """A rank's ``run.json``, whether it binds the rank to its run, and the rank's state."""
 
     run: Json
     is_bound: Callable[[], bool]
@@ -142,7 +139,7 @@ def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
 
 
 def note_output(root: Path, folder: str) -> None:
-    """Writes into ``job.json`` where the output is. No rank that runs may write elsewhere.
+    """Writes the output folder into ``job.json``. No running rank may write elsewhere.
 
     Raises:
         CheckpointError: ``job.json`` is damaged, or cannot be written.
@@ -168,8 +165,8 @@ def compare_job(
     nothing.
 
     Args:
-        ranks: look at these only, if ``job.json`` agrees with the job. None: look at all that have
-            a folder.
+        ranks: the ranks to compare if ``job.json`` agrees with the job; None: all that have a
+            folder.
         only_tasks: see ``compare_kept``.
     """
     if ranks is None or not _agrees(root, identity):
@@ -196,10 +193,10 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def recorded_settings(root: Path) -> Json:
-    """Returns the settings of the run that has begun in a folder; empty without one."""
+    """Returns the settings of a folder's run; empty if no run has begun."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
-        with suppress(CheckpointError):  # who reads the rest of it says what is wrong with it
+        with suppress(CheckpointError):  # the reader of the other files reports the damage
             if path.exists() and (content := read_run(path)).get("tasks"):
                 return content
     return {}
@@ -218,9 +215,7 @@ def _agrees(root: Path, identity: RunIdentity) -> bool:
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
-    """Whether ``job.json`` agrees, also about code and place, and needs no rewrite without a
-    secret.
-    """
+    """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
     if (path := root / JOB).exists():
         job = run_with_secrets(path)
     else:
@@ -231,9 +226,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
 
 
 def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
-    """Takes ``job.lock``. None: while this rank waited, another rank has written a ``job.json``
-    that agrees.
-    """
+    """Takes ``job.lock``; returns None if another rank wrote a matching ``job.json`` meanwhile."""
     deadline = time.monotonic() + _GUARD_SECONDS
     while True:
         try:
@@ -288,7 +281,7 @@ def _kept_here(folder: Path, run: Json) -> KeptRun:
 def compare_kept(
     kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool
 ) -> JobChanges:
-    """Compares a job with what is kept of its ranks, by rank.
+    """Compares a job with its ranks' files.
 
     Args:
         job: the content of ``job.json``; empty if there is none.
@@ -322,10 +315,7 @@ def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
 
 
 def _is_live(folder: Path, run: Json) -> bool:
-    """Whether the process that wrote ``run.json`` works on the rank.
-
-    A process with the lock alone compares itself.
-    """
+    """Whether another process that wrote ``run.json`` works on the rank."""
     holder = files.lock_holder(folder / LOCK)
     owner = run.get("owner", {})
     return holder is not None and all(
@@ -334,14 +324,11 @@ def _is_live(folder: Path, run: Json) -> bool:
 
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:
-    """Returns the missing ranks that the file for their last chunk, or a retry of their dead
-    letters, names.
-    """
+    """Returns the missing ranks that have a last_chunk file or a retry of dead letters."""
     folders = (root / "last_chunk", *retry_folders(root))
     named = {path.stem for folder in folders for path in folder.glob("*")}
     places = {rank: rank_folder(root, rank) for rank in missing}
-    # Looked at again: a rank may have started since its folder was looked for, and have finished a
-    # chunk.
+    # Checked again: a rank may have started after the listing, and have finished a chunk.
     return [
         rank
         for rank, folder in places.items()

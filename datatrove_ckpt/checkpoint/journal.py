@@ -1,12 +1,10 @@
-"""ChunkJournal: the finished documents of one unfinished chunk, in the order in which they
-finished.
+"""ChunkJournal: the finished documents of one unfinished chunk, in order of finishing.
 
 A document is finished once its line is written. The journal keeps the offset and length of each
 ordinal's line (12 bytes per document), and reads the lines back in input order.
 
-It reads a megabyte at a time for the event loop's sake. A thread that reads single lines releases
-the GIL for a moment at each read, but never holds it for the 5 ms after which Python switches
-threads: an event loop waited for 50 ms.
+It reads a megabyte at a time: reading single lines releases the GIL at each read, too briefly for
+Python to switch threads, and delayed the event loop by 50 ms.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ _HEAD = (
 _ENDS = b',"ends":[%d,%d,%d]'
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
-# Lines with a gap of fewer bytes than this between them are read in one call, together with the
-# gap.
+# Lines with a smaller gap between them, in bytes, are read in one call, gap included.
 _READ_GAP = 1 << 13
 
 

@@ -1,5 +1,4 @@
-"""The names of a checkpoint's files. They are part of the format on disk: older and newer versions
-read them.
+"""The names of a checkpoint's files, which are part of the format on disk.
 
 <checkpoints_local_dir>/job.json                                 the identity that all ranks share
 <checkpoints_local_dir>/last_chunk/00000.txt
@@ -80,7 +79,7 @@ _RETRY = re.compile(r"retry-([0-9]{5,18})")
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file in or beside an output folder is a staged file, or the record of an owner."""
+    """Whether a file in or beside an output folder is staged, or an owner's record."""
     return OUTPUT_STAGING in name or OWNER in name
 
 
@@ -105,10 +104,9 @@ def last_chunk_of(folder: Path) -> Path:
 
 
 def is_datatroves(last_chunk: Path) -> bool:
-    """Whether datatrove's own runner wrote the file for people. It ends with no line break, and
-    ours does.
+    """Whether datatrove's own runner wrote the file: unlike ours, it ends without a line break.
 
-    A kill can leave datatrove's file empty, but not ours, which is replaced in one step.
+    A kill can leave datatrove's file empty, but not ours.
     """
     try:
         return last_chunk.is_file() and not last_chunk.read_bytes().endswith(b"\n")
@@ -149,8 +147,7 @@ def journal_indices(folder: Path) -> list[int]:
 
 def check_files(folder: Path, last_chunk: Path) -> None:
     """Raises:
-    CheckpointCorrupt: something else has the name of a file of the rank's folder, or of the folder
-    itself.
+    CheckpointCorrupt: the rank's folder, or a file in it, has the wrong type.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointCorrupt(
@@ -169,8 +166,8 @@ def check_files(folder: Path, last_chunk: Path) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the rank is completed: then it has removed its lock, request cache and journals, and
-    kept run.json.
+    """Whether the rank is complete: run.json exists, and lock, request cache and journals are
+    removed.
     """
     if not (folder / RUN).exists() or (folder / LOCK).exists() or (folder / CACHE).exists():
         return False
@@ -197,13 +194,11 @@ def retry_number(name: str) -> int | None:
     return None
 
 
-# Folders that another program made, datatrove's own runner above all: refused, with what continues
-# there.
+# Folders of other programs, mainly datatrove's runner: refused, with what continues there.
 
 
 def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
-    """Refuses a run whose number of tasks an earlier build has changed, or half changed: its ranks
-    read parts of files.
+    """Refuses a run whose number of tasks an earlier build changed: its ranks read parts of files.
 
     Args:
         mirrored: the names of what the run's mirror has.
@@ -223,8 +218,7 @@ def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
 
 
 def refuse_missing_run_json(folder: Path) -> None:
-    """Refuses a folder without ``run.json`` that holds another part of a checkpoint, or one of
-    datatrove's runner.
+    """Refuses a folder that holds a checkpoint without ``run.json``, or one of datatrove's runner.
 
     Raises:
         CheckpointMismatch: the message names the setting that continues datatrove's run.

@@ -1,7 +1,4 @@
-"""RankLease: this process owns a rank.
-
-Whatever publishes a rank's output is made with the lease of the rank.
-"""
+"""RankLease: this process owns a rank. Publishing a rank's output needs its lease."""
 
 from __future__ import annotations
 
@@ -34,23 +31,19 @@ class RankLease:
     """Set once the rank ends: nothing more is published."""
 
     def check(self) -> None:
-        """Raises what forbids to publish now, above all that another process has taken the rank
-        over.
-        """
+        """Raises an error if nothing may be published now, usually ``Fenced``."""
         self.files.fence.check(thorough=True)
         if self.mirror is not None:
             self.mirror.check(not self.files.log.commits, self.stopping)
 
     def check_spending(self) -> None:
-        """Raises what forbids to pay for a batch now. The mirror has everything of before."""
+        """Raises an error if no batch may be paid for now. Brings the mirror up to date."""
         self.check()
         if self.mirror is not None:
             self.mirror.save(self.stopping)
 
     def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
-        """``read_rank``, but of this rank from memory: others write to its files only where locks
-        do not work.
-        """
+        """Does ``read_rank``, but reads this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(root, number, folder, want)
         journals = journal_indices(folder)

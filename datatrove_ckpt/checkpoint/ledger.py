@@ -1,10 +1,10 @@
-"""RankLedger: what one rank has on disk, or in a copy of its mirror, read once. Changes nothing.
+"""RankLedger: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
 
 docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
 are checkpoints of retries of dead letters, with a shared output folder. ``RankLedger.root`` names
 the rank's retry; "" is CHECKPOINTS itself.
 
-Ledgers are small without their commits, and are dropped after use: there may be ten thousand ranks.
+There may be ten thousand ranks: ledgers are small without commits, and are dropped after use.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Limits:
     """How many bytes to read of a rank, at most.
 
     Attributes:
-        journals: if they are larger, the history has the number of their documents.
-        letters: of its dead letters, the last ones are read.
+        journals: if they are larger, the history gives the number of their documents.
+        letters: only the last dead letters are read.
     """
 
     journals: int
@@ -124,7 +124,7 @@ class RankLedger:
             knows their sum.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with their numbers.
-        written: when a run last wrote its files, in Unix seconds, if that may matter.
+        written: when a run last wrote its files, in Unix seconds.
         damage: why a run would refuse the folder.
     """
 
@@ -181,17 +181,14 @@ class RankLedger:
 
     @property
     def last_commit(self) -> float | None:
-        """When it was made, in Unix seconds.
-
-        Commits of an earlier release have the time of the file.
-        """
+        """The time of the last commit, in Unix seconds; of an earlier release, the file's time."""
         if self.sums.indices:
             return self.sums.at or self.written.get(COMMITS)
         return None
 
     @property
     def owners(self) -> int:
-        """How many processes have owned the rank, ``repair`` among them."""
+        """The number of processes that have owned the rank, including ``repair``."""
         return int(self.run.get("owner", {}).get("fence", 0))
 
     def numbers(self) -> RunNumbers:
@@ -221,9 +218,8 @@ class RankLedger:
             together = sum(attempt.last_seen - attempt.started for attempt in attempts)
             found.seconds = max(found.seconds, last.seconds.total, together)
             if any(attempt.ended is None for attempt in attempts):
-                # The last minute before a kill is in no line of the history, and neither is what a
-                # running rank did since its last line. But a request of a document that is done was
-                # sent, unless it was cached.
+                # The last minute before a kill, or of a running rank, is missing from the history.
+                # But each request of a finished document was sent, unless it was cached.
                 at_least = found.done.requests - last.total.cached
                 found.work = replace(last.total, sent=max(last.total.sent, at_least))
         return found
@@ -246,8 +242,8 @@ class RankLedger:
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the newest attempt has an end line: then its last progress line knows of every
-        document.
+        """Whether the newest attempt has an end line, so that its last progress line covers all its
+        documents.
 
         ``repair`` is an owner, too, and writes no history.
         """
@@ -280,8 +276,7 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
 
 
 def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
-    """Root, number and folder of all ranks that have a folder, those of ``checkpoints`` itself
-    first.
+    """Returns root, number and folder of each rank's folder, retries last.
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
@@ -382,7 +377,7 @@ def read_rank(
     rank = RankLedger(root, number, folder)
     try:
         _read(rank, want, limits)
-    except CheckpointError as error:  # what was read before proves nothing
+    except CheckpointError as error:  # what was read before the error is unreliable
         return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
@@ -424,9 +419,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
 
 
 class _Listing:
-    """What is in a rank's folder, with few system calls, because there may be ten thousand
-    ranks.
-    """
+    """A listing of a rank's folder in few system calls: there may be ten thousand ranks."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder
@@ -487,8 +480,7 @@ def _read_journals(
     limits: Limits | None,
     ordinals: dict[int, dict[int, str]],
 ) -> dict[int, DocumentCounts] | None:
-    """Returns the counts of each journal; None if the history knows their sum, and they need not or
-    may not be read.
+    """Returns the counts of each journal; None if the history has to give their sum.
 
     Args:
         ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
@@ -543,10 +535,7 @@ def check_readable(rank: RankLedger) -> None:
 
 
 def _causes(path: str, size: int, most: int) -> Counter[str]:
-    """Counts causes in the last ``most`` bytes of the dead letters.
-
-    Numbers in a cause are left out.
-    """
+    """Counts causes, without their numbers, in the last ``most`` bytes of the dead letters."""
     causes: Counter[str] = Counter()
     with explained("read", path), suppress(FileNotFoundError), open(path, "rb") as file:  # noqa: PTH123 (speed)
         if size > most:
@@ -581,13 +570,10 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 
 # lost commits ------------------------------------------------------------------------------------
 
-# Whether all commits of a rank are still there. Several files say how many there must be.
-#
-#     run.json        how many there were when the last owner started
-#     last_chunk      all chunks up to this one were committed
-#     shard.json      how many documents the input had; a finished rank has committed all of them
-#
-# Each of them may be missing, or older than the log: then it proves less, but nothing wrong.
+# Whether all commits of a rank are still there. Several files say how many there must be. run.json
+# how many there were when the last owner started last_chunk all chunks up to this one were
+# committed shard.json how many documents the input had; a finished rank has committed all of them A
+# missing or old file proves less, but nothing wrong.
 
 
 _START_OVER = (
@@ -597,7 +583,8 @@ _START_OVER = (
 
 @dataclass(frozen=True)
 class Expected:
-    """What other files promise about a rank's commits. Read it first: a run adds commits meanwhile.
+    """What other files promise about a rank's commits. Read before the commits, because a run adds
+    some meanwhile.
 
     Attributes:
         known: number of commits when the rank's last owner started.
@@ -627,7 +614,7 @@ class Expected:
 
     def check(self, commits: CommitSums) -> None:
         """Raises:
-        CommitsDamaged: a commit is lost, as far as that can be known.
+        CommitsDamaged: a commit is known to be lost.
         """
         path = self.folder / COMMITS
         number = len(commits.indices)

@@ -1,7 +1,7 @@
 """Lines that show whether they are whole: JSON objects whose first key is a checksum of the rest.
 
-A crash tears the last write: bad bytes at the end of a file are a torn tail, which the next attempt
-cuts off before it appends. A bad line with a good line after it is damage that no crash explains.
+A crash tears the last write: the next attempt cuts off bad bytes at the end of a file. A bad line
+before a good line is damage that no crash explains.
 
 A kill leaves a prefix without a line break. Power loss may also replace any block of a line by NUL
 bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``.
@@ -97,9 +97,7 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
 
 
 def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """Whether the file was removed: SQLite then names other causes, a read-only database or an I/O
-    error.
-    """
+    """Whether the file was removed: SQLite then reports a read-only database or an I/O error."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOENT, errno.ESTALE)
     return not Path(path).parent.exists()
@@ -165,7 +163,7 @@ def read_lines(path: Path, advice: str = "Restore the file from a copy.") -> Ite
 
 
 def may_be_torn(raw: bytes) -> bool:
-    """Whether a crash or a power loss can leave this of a line."""
+    """Whether a crash or a power loss can turn a line into these bytes."""
     return not raw.endswith(b"\n") or b"\0" in raw
 
 
@@ -179,11 +177,10 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
 
 
 def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
-    """Returns the lines of a file in their order, unparsed, without a torn one at the end. A
-    missing file has none.
+    """Returns the unparsed lines of a file, without a torn last line. A missing file has none.
 
     Args:
-        most: read so many bytes at the end of it; None: all.
+        most: read only this many bytes at the end.
 
     Raises:
         StorageFailed: it cannot be read.
@@ -205,17 +202,16 @@ def whole_lines(data: bytes) -> list[bytes]:
 
 
 def is_seconds(value: object) -> bool:
-    """Whether a value from a file is a finite number from 0, and no bool."""
+    """Whether a value is a finite number >= 0, and no bool."""
     return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:
-    """Whether a value from a file is an integer from 0, and no bool."""
+    """Whether a value is an integer >= 0, and no bool."""
     return type(value) is int and value >= 0
 
 
-# ``run.json``, ``job.json`` and ``shard.json`` are one JSON object, replaced as a whole, and sealed
-# as a line.
+# ``run.json``, ``job.json`` and ``shard.json`` are one sealed JSON object, replaced as a whole.
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
@@ -230,7 +226,7 @@ def read_sealed(data: bytes, sealed: Collection[int]) -> Json:
     """Returns the JSON object in a file's bytes.
 
     Args:
-        sealed: the values of its ``format`` or ``version`` that have a checksum.
+        sealed: the values of ``format`` or ``version`` with which files have a checksum.
 
     Raises:
         ValueError: it is damaged, or holds something else.

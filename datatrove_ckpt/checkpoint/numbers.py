@@ -1,7 +1,6 @@
-"""RunNumbers: what a rank, or a run, has done over all attempts. Every place that shows such
-numbers reads this record.
+"""RunNumbers: what a rank, or a run, has done over all attempts. Every display reads this record.
 
-Documents come from commits and journals, and requests from the history.
+Documents come from commits and journals, requests from the history.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class RunNumbers:
         unfinished: the documents in journals of uncommitted chunks, by ``unfinished_chunks``.
         exact: ``unfinished`` was counted; else it is as old as the history's last line.
         work: what all attempts did, as of the history's last line.
-        lost_in_flight: requests in flight at the last line of killed attempts: they are sent again,
-            and may have been paid for.
+        lost_in_flight: requests in flight at the last line of killed attempts; they are sent again,
+            and perhaps paid twice.
         number_of_attempts: all attempts.
         killed: attempts without an end line.
         seconds: sum over the attempts of all ranks.
@@ -68,7 +67,7 @@ class RunNumbers:
 
     @property
     def at_least(self) -> str:
-        """Stands before numbers of the history, whose last minute a kill loses."""
+        """The prefix of numbers from the history, whose last minute a kill loses."""
         if self.killed:
             return "at least "
         return ""
@@ -84,7 +83,7 @@ class RunNumbers:
 
     @property
     def paid(self) -> str:
-        """What servers say about the price of their answers; "" if they say nothing."""
+        """Describes the answers' price as reported by servers; "" without a report."""
         work = self.work
         said = []
         if work.cached_tokens:

@@ -1,4 +1,4 @@
-"""Opens the answers of an old run, so that equal requests are not paid again (``answers_from``).
+"""Reuses the answers of an old run for equal requests (``answers_from``).
 
 The new run has another prompt or rollout, and reads the old run's input. An answer is used if
 document ordinal, rank, index of the rollout and final payload (model, prompt, parameters) are
@@ -7,8 +7,8 @@ answers, unless the old run had ``keep_answers``.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
 only read. A document that needs an answer moves its old answers to the rank's own request cache
-(``RankFiles.answers``). Copying all of them there was rejected: answers of documents beyond a
-shorter input would look as if the input had shrunk, and a mirror would upload them.
+(``RankFiles.answers``). Copying all answers there was rejected: those of documents beyond a shorter
+input would look as if the input had shrunk, and a mirror would upload them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
         return None
     kept = read_run(folder / RUN)
     _refuse_other_settings(root, kept, identity)
-    # No answer tells with which of two values it was received.
+    # It is not known with which of two values an answer was received.
     mixed = [name for name in _accepted(kept) if decides(name)]
     if mixed:
         logger.warning(
@@ -98,7 +98,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
 
 def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> None:
     binding = {_TASKS}
-    # Else some answers may be of the model of now.
+    # Otherwise some answers may come from the new model.
     if "models" not in kept and _MODEL not in _accepted(kept):
         binding.add(_MODEL)
     changes = [
@@ -115,7 +115,7 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
 
 
 def _accepted(kept: Json) -> list[str]:
-    """Returns the fields that the user has changed in the middle of the old run."""
+    """Returns the fields that the user changed during the old run."""
     return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
 
 
@@ -131,8 +131,7 @@ def _copy(folder: Path) -> RequestCache:
             if (folder / name).exists():
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, place)
-        # The files lose their names at the end of this block, and are deleted when the connection
-        # is closed.
+        # The files lose their names when this block ends, and vanish when the connection closes.
         cache = RequestCache(place / CACHE)
         cache.forget_errors()
         answers = read_answers(folder / KEPT_ANSWERS)

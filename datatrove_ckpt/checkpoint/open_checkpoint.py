@@ -59,12 +59,11 @@ from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
-# With more complete chunks than this waiting to be published, admission waits: journals would pile
-# up on the disk. On the hub they may pile up until the disk is nearly full: its limits can hold up
-# commits for an hour.
+# Beyond this many complete, unpublished chunks admission waits, because journals pile up on the
+# disk. On the hub, whose limits can delay commits for an hour, only the disk's space counts.
 MAX_PUBLISHING = 4
 
-# How often a document may be on the disk: SQLite's log and table, the journal, the staged file.
+# A document may be on the disk this often: SQLite's log and table, journal, staged file.
 _COPIES = 4
 
 
@@ -105,7 +104,7 @@ class OpenCheckpoint:
         history.
         """
         self._folder = folder = settings.folder
-        self._files = rank_files  # used in the storage thread only, but for its two counters
+        self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files, lambda: self.on_change())
         self._output = output
@@ -125,8 +124,8 @@ class OpenCheckpoint:
         """Writes what was handed over and releases the rank. ``completed``: every document of the
         input is committed.
 
-        In any thread; only the first call does anything. Does not raise what went wrong in the
-        threads: see ``error``.
+        In any thread; only the first call has an effect. Errors of the threads are in ``error``,
+        not raised.
         """
         with self._closing:
             if not self._closed:
@@ -186,7 +185,7 @@ class OpenCheckpoint:
         self._chunks.document_finished(slot.chunk)
 
     def end_of_input(self, shard: Json | None = None) -> None:
-        """Closes the last chunk, however short it is: no document follows.
+        """Closes the last chunk, however short it is.
 
         Args:
             shard: what the rank has read, to be kept with the checkpoint.
@@ -196,15 +195,12 @@ class OpenCheckpoint:
         """
         self._chunks.end_of_input()
         content = {**(shard or {}), "documents": self._chunks.documents}
-        # Done before ``close`` returns.
+        # This is done before ``close`` returns.
         self._storage.call(partial(self._files.write_shard, content))
         self._storage.call(self._publisher.no_more)
 
     def hurry(self) -> None:
-        """Puts in place what is published, without waiting for more.
-
-        Called before the rank ends early.
-        """
+        """Puts published files in place without waiting for more, because the rank ends early."""
         self._output.placement.hurry()
 
     def _publish(self, chunk: Chunk) -> None:
@@ -219,20 +215,16 @@ class OpenCheckpoint:
 
     @property
     def congested(self) -> bool:
-        """More was handed over than the disk takes; wait until ``on_change`` is called and this is
-        False.
-        """
+        """Whether the disk is behind; wait until ``on_change`` is called and this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
 
     @property
     def publishing_behind(self) -> bool:
-        """Too many chunks wait to be published.
-
-        Admit nothing; documents in progress may continue.
+        """Whether too many chunks wait to be published: admit nothing, and continue documents in
+        progress.
         """
         if self._placed_later:
-            # What the documents in work may still write, if they are as large as those before, and
-            # the staged chunk.
+            # What documents in work may still write, at the mean size so far, and the staged chunk.
             mean = self._finished_bytes / max(1, self._finished)
             in_work = mean * (self._admitted - self._finished)
             unwritten = int(
@@ -243,7 +235,7 @@ class OpenCheckpoint:
 
     @property
     def publishing(self) -> int:
-        # Two counters, each written by one thread only, instead of one that would need a lock.
+        # Two counters with one writer each need no lock.
         return self._complete - self._files.committed
 
     @property
@@ -307,14 +299,14 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The unopened checkpoint of one rank: settings (see ``InferenceRunner``), and what ``take``
-    calls.
+    """The unopened checkpoint of one rank: its settings (see ``InferenceRunner``) and callbacks.
 
     Args:
         before_first: called before a rank's first start; its error refuses the rank.
-        before_move: called before a job's first start with another output folder; likewise.
-        placed_later: output is in place long after it is written, so only the disk's free space
-            limits how many chunks wait.
+        before_move: called before a job's first start with another output folder; as
+            ``before_first``.
+        placed_later: output is in place long after it is written, so only free disk space limits
+            the waiting chunks.
         old_answers: opens the answers of an old run; its error refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
@@ -351,8 +343,7 @@ class CheckpointManager:
         last_chunk = last_chunk_of(self.folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
-        # Ranks retry their dead letters when they like, with settings of their own: a retry is no
-        # job.
+        # A retry of dead letters is no job: ranks retry when they like, with their own settings.
         is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
@@ -360,14 +351,13 @@ class CheckpointManager:
         unlocked = not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
         with ExitStack() as undo:
-            # A run that is refused leaves a finished rank finished, and no folder where there was
-            # none.
+            # A refused run leaves a finished rank finished, and no new folder.
             refused = undo.enter_context(ExitStack())
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self.identity, self.accept_changes)
-            if claim.before:  # before anything is changed: an earlier owner's commits may be lost
+            if claim.before:  # first of all: an earlier owner's commits may be lost
                 scanned = scan_complete_commits(folder, finished, claim.before)
             else:
                 scanned = None
@@ -397,17 +387,15 @@ class CheckpointManager:
         self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
     ) -> tuple[Fence, RequestCache]:
         if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
-            # Of a folder that was removed to start the rank over. It would name chunks that nobody
-            # has committed.
+            # The file of a removed folder would name chunks that are not committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
         if lock.works and claim.before:
-            # SQLite has its own lock, and its holder must not be fenced off: open the cache before
-            # the fence moves.
+            # SQLite has its own lock, whose holder must not be fenced off: open the cache first.
             cache = self._open_cache(undo)
             if self.placed_later:
-                # On a full disk run.json needs their room. They are made again from the journals,
-                # which stay.
+                # On a full disk run.json needs this room. Staged files are made again from the
+                # journals.
                 files.disk.remove_tree(self.folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)

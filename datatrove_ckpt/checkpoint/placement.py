@@ -1,8 +1,8 @@
 """Decides when the files of a published chunk are in place: at once, or later.
 
-On a disk and on S3 a published file is in place. The Hugging Face hub gets its content first; a
-later commit names the files of many chunks. The chunk's commit line follows the hub's commit; until
-then its journal and its staged files stay.
+On a disk and on S3 a published file is in place. On the Hugging Face hub a later commit names the
+uploaded files of many chunks. A chunk's journal and staged files stay until the hub's commit, which
+its commit line follows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ more than half of the disk.
 """
 
 _LOOK_SECONDS = 1.0
-_ROOM_AGAIN = 1.1  # times the reserve, so that the run does not stop and go on every second
+_ROOM_AGAIN = 1.1  # times the reserve, so that the run does not alternate every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Placement:
         waiting.done()
 
     def hurry(self) -> None:
-        """Says that waiting gains nothing from now on: no more chunks come. Returns at once."""
+        """Stops waiting for more chunks: none come. Returns at once."""
 
     def stop(self) -> None:
         """Puts nothing in place any more."""
@@ -71,7 +71,7 @@ class DiskRoom:
 
         Args:
             waiting: chunks that wait to be put in place.
-            few: with so many of them, waiting for them would not bring the room back.
+            few: up to this many chunks, waiting would not free enough room.
             unwritten: bytes that documents in work may still write.
         """
         was_low = self._is_low
@@ -109,7 +109,4 @@ def reserve_bytes(folder: Path) -> int:
 
 
 class Stopping(BaseException):
-    """Ends a publication that nobody waits for any more.
-
-    The next attempt publishes the chunk again.
-    """
+    """Ends an abandoned publication. The next attempt publishes the chunk again."""

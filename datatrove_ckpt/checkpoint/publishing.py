@@ -24,10 +24,9 @@ from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.process.shutdown import Shutdown
 
-# Of a chunk of 100,000, counting all at once would hold the GIL for 40 ms.
+# Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
-# How long ``stop`` waits for a publication once the rank was asked to stop: the publication may be
-# an upload.
+# How long ``stop`` waits for a publication, perhaps an upload, once a stop was requested.
 _DRAIN_SECONDS = 1.0
 
 
@@ -84,7 +83,7 @@ class Publisher:
         """Ends the thread. The next attempt publishes what is not published yet."""
         self.lease.stopping.set()
         self._queue.put(None)
-        # A publication that is left running does no harm: it ends with this process, or without its
+        # A publication that keeps running is harmless: it ends with this process, or gets no
         # commit.
         self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
 
@@ -105,7 +104,7 @@ class Publisher:
         self.on_failure(self.lease.files.fence.explain(error))
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
-        # Closed at once, also on failure: the traceback would otherwise keep the journal open.
+        # Closed also on failure, where the traceback would keep the journal open.
         with closing(_WrittenDocuments(chunk, journal, self.lease)) as documents:
             chunk.files = self.output.write_chunk(chunk.index, documents)
         if chunk.counts.read != chunk.read:
@@ -122,10 +121,9 @@ class Publisher:
 
 @dataclass(eq=False)
 class _WrittenDocuments:
-    """The documents of a chunk that go to the output, as often as they are iterated.
+    """The documents of a chunk that go to the output; may be iterated several times.
 
-    The chunk's counts, work and dead letters are those of all documents that the last pass has
-    read.
+    Each pass sets the chunk's counts, work and dead letters.
     """
 
     chunk: Chunk

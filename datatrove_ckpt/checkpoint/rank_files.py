@@ -1,8 +1,6 @@
-"""RankFiles: the storage thread's side of a checkpoint. Every write to a rank's journals, answers
-and commits is here.
+"""RankFiles: the storage thread's side of a checkpoint, which writes journals, answers and commits.
 
-No lock guards these files. They have one order of effects because one thread does all of them (see
-``storage``).
+One thread does all writes in one order, so no lock guards these files (see ``storage``).
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ from datatrove_ckpt.process.worker import worker_slot
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import BatchLog
 
-# A snapshot copies nothing. A file of a checkpoint only grows until it is removed, so its size at
-# the instant says which of its bytes belong to the snapshot, and they can be read later. The
-# history is replaced by a shorter one now and then, which is counted (the inode may be used again).
-# Only rows of the request cache are read at once.
+# A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
+# until it is removed, so its size at the instant marks the bytes that belong to the snapshot, to be
+# read later. Replacements of the history by a shorter file are counted (an inode may be used
+# again).
 
 
 @dataclass(slots=True)
@@ -91,7 +89,7 @@ class Mirror(Protocol):
     """Keeps a copy of a rank's checkpoint elsewhere while the rank is open."""
 
     def start(self, source: CheckpointSource) -> None:
-        """Called once the rank is open."""
+        """Starts copying; called once the rank is open."""
 
     def check(self, first: bool, stopping: threading.Event) -> None:
         """Returns once output may be published. Any thread may call it.
@@ -116,9 +114,8 @@ class Mirror(Protocol):
         """
 
     def stop(self, completed: bool) -> None:
-        """Called when nothing more will be written and the files still exist.
-
-        Takes a bounded time.
+        """Stops copying, within a bounded time. Nothing more will be written, and the files still
+        exist.
         """
 
 
@@ -126,9 +123,9 @@ class Mirror(Protocol):
 class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
-    All methods belong to the storage thread; before its start and after its end, to the thread that
-    opens and closes the checkpoint. Other threads may read ``counts`` and ``committed``, and
-    whether there are ``old`` answers.
+    Methods belong to the storage thread; before its start and after its end, to the thread that
+    opens and closes the checkpoint. Other threads may read ``counts``, ``committed``, and whether
+    ``old`` is None.
 
     Args:
         cache, log: the rank's, open and recovered.
@@ -257,9 +254,7 @@ class RankFiles:
     # chunks --------------------------------------------------------------------------------------
 
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
-        """Does step 1 of a commit. The publisher does steps 2 and 3 with the journal of the
-        complete chunk.
-        """
+        """Does step 1 of a commit, and returns the complete chunk's journal for steps 2 and 3."""
         journal = self._journal(chunk)
         journal.sync()
         return journal
@@ -292,7 +287,7 @@ class RankFiles:
         self.counts.add(chunk.counts)
         self.work.add(chunk.work)
         self.seconds = seconds
-        # Last: once this is seen, the event loop may take the rank for finished.
+        # Last, because the event loop may then take the rank for finished.
         self.committed += 1
 
     def _forget(self, chunk: Chunk) -> None:
@@ -330,8 +325,7 @@ class RankFiles:
         self.note([start, Progress()])
 
     def note(self, records: Sequence[Record]) -> None:
-        """Appends to the history. Fills in what only this side knows: the time, and the documents
-        of all attempts.
+        """Appends to the history, with the time and the documents of all attempts.
 
         Raises:
             Fenced: another process has taken the rank over.
@@ -346,11 +340,10 @@ class RankFiles:
         self._history.append(records)
 
     def fill_in(self, progress: Progress, is_done: bool = False) -> None:
-        """Sets what only this side knows. In another thread, the numbers may be those of two
-        neighbouring moments.
+        """Sets the fields that only this side knows. In another thread, their moments may differ
+        slightly.
 
-        An attempt that has read nothing yet is where the one before it was; one that is done is at
-        the end.
+        An attempt that has read nothing yet has its predecessor's position.
         """
         progress.skipped = progress.skipped or self._history.skipped
         if progress.position.unit is not None:
@@ -384,7 +377,7 @@ class RankFiles:
             sizes[RETRY_INPUT] = retried.stat().st_size
         if (self.folder / BATCHES).exists():
             sizes[BATCHES] = self.batches.size
-        # Not before: a snapshot's files only grow, and this one is replaced once.
+        # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size
         unfinished = frozenset(self.unfinished)

@@ -15,9 +15,8 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
     4              journal, output, commit        delete the journal and the cache rows
     5              output, commit                 nothing to do
 
-Writing the output twice is harmless because its bytes depend on the journal only. The output of an
-uncommitted chunk is not written before the reader has read the chunk's documents again and they
-proved unchanged.
+Writing the output twice is harmless, because its bytes depend on the journal only. It is written
+only after the reader has read the chunk's documents again, unchanged.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class ResumePoint:
         for index in itertools.count(self.next_chunk):
             done = self.done.get(index)
             following = self.done.get(index + 1)
-            # A chunk that ended an input which grew later is short, also when it must be redone
-            # (see ``repair``).
+            # A chunk at the end of an input that grew later is short, also when redone (see
+            # ``repair``).
             if done:
                 ordinal = done.next_ordinal
             elif following:
@@ -141,7 +140,7 @@ def recover(
 
 
 def write_last_chunk(path: Path, chunk_index: int) -> None:
-    """Writes the file for people and other tools. Recovery does not depend on it."""
+    """Writes last_chunk for people and other tools. Recovery does not need it."""
     files.disk.replace(path, b"%d\n" % chunk_index, files.PUBLIC_FILE)
 
 
@@ -161,8 +160,8 @@ def _resume_point(log: CommitLog) -> ResumePoint:
 
 
 def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: ResumePoint) -> None:
-    """Does step 5 where a crash came between steps 4 and 5, and cuts off dead letters whose chunk
-    was not committed.
+    """Does step 5 after a crash between steps 4 and 5, and cuts off dead letters of uncommitted
+    chunks.
     """
     for chunk_index in journal_indices(folder):
         if chunk_index in log.commits:

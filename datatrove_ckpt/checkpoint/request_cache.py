@@ -5,9 +5,9 @@ no shared memory, so it works on network file systems, where plain WAL does not.
 ``synchronous=NORMAL`` writes the log at every commit and rarely syncs it: a commit survives kill -9
 at once, and power loss after ``sync``. Losing the last commits loses answers, never consistency.
 
-A damaged cache is set aside, with a warning, and an empty cache takes its place. Each row has a
-checksum. A row that does not fit it is ignored, with a warning, until its chunk is committed or an
-equal request replaces it.
+An empty cache replaces a damaged one, which is set aside with a warning. A row that does not fit
+its checksum is ignored, with a warning, until its chunk is committed or an equal request replaces
+it.
 """
 
 from __future__ import annotations
@@ -80,15 +80,14 @@ _ROW = "(?,?,?,?,?,?,?,?,?,?)"
 _ROWS_AT_ONCE = 64
 _DOCUMENTS_AT_ONCE = 256
 T = TypeVar("T")
-# More than the database and its log have before the first answer.
+# More bytes than the database and its log have without answers.
 _EMPTY_BYTES = 1 << 20
 
 
 def has_answers(path: Path) -> bool:
-    """Whether the file holds an answer. Reads a copy, because opening the file would lock out its
-    owner.
+    """Whether the file holds an answer. Reads a copy, which does not lock out the owner.
 
-    A file that is larger than an empty one, or that cannot be read, counts as one with answers.
+    Large or unreadable files count as files with answers.
     """
     found = [file for file in (path, *_logs(path)) if file.exists()]
     if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
@@ -102,7 +101,7 @@ def has_answers(path: Path) -> bool:
                     connection.execute("SELECT EXISTS(SELECT 1 FROM request_cache)").fetchone()[0]
                 )
             except sqlite3.Error as error:
-                # The process died before it had made the table.
+                # The process died before it made the table.
                 return "no such table" not in str(error)
 
 
@@ -114,8 +113,7 @@ class RequestCache:
 
     Raises:
         CheckpointLocked: another process has it open.
-        StorageFailed: the disk refuses it. A database that is damaged is set aside, and raises
-            nothing.
+        StorageFailed: the disk refuses it. A damaged database is set aside without an error.
     """
 
     def __init__(self, path: Path, kept: Path | None = None) -> None:
@@ -147,9 +145,7 @@ class RequestCache:
     def _set_aside(
         self, error: StorageFailed, connection: sqlite3.Connection | None = None
     ) -> None:
-        """Starts anew with an empty database if damage is the reason for ``error``; else raises
-        it.
-        """
+        """Replaces the database with an empty one if ``error`` means damage; else raises it."""
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         if has_no_name or not _is_damage(error.__cause__):
             raise error
@@ -182,9 +178,8 @@ class RequestCache:
         return self._attempt(action, list)
 
     def _write(self, change: Callable[[], object], anew: bool = False) -> None:
-        """Makes the change in one transaction.
-
-        ``anew``: also in the database that replaces a damaged one.
+        """Makes the change in one transaction; with ``anew``, also in a database that replaces a
+        damaged one.
         """
 
         def action() -> None:
@@ -203,7 +198,7 @@ class RequestCache:
     # answers -------------------------------------------------------------------------------------
 
     def put(self, group: Iterable[CachedRequest]) -> None:
-        # We number the rows, because SQLite would reuse the numbers of deleted rows.
+        # We number the rows: SQLite would reuse the numbers of deleted rows.
         rows: list[Row] = []
         for n, r in enumerate(group, self.last_answer + 1):
             values = _values(r)
@@ -212,9 +207,8 @@ class RequestCache:
         self._write(lambda: self._insert(rows), anew=True)
 
     def _insert(self, rows: list[Row]) -> None:
-        # The sqlite3 module releases the GIL at each execution of a statement and must wait to get
-        # it back, and ``executemany`` executes once per row. Groups are powers of two, so there are
-        # few statements to prepare.
+        # The sqlite3 module releases the GIL at each statement, and ``executemany`` executes one
+        # per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
         while missing := len(rows) - start:
             size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
@@ -226,10 +220,10 @@ class RequestCache:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
     def answer_counts(self) -> dict[int, int]:
-        """Returns how many answers each document has. A damaged row may add an ordinal below the
-        highest.
+        """Returns the number of answers of each document.
 
-        The highest one has an intact row, because it shows whether the input has shrunk.
+        A damaged row may add an ordinal, but none above the highest intact row, which shows whether
+        the input has shrunk.
         """
         rows = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
         found = {ordinal: number for ordinal, number in rows if isinstance(ordinal, int)}
@@ -242,7 +236,7 @@ class RequestCache:
         return {index for (index,) in found if isinstance(index, int)}
 
     def answers(self, ordinal: int) -> dict[AnswerKey, Answer]:
-        """Returns every answer of one document. Damaged rows are left out, with a warning."""
+        """Returns every intact answer of a document; warns of damaged rows."""
         rows = self._read(f"SELECT {_COLUMNS} FROM request_cache WHERE ordinal = ?", (ordinal,))
         found = [_request(row) for row in rows if _is_intact(row)]
         if damaged := len(rows) - len(found):
@@ -291,9 +285,8 @@ class RequestCache:
         """Leaves the database open until this process ends, because another process now owns it.
 
         Closing the connection would write the log into the database, and delete it, while that
-        process uses both. The garbage collector and Python's exit would close it, so one reference
-        is leaked. Python 3.11 has no public way: ``Connection.setconfig`` is new in 3.12, and a
-        close after ``interrupt`` still deletes the log.
+        process uses both. One reference is leaked, because the garbage collector or Python's exit
+        would close it. Python 3.11 has no public way (``Connection.setconfig`` is new in 3.12).
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
@@ -304,7 +297,7 @@ class RequestCache:
 
 
 def has_right_types(request: CachedRequest) -> bool:
-    """Whether a request from another place can be a row."""
+    """Whether a request from a file or mirror can be a row."""
     return _is_intact((*_values(request), None))
 
 
@@ -321,11 +314,9 @@ def _request(row: Row) -> CachedRequest:
 
 # Damage is what SQLite calls corrupt or no database, a log whose database is gone, and a database
 # with another schema than ours. An error of the disk (I/O error, no space, no permission) is not
-# damage: the data may be intact.
-#
-# The file may come from anywhere, for example with a copied folder. So SQLite runs nothing that a
-# schema names (``trusted_schema=OFF``), loads no extension, and a database with a trigger or a view
-# is refused.
+# damage: the data may be intact. The file may come with a copied folder, so it is not trusted:
+# SQLite runs nothing that a schema names (``trusted_schema=OFF``), loads no extension, and refuses
+# triggers and views.
 
 _TABLE = "request_cache"
 _OBJECTS = {
@@ -333,7 +324,7 @@ _OBJECTS = {
     ("index", f"sqlite_autoindex_{_TABLE}_1"),
     ("index", "request_cache_chunk"),
 }
-# In the order in which a table of 0.1 has them, to which ``checksum`` was added.
+# In the order of a 0.1 table, to which ``checksum`` was added.
 _OLDEST = [
     "chunk_index",
     "doc_id",
@@ -367,18 +358,17 @@ def _connect(path: Path) -> sqlite3.Connection:
     for name in (path, *_logs(path)):
         if name.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
-    # A kill while the first cache is made may leave an empty file. It never leaves a log without
-    # its database.
+    # A kill while the first cache is made may leave an empty file, but never a log without its
+    # database.
     if not _size(path) and any(_size(log) for log in _logs(path)):
         raise NotOurs("the database is missing or empty, but its log is not")
-    # SQLite would make it with the mode 0644, and gives its -wal and -journal files the mode of the
-    # database.
+    # SQLite would use mode 0644; its -wal and -journal files get the database's mode.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
     # No autocommit: a transaction begins with the first write and ends in ``files.disk.commit``.
     connection = sqlite3.connect(
         path, check_same_thread=False, isolation_level="DEFERRED", timeout=0
     )
-    # A damaged row may hold any bytes. Its checksum shows that, an exception would end the run.
+    # A damaged row may hold any bytes: its checksum shows that, and an exception would end the run.
     connection.text_factory = lambda data: data.decode(errors="replace")
     try:
         connection.execute("PRAGMA trusted_schema=OFF")
@@ -430,7 +420,7 @@ def _checksum(values: Row) -> int:
 
 
 def _is_intact(row: Row) -> bool:
-    """Whether a row fits its checksum, which comes last.
+    """Whether a row fits its last column, the checksum.
 
     Rows of 0.1 have none; only their types are checked.
     """
@@ -456,12 +446,10 @@ def _close(connection: sqlite3.Connection) -> None:
 
 
 # ``answers.jsonl``: the answers of committed documents, if the user keeps them for a run with
-# another prompt.
-#
-# A commit drops its chunk's rows of the request cache. With ``keep_answers`` they are appended here
-# first, as sealed lines. A crash between the two appends them twice, which does no harm: the rows
-# have keys. Nothing is synced: a power loss costs answers that nobody may ever need, and a damaged
-# line is left out.
+# another prompt. A commit drops its chunk's rows of the request cache. With ``keep_answers`` they
+# are appended here first, as sealed lines. A crash between the two appends them twice, which does
+# no harm: the rows have keys. Nothing is synced: a power loss costs answers that may never be
+# needed, and damaged lines are skipped.
 
 
 def append_answers(
@@ -485,7 +473,7 @@ def append_answers(
 
 
 def read_answers(path: Path) -> Iterator[tuple[int, str, tuple[int, str, int], bytes]]:
-    """Yields what ``append_answers`` got, in its order. Lines that are damaged are left out."""
+    """Yields the arguments of ``append_answers``, in order, without damaged lines."""
     for _, _, line in scan_lines(path):
         if line is not None:
             content = orjson.loads(line.body)

@@ -1,6 +1,4 @@
-"""Lines and rows of the input that became no document, counted by readers and kept with positions
-and the history.
-"""
+"""Counts of input lines and rows that became no document, kept with positions and the history."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ class Skipped(Enum):
 
 
 class SkippedLines(NamedTuple):
-    """How many lines or rows of the input became no document, up to a position. Blank lines are not
-    counted.
+    """How many input lines or rows became no document, up to a position, without blank lines.
 
     ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the
     adapter.
@@ -31,10 +28,7 @@ class SkippedLines(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Sequence[int]) -> SkippedLines:
-        """Reads the numbers of damaged lines and of rows without text.
-
-        An earlier build wrote names of files behind them.
-        """
+        """Reads the numbers; an earlier build wrote file names after them."""
         return cls(*content[:2])
 
     def __bool__(self) -> bool:

@@ -1,11 +1,9 @@
-"""The storage thread does all writes to a rank's journals, request cache and commit log, in one
-order.
+"""The storage thread: does all writes to a rank's journals, request cache and commit log in order.
 
 The event loop hands items over and never waits on a disk. The thread writes everything in its queue
 as one group: one SQLite transaction and one write per journal, so groups grow when the disk is
 slow. A write survives kill -9 at once. Syncs run at most every ``sync_seconds``; a commit syncs
-what it needs. Collecting items on the event loop's side would be no faster (measured), and needs a
-timer.
+what it needs. Grouping on the event loop's side was no faster (measured), and needs a timer.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.process.shutdown import get_within
 
-# With more than this handed over and not written yet, admission waits: a slow disk slows the run
-# and fills no memory.
+# Beyond this many unwritten bytes admission waits, so a slow disk does not fill the memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
 # Memory of an item besides its JSON, in bytes: a few objects (measured).
 _ITEM_BYTES = 500
-# One group's transaction stays short enough that a lookup queued behind it is answered in
-# milliseconds.
+# Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
 Call: TypeAlias = Callable[[], None]
@@ -59,7 +55,7 @@ class StorageThread:
         self._files = files
         self._on_change = on_change
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # Two counters, each written by one thread only, instead of one that would need a lock.
+        # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
         work = copy_context().run  # its lines are in the rank's log
@@ -102,11 +98,9 @@ class StorageThread:
         self._queue.put(function)
 
     def ask(self, function: Callable[[], T]) -> T:
-        """Runs ``function`` like ``call`` and returns its result. Blocks, so never on the event
-        loop.
+        """Runs ``function`` like ``call`` and returns its result. Blocks: not for the event loop.
 
-        Once the storage thread has ended, no other thread uses its files, and ``function`` runs in
-        the calling thread.
+        Once the storage thread has ended, ``function`` runs in the calling thread.
         """
         future: Future[T] = Future()
 
@@ -161,7 +155,7 @@ class StorageThread:
         return True
 
     def _take(self) -> list[_Item]:
-        """Waits for an item and takes all there are. Returns none when a sync is due."""
+        """Waits for items and takes all; returns none when a sync is due."""
         items = []
         with suppress(queue.Empty):
             items.append(get_within(self._queue, self._files.seconds_to_sync))

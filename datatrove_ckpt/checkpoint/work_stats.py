@@ -1,4 +1,4 @@
-"""What a rank's documents took, over all attempts: requests, tokens and rollouts.
+"""Statistics of a rank's requests, tokens and rollouts, over all attempts.
 
 Each commit holds the sums of its chunk, so a kill loses both or neither. Mean and variance are
 computed from the integer sums, once, at the end. Commits of earlier releases hold only totals.
@@ -42,7 +42,7 @@ class Sums:
             )
 
     def count_total(self, n: int, total: int) -> None:
-        """Adds ``n`` numbers of which only the total is known, as if they were equal."""
+        """Adds ``n`` numbers with a known total, as if they were equal."""
         self.add(Sums(n, total, total * total // max(n, 1)))
 
     def add(self, other: Sums) -> None:
@@ -89,7 +89,7 @@ class WorkStats:
     failed_requests: int = 0
 
     def count(self, documents: Sequence[Took]) -> None:
-        """Adds documents. Many at once cost a third of what they cost one by one."""
+        """Adds documents; many at once cost a third per document."""
         requests: list[int] = []
         kept: list[int] = []
         dropped: list[int] = []
@@ -121,7 +121,7 @@ class WorkStats:
     def count_unsplit(
         self, documents: int, requests: int, prompt_tokens: int, completion_tokens: int
     ) -> None:
-        """Adds documents of an earlier release, of which only the totals are known, as if they were
+        """Adds documents of an earlier release, whose totals alone are known, as if they were
         equal.
         """
         self.requests.count_total(documents, requests)

@@ -14,23 +14,22 @@ from datatrove_ckpt.errors import (
     InputError,
 )
 from datatrove_ckpt.errors.doors import StartOver, command, written
-from datatrove_ckpt.preflight.before_run import Checked
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
 
-def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: float) -> str:
+def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -> str:
     """Returns the closing line.
 
     Args:
         root: of the runner.
+        job: the sums of its checkpoint.
         started: of the command, in Unix seconds. Retries since then are named.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.
         InputError: no row of the input is a document.
     """
-    job = checked.jobs[root]
     if not job.ranks:
         find_ranks(root)  # raises, and says why
     counts = job.counts
@@ -38,10 +37,7 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
     _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
-        return (
-            "There are no documents in the input, so there is no output in "
-            f"{folder}.{_checked(checked)}"
-        )
+        return f"There are no documents in the input, so there is no output in {folder}."
     retries = (commit.counts for commit in job.retried if commit.at >= started)
     again = sum(retries, DocumentCounts())
     retried = (
@@ -63,7 +59,7 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
         f"{counts.prompt_tokens} prompt and "
-        f"{plural(counts.completion_tokens, 'completion token')}.{work}{_checked(checked)} "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work} "
         f"{_next_step(runner, root, counts)}"
     )
 
@@ -122,18 +118,6 @@ def _attempts(job: JobSums) -> str:
             f"{said}, and {at_least}{plural(unused, 'completion token')} paid that no document has."
         )
     return f"{said}."
-
-
-def _checked(checked: Checked) -> str:
-    parts = []
-    if checked.jobs:
-        files = sum(job.numbers.files for job in checked.jobs.values())
-        parts.append(f"{plural(files, 'output file')} by name, size and time of change")
-    if checked.inputs:
-        parts.append(f"{plural(checked.inputs, 'input file')} by size and samples")
-    if parts:
-        return f" Checked: {' and '.join(parts)}, none is gone or changed."
-    return ""
 
 
 def _verify(checkpoints: Path | str) -> str:

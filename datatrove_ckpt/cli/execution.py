@@ -203,10 +203,10 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         executor.run()
         _refuse_what_is_left(plan, marked)
     with plan.with_mirrors() as seen:
-        checked = check_after_run(seen)
+        jobs = check_after_run(seen)
         for runner, root in seen.kept:
-            say(closing_line(runner, root, checked, started))
-    return sum(job.counts.dead for job in checked.jobs.values())
+            say(closing_line(runner, root, jobs[root], started))
+    return sum(job.counts.dead for job in jobs.values())
 
 
 def _interrupted(interruption: Interruption) -> int:

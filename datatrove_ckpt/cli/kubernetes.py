@@ -46,10 +46,8 @@ _CONFIG = "/etc/datatrove-ckpt"
 _TO_SAVE = 10.0
 # ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
 _MOST_BYTES = 200_000
-_MOST_PODS = 100_000  # of a Job with backoffLimitPerIndex
 _KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LABEL_LENGTH = 63
+_NAME_LENGTH = 56  # with the number of a pod at most the 63 of a label
 _LAUNCH_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"  # of this very Job
 
 
@@ -81,7 +79,7 @@ def k8s(arguments: argparse.Namespace) -> int:
     _refuse_lost(plan, job)
     refuse_without_claims(plan)
     workers = min(job.workers or plan.tasks, plan.tasks)
-    metadata = {"name": _name(job, source, workers)}
+    metadata = {"name": job.name or _name(source)}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
     config_map = _config_map(content, plan, metadata)
@@ -144,40 +142,16 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
         )
 
 
-def _name(job: KubernetesJob, source: str, workers: int) -> str:
-    """Raises:
-    ConfigError: it is no name for so many pods.
-    """
-    if workers > _MOST_PODS:
-        raise ConfigError(
-            f"{_SECTION}: workers: a Job has at most {_MOST_PODS}; they are {workers}."
-        )
-    most = _LABEL_LENGTH - 1 - len(str(workers - 1))
-    name = job.name or re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower()).strip("-")[
-        :most
-    ].rstrip("-")
-    if not _LABEL.fullmatch(name) or len(name) > most:
-        raise ConfigError(
-            f"{_SECTION}: name: {name!r} is not one to {most} of a-z, 0-9 and -, with a letter "
-            "first."
-        )
-    return name
+def _name(source: str) -> str:
+    name = re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower())
+    return name.strip("-")[:_NAME_LENGTH].rstrip("-")
 
 
 def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:
-    """Returns the job's file, and the user's own modules, as far as there is room.
-
-    Raises:
-        ConfigError: the file is too large.
-    """
+    """Returns the job's file, and the user's own modules, as far as there is room."""
     text = FullConfig(content).text()
     data = {"job.yaml": text}
     left = _MOST_BYTES - len(text.encode())
-    if left < 0:
-        raise ConfigError(
-            f"the job's file is too large for a ConfigMap: {len(text.encode())} of {_MOST_BYTES} "
-            "bytes."
-        )
     wanted = {
         getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
         for runner in plan.runners

@@ -378,7 +378,7 @@ def plan() -> None:
     _flag("--all", "print a line for every task, too"),
 )
 def status() -> None:
-    """Show how far a run is, and which ranks need attention; also during the run.
+    """Show how far a run is, and which tasks need attention; also during the run.
 
     examples:
       datatrove-ckpt status quickstart/checkpoints
@@ -405,7 +405,7 @@ def status() -> None:
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),
 )
 def report() -> None:
-    """Write one HTML page about a run: sums, rates, interruptions, errors.
+    """Write one HTML page about a run: sums, rates, interruptions.
 
     examples:
       datatrove-ckpt report quickstart/checkpoints -o quickstart/report.html

@@ -230,8 +230,6 @@ class InferenceConfig:
         if self.server_python is not None and not self.engine.takes_interpreter:
             takers = engines_where(lambda engine: engine.takes_interpreter)
             raise ConfigError(f"server_python: is for {takers} only; remove it.")
-        if not isinstance(self.accept_null_finish_reason, bool):
-            raise ConfigError("accept_null_finish_reason: takes true or false.")
         if self.accept_null_finish_reason and self.engine.is_known:
             unknown = engines_where(lambda engine: not engine.is_known)
             raise ConfigError(
@@ -251,18 +249,9 @@ class InferenceConfig:
             if not is_enough or (value == 0 and rule == "> 0"):
                 raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int)
-        ):
-            raise ConfigError(f"seed: {self.seed!r} is not a whole number.")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise ConfigError(f"seed: {self.seed} does not fit into 64 bits.")
-
     def _check_gpus(self) -> None:
         if self.gpus is None:
             return
-        if self.server_type == "endpoint":
-            raise ConfigError("gpus: is for servers that the run launches; remove it.")
         each = self.engine.gpus_per_server(self)
         if self.gpus and (self.gpus < each * self.replicas or self.gpus % self.replicas):
             raise ConfigError(

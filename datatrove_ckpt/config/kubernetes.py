@@ -52,21 +52,12 @@ class KubernetesJob:
     pod: JsonObject | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("gpus", 0), ("grace_seconds", 1), ("backoff", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}: must be at least {least}; it is {value}.")
         for variable in self.env or ():
             if may_name_secret(variable):
                 raise ConfigError(
                     f"env: {variable}: its value may be a secret, and anybody who sees the Job "
                     "sees it. Put it into a Secret (kubectl create secret generic NAME "
                     f"--from-literal={variable}=...) and write secrets: [NAME]."
-                )
-        for claim, path in (self.volumes or {}).items():
-            if not path.startswith("/"):
-                raise ConfigError(
-                    f"volumes: {claim}: must be mounted at an absolute path; it is {path!r}."
                 )
         for field in (self.pod or {}).keys() & {*_OURS}:
             raise ConfigError(f"pod: {field}: is set by this command. Remove it.")

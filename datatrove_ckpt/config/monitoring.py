@@ -32,8 +32,6 @@ class MonitoringConfig:
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        if self.run_name is not None and not self.run_name.strip():
-            raise ConfigError("monitoring.run_name: is empty; give a name, or leave it out.")
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
             raise ConfigError(
                 f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}."

@@ -108,8 +108,7 @@ class _Job:
 class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
     """Runs the ranks of a pipeline on Hugging Face Jobs, and waits for them.
 
-    All arguments but the last are those of datatrove's ``JobsPipelineExecutor``, with these
-    differences.
+    All arguments are those of datatrove's ``JobsPipelineExecutor``, with these differences.
 
     Args:
         workers: how many jobs share the tasks. -1: one for each ``tasks_per_job`` of them.
@@ -127,8 +126,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         max_retries: how many more jobs are started in turn although no rank advances, and how often
             a rank that fails, or kills its job, without progress is tried again.
         poll_interval: seconds between two looks at the jobs.
-        cancel_on_interrupt: an interrupted run cancels its jobs. Otherwise they go on, and the next
-            run waits for them.
     """
 
     pipeline: list[PipelineStep]
@@ -159,9 +156,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         poll_interval: float = 15.0,
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
-        cancel_on_interrupt: bool = False,
     ) -> None:
-        given = datatroves(locals(), "cancel_on_interrupt")
+        given = datatroves(locals())
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(**given)
@@ -169,12 +165,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(
                 str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
             ) from None
-        self.cancel_on_interrupt = cancel_on_interrupt
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
-        # An image may have its engine.
+        # An image may contain its engine.
         engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
         if max_retries < 0:
@@ -216,7 +211,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             ConfigError: a setting cannot work, or something would be on a job's own disk.
             CkptError: ranks are not complete; the message names them and their jobs. Or see
                 ``check_before_run``.
-            KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on, or are canceled.
+            KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
         from datatrove_ckpt.preflight.before_run import run_checked
 
@@ -299,7 +294,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from huggingface_hub import cancel_job
 
-        # Between two jobs there is none to cancel.
+        # Between two jobs there is nothing to cancel.
         with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
             file.write(str(time.time()))
         jobs = self._alive()
@@ -324,12 +319,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def _leave(self) -> None:
         jobs = self._alive()
         if not jobs:
-            return
-        if self.cancel_on_interrupt:
-            try:
-                logger.warning(f"Canceled {plural(self.cancel(), 'job')}: {_shown(jobs)}.")
-            except CkptError as error:
-                logger.error(str(error))
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
@@ -586,7 +575,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return self._asked("The mirror cannot be read", look)
 
     def _forget_markers(self, ranks: Iterable[int]) -> None:
-        """Removes markers of ranks that run once more, which would hide that they fail."""
+        """Removes markers of ranks that run again, which would hide failures."""
         for rank in set(ranks) - set(self._left(ranks)):
             self.logging_dir.rm(f"completions/{rank:05d}")
 

@@ -71,10 +71,10 @@ _MOST_FAILURES = 5  # of claims, in a row
 _REMOTE_CLAIMS_POLL = 15.0
 _WAITING_LINE = 300.0  # seconds between two lines about the tasks that are waited for
 _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, servers
-# Seconds before each: a remote may list a folder as it was a moment ago.
+# Seconds before each look: a remote listing may lag.
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
-# As many as short tasks need for 64 requests with a long tail (tests/bench/barrier.py).
+# Short tasks with a long tail need as many for 64 requests (tests/bench/barrier.py).
 _RANKS_AT_ONCE = 32
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
@@ -114,7 +114,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     pipeline: list[PipelineStep]
     skip_completed: bool
     _is_worker = False  # ends when no rank is free
-    # Of the ranks that this process has taken; None: it was told which ranks to run.
+    # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
 
     def __init__(
@@ -254,7 +254,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return len(completed)
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
-        # datatrove says that an executor's ``run`` calls it for each task; it has no public name.
+        # datatrove documents that ``run`` calls this for each task; it has no public name.
         try:
             with task_of_many(self.local_tasks > 1):
                 return super()._run_for_rank(rank, local_rank, node_rank)
@@ -267,13 +267,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             return bool(super().is_rank_completed(rank))
         except KeyError:
-            # By huggingface_hub, if the folder of a bucket appears while it is looked for.
+            # huggingface_hub raises it if a bucket's folder appears during the look.
             return False  # a rank that was complete nevertheless finds that in its checkpoint
 
     def get_incomplete_ranks(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
     ) -> list[int]:
-        # Fsspec keeps listings, and other processes write there.
+        # fsspec caches listings, and other processes write there.
         for name in ("completions/00000", "stats/00000.json"):
             self.logging_dir.invalidate_cache(name)
         if ranks is None:
@@ -286,9 +286,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return found
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Writes the statistics of all tasks, unless other machines still run tasks: the last one
-        writes them.
-        """
+        """Writes the statistics of all tasks, unless other machines still run some."""
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return
@@ -545,7 +543,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     @property
     def _most_at_once(self) -> int:
         runners = self._runners
-        # Of several, each needs the GPUs in its turn.
+        # Each of several runners needs the GPUs in its turn.
         if len(runners) != 1 or not runners[0].may_share_servers:
             return 1
         if self.ranks_at_once is not None:
@@ -604,10 +602,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             *STOP_SIGNALS,
             *(signal.Signals[name] for step in runners for name in step.drain_signals),
         }
-        # Pickled for every start method: each rank gets a copy of its own.
+        # Pickled for every start method, so that each rank gets its own copy.
         work = partial(_work, self._pickled(), self._identities, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
-        # Markers of ranks that run once more, as a retry does, are of an earlier run.
+        # Markers of ranks that run again are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
         attempts = self.max_rank_attempts
         with Workers(
@@ -674,7 +672,7 @@ def _work(
 def _run_rank(
     make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
 ) -> PipelineStats | None:
-    """Runs one rank in this working folder, which a step of another rank may have left.
+    """Runs one rank in ``folder``, which another rank's step may have left.
 
     Returns the statistics of the rank; None if this process has not completed it.
     """
@@ -685,8 +683,8 @@ def _run_rank(
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
-    """Returns the folder, if remote with its own file system: fsspec keeps listings, which threads
-    must not share.
+    """Returns a remote folder with its own file system: fsspec's cached listings are not
+    thread-safe.
     """
     if folder.is_local():
         return folder
@@ -696,7 +694,7 @@ def _own_listings(folder: DataFolder) -> DataFolder:
 
 
 def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
-    """Before anything is paid for.
+    """Compares the worker's code with its parent's, before anything is paid for.
 
     Raises:
         CheckpointMismatch: this worker has other code or values than its parent.
@@ -742,9 +740,7 @@ def _saved_stats(logging_dir: DataFolder, rank: int) -> PipelineStats:
 
 
 def _as_counted(value: dict[str, float] | float) -> MetricStats:
-    """Reads a saved metric, where a plain number is a sum of ones. datatrove would read it as one
-    value.
-    """
+    """Reads a saved metric, in which a plain number is a sum of ones."""
     if isinstance(value, dict):
         return MetricStats.from_dict(value)
     if value:

@@ -204,7 +204,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         elements = min(tasks, most)
         if self.pulls:
             return elements
-        # Datatrove deals out as many tasks to each, but the last.
+        # datatrove gives the same number to each but the last.
         return math.ceil(tasks / math.ceil(tasks / elements))
 
     def get_sbatch_args(self, max_array: int = 1) -> dict[str, object]:
@@ -220,8 +220,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             arguments.pop(name, None)
         logs = f"{self.slurm_logs_folder}/%j.out"
         arguments |= {"cpus-per-task": 1, "nodes": 1, "output": logs, "error": logs}
-        # A retry is marked as complete before it runs, so only the ends of the elements show that
-        # dealt tasks ran.
+        # A retry is marked as complete before it runs, so only the elements' ends show that its
+        # tasks ran.
         kind = "afterany" if self.pulls else "afterok"
         arguments["dependency"] = f"{kind}:{self.array_id}"
         command = (

@@ -11,7 +11,7 @@ content if the content is known to be equal after each start:
   their file
 
 Of other objects only the type counts: attributes may be addresses, times and counters, and a run
-must not refuse its own input. The bytes of a document without such values are those of ``encode``.
+must not refuse its own input.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _AnyWrapper:
 
 
 class _Description:
-    """Describes each value of a document that cannot be kept. Never raises."""
+    """Describes values of a document that cannot be kept. Never raises."""
 
     def __init__(self) -> None:
         self.hashed_bytes = 0
@@ -164,7 +164,7 @@ class _Description:
 
 
 def _loaded(module: str) -> Any:
-    """Returns the module if it is imported: otherwise no value is of one of its types."""
+    """Returns the module if it is imported; otherwise no value has one of its types."""
     return sys.modules.get(module)
 
 

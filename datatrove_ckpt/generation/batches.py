@@ -1,4 +1,4 @@
-"""``texts_per_request``: texts that wait for embeddings share requests, across documents.
+"""``texts_per_request``: texts of several documents share embedding requests.
 
 Each text has its own cache key, row, counters and errors, as if it were alone.
 

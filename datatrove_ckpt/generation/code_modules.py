@@ -1,4 +1,4 @@
-"""The user's modules: their places, what binds and changes their names, what differs at each start.
+"""The user's modules: their files, the statements that bind or change names, unstable values.
 
 Modules are found and parsed, never imported, and nothing is run. The cells of a notebook are one
 module.
@@ -51,7 +51,7 @@ _BLOCKS = (ast.If, ast.Try, ast.TryStar, ast.With)
 
 
 class Binding(NamedTuple):
-    """A statement that binds or changes a name of a module. ``tests``: the conditions around it."""
+    """A statement that binds or changes a module's name; ``tests`` are the conditions around it."""
 
     statement: ast.stmt
     tests: tuple[ast.expr, ...] = ()
@@ -83,7 +83,7 @@ class CodeSource:
             self._collect(self._trees[file].body, ())
 
     def statements(self, name: str) -> list[Binding]:
-        """Returns the statements that bind a name, except imports, and then those that change its
+        """Returns the statements that bind a name, except imports, and those that change its
         value.
         """
         found = [*self.bindings.get(name, []), *self.changes.get(name, [])]
@@ -137,8 +137,8 @@ class CodeSource:
         return self._text[node]
 
     def _is_for_library(self, node: ast.AST) -> bool:
-        """Returns whether an installed package, which may read docstrings, decorates or is a base
-        of a definition.
+        """Returns whether an installed package, which may read docstrings, decorates or subclasses
+        a definition.
         """
         around = [*getattr(node, "decorator_list", []), *getattr(node, "bases", [])]
         bound = [one.imported for part in around for one in self.imports("".join(dotted(part)[:1]))]
@@ -399,8 +399,8 @@ class Project:
     def targets(
         self, module: Module, use: Name, seen: frozenset[Any] = frozenset()
     ) -> Iterator[tuple[Module | None, Path]]:
-        """Yields where a name leads, through all imports: a module of the user, and the steps from
-        there (none: all of it). Of other modules: None, and the steps from the top.
+        """Yields where a name leads, through all imports: the user's module and the steps in it;
+        for other modules None and the full path.
         """
         place = (module.file, use)
         root = use.root
@@ -454,8 +454,8 @@ class Project:
     # what differs at each start ------------------------------------------------------------------
 
     def unstable_names(self, module: Module, nodes: list[ast.AST]) -> dict[str, str]:
-        """Returns the names to which functions or classes assign another value at each start, with
-        the cause.
+        """Returns the names that definitions bind to another value at each start, with the
+        cause.
         """
         found: dict[str, str] = {}
         kinds = (ast.Assign, ast.AnnAssign, ast.AugAssign)
@@ -555,7 +555,7 @@ def fingerprint(thing: Any) -> str:
 
 
 def is_importable(function: types.FunctionType) -> bool:
-    """Whether an import gives the function. Then a pickle holds its name alone."""
+    """Whether an import gives the function, so that a pickle holds only its name."""
     found: Any = sys.modules.get(function.__module__)
     if function.__module__ in MAIN:
         return False

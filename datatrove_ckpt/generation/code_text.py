@@ -1,11 +1,11 @@
-"""Source code as syntax trees, and trees and code objects as text that is equal on all Pythons.
+"""Parses source code, and writes trees and code objects as text that is equal on all Pythons.
 
 ``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
-that parse at once fail with ``SystemError``. All parsing of the package happens here, behind one
-lock, and is tried again, because other code (loguru) may parse, too.
+that parse at once fail with ``SystemError``. So all parsing happens here, behind one lock, and is
+retried, because other code (loguru) may parse, too.
 
-The modules ``code_*`` import only the standard library: a test runs them on every Python that it
-finds.
+The modules ``code_*`` import only the standard library, so that a test can run them on every
+Python.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _written_value(value: object) -> str:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr]:
-    """Joins neighbouring texts of an f-string: some versions split them at ``{{`` and line
+    """Joins neighbouring texts of an f-string, which some versions split at ``{{`` and line
     breaks.
     """
     merged: list[ast.expr] = []

@@ -1,7 +1,4 @@
-"""What a part of a file uses: its names with what is taken of them, its texts, and what it changes.
-
-Python's compiler tells which names are globals.
-"""
+"""What a part of a file uses: names with their attributes and items, texts, and what it changes."""
 
 from __future__ import annotations
 

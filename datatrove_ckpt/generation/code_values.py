@@ -1,5 +1,5 @@
-"""Values of the user's code as JSON, the same in every process; and which names give another value
-at each start.
+"""Writes values of the user's code as JSON that is equal in every process, and finds unstable
+values.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Plain:
     def look(
         self, owner: object, name: str, value: object, paths: Iterable[Path] = ((),), depth: int = 0
     ) -> Plain:
-        """Writes parts of a value. Of what the rollout changes, as this process saw it first."""
+        """Writes parts of a value; for a value that the rollout changes, as this process first saw
+        it.
+        """
         self._depth = depth
         place = (id(owner), name, *sorted(paths))
         is_changed = name in self._project.changed and not isinstance(value, str)

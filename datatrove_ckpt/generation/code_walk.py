@@ -11,9 +11,9 @@
     what differs at each start or on each machine (time, chance, a pid) counts by its source, and is
     named
 
-Installed packages do not count. What the rollout itself changes (a cache, a counter) counts as this
-process first saw it. Fields are named without modules, so that a helper may move. Of two things
-with one name, the second has a number.
+Installed packages do not count. What the rollout changes (a cache, a counter) counts as this
+process first saw it. Fields are named without modules, so that a helper may move; equal names are
+numbered.
 """
 
 from __future__ import annotations
@@ -244,8 +244,8 @@ class Walk:
                 self._reach_all(found, Plain(self._project, module.folder).look(value, name, inner))
 
     def _look_at_function(self, found: _Found, module: Module, function: Any) -> None:
-        """Adds what a definition computed when it was executed: its defaults, and which one of its
-        name it is.
+        """Adds what a definition computed when it ran: its defaults, and which definition of its
+        name counts.
         """
         node: Any = next(iter(module.find(function.__code__)), None)
         if node is None and module.was_edited:
@@ -283,7 +283,7 @@ class Walk:
                     self._go(origin, module, ())
 
     def _code(self, origin: _Found, thing: Any, label: str = "") -> bool:
-        """Follows a function or class. False: its source is that of a value."""
+        """Follows a function or class. Returns False if its source is part of a value's."""
         module, nodes = self._project.source_of(thing)
         if module is None:
             return False
@@ -498,7 +498,7 @@ def describe(things: Mapping[str, object], before: Description | None = None) ->
 def _deep() -> Iterator[None]:
     collects = gc.isenabled()
     limit = sys.getrecursionlimit()
-    gc.disable()  # it would look at hundreds of thousands of nodes again and again
+    gc.disable()  # it would scan hundreds of thousands of nodes again and again
     sys.setrecursionlimit(max(limit, _DEEPEST))  # hundreds of elifs are a tree as deep
     try:
         yield

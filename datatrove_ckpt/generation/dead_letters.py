@@ -2,12 +2,11 @@
 retry.
 
 A chunk's dead letters are appended to ``dead_letters.jsonl`` at its commit. A retry writes the
-letters that no earlier retry has taken to ``retry-00001/<rank>/input.jsonl``, and processes this
-file like other input, with a checkpoint in that folder. A document that fails again is a dead
-letter for the next retry.
+untaken letters to ``retry-00001/<rank>/input.jsonl``, and processes this file like other input,
+with a checkpoint in that folder. A document that fails again waits for the next retry.
 
-A letter that a retry has taken stays a letter when its chunk is processed again (after ``repair``):
-otherwise the document would be in the output twice.
+A taken letter stays a letter when its chunk is redone (after ``repair``): otherwise the document
+would be in the output twice.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Handles foreign code that tries to end the process: ``sys.exit(0)`` in a rollout, a reader or
 ``shared_context``.
 
-``SystemExit`` is no ``Exception``, so datatrove would not see a failure: the process would end with
-exit code 0 and documents missing, or its pool would wait without end.
+``SystemExit`` is no ``Exception``, so datatrove would see no failure: documents would be missing
+after exit code 0, or its pool would wait without end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def exit_error(who: str, error: BaseException) -> UnexpectedExit:
 
 @contextmanager
 def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
-    """Turns an exit of foreign code into an error. A process that the code forked ends with the
-    block.
+    """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
 
     Raises:
         UnexpectedExit: the code tried to end the process, and no signal requested it.

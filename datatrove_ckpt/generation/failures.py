@@ -1,8 +1,8 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
-``on_document_error="stop"`` (the default) stops the rank at any failure, except for a request that
-the server rejects, if ``skip_bad_requests`` is set, and a request that kills servers. A failure of
-the server is never a document's: it stops the rank (``Answers.fail``).
+``on_document_error="stop"`` (the default) stops the rank, except at a rejected request with
+``skip_bad_requests``, and at a request that kills servers. A server's failure always stops the rank
+(``Answers.fail``).
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) 
     """Returns whether a rollout's error means that one of its requests was rejected.
 
     datatrove searches the whole text of an ``InferenceError``, payload included, for
-    "BadRequestError". Here, within a text, the word counts only if the server has rejected a
-    request of the document.
+    "BadRequestError". Here the word within a text counts only if the server has rejected a request
+    of the document.
     """
     for cause in causes(error):
         if isinstance(cause, RequestRejected):
@@ -155,8 +155,8 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
 
 
 def correction(rollout_fn: object) -> list[object]:
-    """Returns the advice for a user who corrects this rollout, as parts of a message; none for
-    ready-made rollouts.
+    """Returns advice on correcting this rollout, as parts of a message; none for ready-made
+    rollouts.
     """
     if type(rollout_fn).__module__ == InvalidAnswer.__module__:
         return []
@@ -201,9 +201,9 @@ _TOO_LONG = re.compile(
 
 
 def offer_skipping(error: BaseException) -> None:
-    """Adds how to go on without documents whose requests are rejected.
+    """Adds to the error how to continue without documents whose requests are rejected.
 
-    Only a rank that has answers offers that: else all its requests may be rejected alike.
+    Only for a rank that has answers: otherwise all its requests may be rejected.
     """
     rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
     if isinstance(error, DocumentFailed) and rejected:
@@ -215,7 +215,7 @@ def offer_skipping(error: BaseException) -> None:
 
 
 def _way_out(error: BaseException) -> list[object]:
-    """Returns what to do about a rejected request, as parts of a message that end with a blank."""
+    """Returns advice on a rejected request, as parts of a message that end with a blank."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
         return []
@@ -237,7 +237,7 @@ def _way_out(error: BaseException) -> list[object]:
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
-    """Returns the error that stops the rank when a server has failed for a request of this
+    """Returns the error that stops the rank after a server failed for a request of this
     document.
     """
     document = _named(doc_id, slot)

@@ -1,7 +1,7 @@
 """A rank's numbers as datatrove's stats, under the names that its own runner uses.
 
-They cover all attempts of this rank and its retries of dead letters. The checkpoint has them: the
-step object may have run another rank before.
+They cover all attempts and retries, and come from the checkpoint, because the step object may have
+run another rank before.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def finished_documents(stats: Iterable[Stats]) -> int:
 
 
 def metric(sums: Sums, unit: str) -> MetricStats:
-    """Returns what ``MetricStats.update`` computes from the values one by one."""
+    """Returns the result of ``MetricStats.update`` over the single values."""
     if not sums.n:
         return MetricStats(unit=unit)
     mean = sums.total / sums.n

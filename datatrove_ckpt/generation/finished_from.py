@@ -2,12 +2,12 @@
 
 The old output is datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks:
 JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row
-belongs to the document with its id, text and metadata, except for what the rollout added and for
-the path of the input file.
+belongs to the document with its id, text and metadata, apart from what the rollout added and the
+input file's path.
 
-Each start of a rank reads the old output again, so no crash leaves a state. The rows are copied to
-an unnamed temporary file: gzip cannot seek, and datatrove's rows are in no order. Each row takes 16
-bytes of memory, 40 while they are sorted.
+Each start reads the old output again, so no crash leaves a state. The rows are copied to an unnamed
+temporary file, because gzip cannot seek and datatrove's rows are unordered. Each row takes 16 bytes
+of memory, 40 while sorted.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class FinishedDocuments:
         return None
 
     def close(self) -> None:
-        """Removes the temporary file. A thread that still uses it gets a ValueError."""
+        """Removes the temporary file; a thread that uses it gets a ValueError."""
         if self._file is not None:
             self._file.close()
 
@@ -297,7 +297,7 @@ def _is_same(as_read: object, old: object) -> bool:
 
 
 def _as_json(value: object) -> object:
-    """Converts a value to JSON. Parquet has null for each key that another row has."""
+    """Converts a value to JSON, without Parquet's nulls for keys of other rows."""
     return _without_nulls(
         orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
     )
@@ -314,7 +314,7 @@ def _without_nulls(value: object) -> object:
 def _result(value: object) -> object:
     """Converts an InferenceResult, of JSON or of a journal.
 
-    What a rollout itself returned stays.
+    A rollout's own result stays.
     """
     if type(value) is InferenceResult:
         return Result(**vars(value))

@@ -1,12 +1,11 @@
 """Runs one call of a rollout's ``generate``: takes the answer from the request cache or a server.
 
-A server's answer is kept. Everything here runs on the event loop of ``scheduler.py``.
+A server's answer is cached. Everything here runs on the event loop of ``scheduler.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -166,23 +165,23 @@ class Answers:
         near: see ``routing.Request``.
     """
 
+    failure: CkptError | None = None
+    failed = cut_off = empty = 0
+    parked = batch_answers = 0
+    _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
+    _pending = 0
+
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
-        self.failure: CkptError | None = None
-        self.occurrences: dict[tuple[int, str], int] = defaultdict(int)
+        self.occurrences: dict[tuple[int, str], int] = {}
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.failed = self.cut_off = self.empty = 0
         self.near: dict[Router, Target] = {}
-        self.parked = 0
-        self.batch_answers = 0
         self._rank = rank
-        self._cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
-        self._pending = 0
 
     async def cached(self) -> dict[AnswerKey, Answer]:
         """Returns what earlier attempts have kept."""
@@ -200,8 +199,10 @@ class Answers:
 
     @property
     def have_ended(self) -> bool:
-        """A rollout that swallows its error or its cancellation must not keep the event loop busy,
-        and a task that it has left behind must not send requests.
+        """Whether this document's requests have ended.
+
+        A rollout that swallows its cancellation must not keep the loop busy, and tasks that it left
+        behind must not send requests.
         """
         return self.failure is not None or self._rank.has_ended or self._rank.shutdown.aborted
 
@@ -213,7 +214,7 @@ class Answers:
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see Finished.work
         if len(requests) > 1 or requests[0] > 1 or self.failed or kept != (outcome == "written"):
-            # Copies: rollouts that were cancelled may count on.
+            # Copies, because cancelled rollouts may still count.
             work = Work(kept, self.failed, requests.copy(), tokens.copy())
         return Finished(
             self.slot.ordinal,
@@ -232,8 +233,8 @@ class Answers:
         self.requests[rollout_idx] += 1
 
     def park(self) -> None:
-        """Counts a parked request. The document is dropped when it does nothing more: the rollout
-        may send more requests at the same time.
+        """Counts a parked request. The document is dropped once it has nothing else to do: the
+        rollout may still send other requests.
         """
         loop = asyncio.get_running_loop()
         self._parked_at = loop.time()
@@ -250,7 +251,7 @@ class Answers:
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
     def is_repeatable(self, run: str) -> bool:
-        """Whether the rollout has come to a request of its last pass, if that has an answer.
+        """Whether the rollout repeats a request of its last pass that has an answer.
 
         Args:
             run: digest of the run's identity: the same code has parked the request.
@@ -310,7 +311,7 @@ class Requests:
             raise AttributeError(
                 f"generate has no {name!r}, and the models of this run are {named}"
             )
-        # Not kept: only the garbage collector could free a reference cycle.
+        # Not kept: it would be a reference cycle, freed only by the garbage collector.
         return Requests(self._rank, self._answers, self._rollout_idx, model)
 
     def __call__(
@@ -334,6 +335,8 @@ class Requests:
                 wrong = str(problem)
         if wrong:
             return self._refused(wrong)
+        if whole:
+            way = kept_whole(way)
         return self._answered(payload, way, whole)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
@@ -342,20 +345,6 @@ class Requests:
         error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
         self._answers.fail(error)
         raise error
-
-    def _completed(self, payload: Payload, whole: bool, generates: bool) -> Payload:
-        """Returns the payload with its model and the usual parameters.
-
-        In the order in which datatrove sends: engines answer in the order of a schema.
-        """
-        model = self._config.model_name_or_path
-        if whole:
-            model = payload.get("model") or model
-        payload = {**payload, "model": model}
-        if generates:
-            for name, value in self._config.default_generation_params.items():
-                payload.setdefault(name, value)
-        return payload
 
     async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
         """Returns the cached answer, or sends the payload.
@@ -371,9 +360,14 @@ class Requests:
         generates = way.path in _GENERATING
         answers = self._answers
         rollout_idx = self._rollout_idx
+        model = config.model_name_or_path
         if whole:
-            way = kept_whole(way)
-        payload = self._completed(payload, whole, generates)
+            model = payload.get("model") or model
+        # The order in which datatrove sends: engines answer in the order of a schema.
+        payload = {**payload, "model": model}
+        if generates:
+            for name, value in config.default_generation_params.items():
+                payload.setdefault(name, value)
         try:
             sent, extras = merged(payload)
             if extras:
@@ -385,11 +379,11 @@ class Requests:
             raise _failed(error, payload) from error
         if generates:
             warn_of_unknown(sent)
-        key = AnswerKey(rollout_idx, digest, answers.occurrences[rollout_idx, digest])
-        answers.occurrences[rollout_idx, digest] += 1
+        request = rollout_idx, digest
+        key = AnswerKey(*request, answers.occurrences.get(request, 0))
+        answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
-            ordinal = answers.slot.ordinal
-            sent["seed"] = request_seed(config.seed, ordinal, answers.doc_id, *key)
+            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
         # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
@@ -409,13 +403,12 @@ class Requests:
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
-        except RequestRejected as error:
+        except (RequestRejected, InferenceError) as error:
             answers.count_failed(rollout_idx)
-            named(error, config.name)
-            answers.rejections.append(error)
-            raise _failed(error, payload) from error
-        except InferenceError:
-            answers.count_failed(rollout_idx)
+            if isinstance(error, RequestRejected):
+                named(error, config.name)
+                answers.rejections.append(error)
+                raise _failed(error, payload) from error
             raise
         self._count(result, way)
         return result
@@ -456,27 +449,29 @@ class Requests:
     ) -> Result:
         rank = self._rank
         model = self._model
+        answers = self._answers
         try:
             completion = None
             if cached is not None or rank.parking is not None:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
-                completion = await self._complete(body, sent, way)
+                answers.request_started()
+                try:
+                    if model.client.done():
+                        client = model.client.result()
+                    else:
+                        client = await model.observer.until(model.client)
+                    if model.batches is not None and way.is_shared:
+                        completion = await model.batches.complete(client, sent, way, answers)
+                    else:
+                        request = Request(client.sender, answers.doc_id, answers.near)
+                        completion = await client.complete(body, way, request)
+                finally:
+                    answers.request_finished()
         except (RequestError, ServerError, TooManyOpenFiles) as error:
-            rank.observer.own.failed += 1
-            if isinstance(error, RequestRejected):
-                if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                    await rank.wait_for_storage()
-                raise
-            if isinstance(error, RequestPoisoned):
-                raise _failed(named(error, model.config.name), payload) from error
-            model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
-            stopped = self._stopped(error)
-            if isinstance(error, RequestFailed):
-                raise _failed(error, payload) from error
-            raise stopped from error
-        if not completion.service_tier:
-            completion.service_tier = str(sent.get("service_tier") or "")
+            await self._raise(error, key, payload)
+        if "service_tier" in sent and not completion.service_tier:
+            completion.service_tier = str(sent["service_tier"] or "")
         rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
@@ -487,26 +482,28 @@ class Requests:
             await rank.wait_for_storage()
         return _result(fields, response_id, name)
 
-    async def _complete(self, body: AnyBody, sent: Payload, way: Way) -> Completion:
+    async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
+        """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
+        rank = self._rank
         model = self._model
-        self._answers.request_started()
-        try:
-            if model.client.done():
-                client = model.client.result()
-            else:
-                client = await model.observer.until(model.client)
-            if model.batches is not None and way.is_shared:
-                return await model.batches.complete(client, sent, way, self._answers)
-            request = Request(client.sender, self._answers.doc_id, self._answers.near)
-            return await client.complete(body, way, request)
-        finally:
-            self._answers.request_finished()
+        rank.observer.own.failed += 1
+        if isinstance(error, RequestRejected):
+            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
+                await rank.wait_for_storage()
+            raise error
+        if isinstance(error, RequestPoisoned):
+            raise _failed(named(error, model.config.name), payload) from error
+        model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
+        stopped = self._stopped(error)
+        if isinstance(error, RequestFailed):
+            raise _failed(error, payload) from error
+        raise stopped from error
 
     async def _batched(
         self, key: AnswerKey, body: AnyBody, way: Way, cached: Answer | None
     ) -> Completion | None:
-        """Returns the answer of a batch; None if the request is to be sent now. Else parks it, and
-        never returns.
+        """Returns the answer of a batch; None if the request must be sent now. Otherwise parks it,
+        and never returns.
 
         Raises:
             RequestFailed: no batch has answered it.
@@ -562,7 +559,7 @@ class Requests:
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
-        """Stops the rank. The answer is kept, so each further attempt ends here, too."""
+        """Stops the rank. The answer is cached, so each further attempt ends here, too."""
         client = self._model.client
         believed = client.result().stats.without_reason if client.done() else 0
         error = ServerRefused(
@@ -576,9 +573,7 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank, before the answer is kept, if its size differs from the first
-        answer's.
-        """
+        """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
         if way.name not in _MEASURED:
             return
         field, found, before = _MEASURED[way.name]
@@ -615,9 +610,8 @@ class Requests:
         return rank.checkpoint.congested
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
-    #
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
-    # They are no coroutine functions: wrong arguments stop the rank while the caller is known.
+    # They are no coroutine functions, so that wrong arguments fail while the caller is known.
 
     def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
         if isinstance(texts, str):
@@ -646,7 +640,7 @@ class Requests:
         if isinstance(texts, str):
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
         asked = [self._ask("embed", (text,), params) for text in texts]
-        # All of them: if one fails, the request cache has the others when the document is retried.
+        # Gathers all: if one fails, the request cache has the others for a retry.
         answers = await asyncio.gather(*asked, return_exceptions=True)
         vectors = []
         for answer in answers:
@@ -713,7 +707,7 @@ class Requests:
 def _hand_over(
     rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
 ) -> None:
-    """Calls the storage thread. Its failure stops the rank, and passes through the rollout."""
+    """Calls the storage thread; its failure stops the rank, and passes through the rollout."""
     try:
         call(*arguments)
     except BaseException as error:
@@ -764,7 +758,7 @@ def _body(payload: Payload) -> AnyBody:
 def _failed(error: Exception, payload: Payload) -> InferenceError:
     """Returns datatrove's error.
 
-    Its text, which ends in logs and dead letters, has no secrets of the payload.
+    Its text goes to logs and dead letters, without the payload's secrets.
     """
     failed = InferenceError(None, error, payload=shown("payload", payload))
     failed.payload = payload
@@ -794,8 +788,8 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
 def _fields(completion: Completion, payload: Payload) -> JsonObject:
     """Returns what is kept of an answer.
 
-    Its fields depend on the payload's request, not only on the answer: so tables have their columns
-    whenever the first tool call comes.
+    The fields depend on the payload, too, so that a table has its columns before the first tool
+    call.
     """
     asks_for_more = payload.get("tools") or payload.get("logprobs")
     fields: JsonObject = {
@@ -826,8 +820,8 @@ def request_seed(
     """Returns the ``seed`` of a request: 0 to 2**31 - 1, which vLLM, SGLang, llama.cpp and OpenAI
     all take.
 
-    Engines that honour seeds then repeat their sample when a request is sent again. With one seed
-    for all requests, two rollouts of a document would be one sample.
+    Engines that honour seeds repeat their sample when a request is sent again. With one seed for
+    all, two rollouts of a document would be one sample.
 
     Args:
         seed: ``InferenceConfig.seed``.
@@ -841,10 +835,9 @@ def request_seed(
 
 
 # The drain of an early stop ----------------------------------------------------------------------
-#
 # During a drain no new request is sent. The drain is over when no request is in flight, and every
-# document waits for a request that is not sent. A rollout that does something else then (computes,
-# sleeps) has ``_GRACE_SECONDS`` more.
+# document waits for an unsent request. A rollout that computes or sleeps has ``_GRACE_SECONDS``
+# more.
 
 _GRACE_SECONDS = 2.0
 
@@ -879,8 +872,7 @@ class Drain:
 
     def check_soon(self) -> None:
         if self._active:
-            # A request whose last attempt has just ended still has to pass its answer to the
-            # rollout.
+            # A request that has just ended must still pass its answer to the rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:

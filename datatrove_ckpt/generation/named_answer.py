@@ -61,7 +61,7 @@ class NamedAnswer:
                 )
 
     def put(self, document: Document, results: Sequence[object]) -> None:
-        """A value that the rollout itself has put there stays: it is the answer."""
+        """Puts the answers into the metadata. A value that the rollout put there stays."""
         if self.name is None or self.name in document.metadata:
             return
         values = [self.value_of(result) for result in results]

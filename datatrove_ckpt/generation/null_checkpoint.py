@@ -74,7 +74,7 @@ class NullCheckpoint:
         self._closed = True
         self._seconds = self.clock.now()
         self._queue.put(None)
-        # A stop does not wait for a blocked writer: without a checkpoint there is nothing to save.
+        # A stop does not wait for a blocked writer: there is nothing to save.
         self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
         try:
             if completed and self.error is None:
@@ -84,10 +84,10 @@ class NullCheckpoint:
             self._abandon()  # those that could not be closed, too
 
     def flush(self) -> None:
-        """Nothing is kept for a resume."""
+        """Returns at once: nothing is kept for a resume."""
 
     def note(self, *records: Record) -> None:
-        """There is no folder for a history."""
+        """Drops the records: there is no folder for a history."""
 
     def fill_in(self, progress: Progress) -> None:
         progress.in_work = self._admitted - self.counts.read

@@ -1,12 +1,11 @@
 """Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-A switch to a thread costs more than reading a document (90 % of datatrove's resume time). So the
-thread fills a small buffer, which the event loop takes whole.
+Switching threads costs more than reading a document (90 % of datatrove's resume time), so the event
+loop takes a small buffer whole.
 
-A resume may seek to a document's position only if all earlier documents came before it, and all
-later documents come after it. A step that reorders or splits documents breaks this order. So a
-position is used only after the next document has come with a later position. Otherwise a resume
-counts documents.
+A resume may seek to a position only if earlier documents came before it and later ones come after
+it. A step that reorders or splits documents breaks this order. So a position is used only after the
+next document has come with a later position; otherwise a resume counts documents.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
-# After a resume that seeks, a step sees only the remaining documents: a step that counts, samples
-# or removes duplicates would give another result. Each of the steps listed here looks at one
-# document at a time.
+# A step sees only the remaining documents after a resume that seeks, so a step that counts, samples
+# or removes duplicates would give another result. The listed steps treat each document alone.
 
 
 _READERS = (BatchReader, HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
-# Not LambdaFilter: a user's function. Not SamplerFilter and C4BadWordsFilter: they draw random
-# numbers. Not PIIFormatter: it uses its replacements in turn.
+# Without LambdaFilter (a user's function), SamplerFilter and C4BadWordsFilter (random numbers), and
+# PIIFormatter (replacements in turn).
 _STATELESS = frozenset(
     f"datatrove.pipeline.{name}"
     for name in (
@@ -126,7 +124,7 @@ def _is_stateless(step: object) -> bool:
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 _LARGE = 2**16  # bytes of a document whose text and media are kept once
-# How long a document waits for the next one, which shows whether a resume may start after it.
+# How long a document waits for the next document, which decides whether a resume may start there.
 _HOLD_SECONDS = 0.5
 
 
@@ -250,8 +248,8 @@ class DocumentSource:
         self._first = point.next_ordinal
         self._arrived = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # A daemon: a blocked reader must not keep a failed process running. In the rank's context,
-        # for its log.
+        # A daemon, because a blocked reader must not keep a failed process running. In the rank's
+        # context, for its log.
         work = copy_context().run
         threading.Thread(
             target=work, args=(self._run, point), name="datatrove-ckpt reader", daemon=True
@@ -259,8 +257,7 @@ class DocumentSource:
         ended = False
         while not ended:
             if not self._arrived.is_set():
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the
-                # arrival.
+                # In Python 3.11 wait_for loses a cancellation that coincides with the arrival.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_HOLD_SECONDS):
                         await self._arrived.wait()
@@ -361,9 +358,9 @@ class DocumentSource:
                 self._wake()
 
     def _put(self, source: SourceDocument) -> bool:
-        """Passes on the document before this one, and holds this one until the next comes.
+        """Passes on the held document, and holds this one until the next comes.
 
-        False: the rank ended.
+        Returns False if the rank has ended.
         """
         self._check_order(source)
         with self._change:

@@ -1,9 +1,8 @@
 """A rank's numbers, for its history and for the screen of its command (``process/screen.py``).
 
-The history gets a line after ten seconds and each minute, and at the events and the end of the
-attempt. The storage thread adds its own numbers, and writes the line: see
-``checkpoint/history_records.py``. The checkpoint has the numbers of all attempts: see
-``final_stats``.
+The history gets a line after ten seconds, each minute, and at events and the end of the attempt.
+The storage thread adds its numbers, and writes the line (``checkpoint/history_records.py``).
+``final_stats`` has the numbers of all attempts.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _SHOWN_ID = 200  # characters of a document's id
 
 
 class Newest:
-    """When a count was last seen to change. A look once a second costs nothing per answer."""
+    """When a count last changed, as seen once a second."""
 
     def __init__(self) -> None:
         self._at = time.monotonic()
@@ -76,7 +75,7 @@ class Newest:
 
     @property
     def seconds(self) -> float:
-        """Since then."""
+        """Returns the seconds since the last change."""
         return time.monotonic() - self._at
 
 
@@ -175,13 +174,13 @@ class RankReporter:
 
     def answered(self, answer: Completion, config: InferenceConfig) -> None:
         """Counts an answer of a server."""
-        usage = answer.usage
-        prompt, completion = tokens = token_counts(usage)
-        self.answers.append((answer.seconds, *tokens))
-        cached, reasoning = token_details(usage)
-        cached = min(cached, prompt)
-        self.own.cached_tokens += cached
-        self.own.reasoning_tokens += reasoning
+        prompt, completion = token_counts(answer.usage)
+        self.answers.append((answer.seconds, prompt, completion))
+        cached, reasoning = token_details(answer.usage)
+        if cached or reasoning:
+            cached = min(cached, prompt)
+            self.own.cached_tokens += cached
+            self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
         if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
@@ -189,20 +188,15 @@ class RankReporter:
             self.own.cost += config.cost(prompt, cached, completion, tier)
 
     def _sum_up(self) -> None:
-        """Counts the new answers, equal values at once: so each answer costs little."""
+        """Counts the new answers; groups equal values, so that each answer costs little."""
         with self._lock:
-            milliseconds = Counter[int]()
-            prompt = Counter[int]()
-            completion = Counter[int]()
-            for _ in range(len(self.answers)):
-                seconds, prompt_tokens, completion_tokens = self.answers.popleft()
-                milliseconds[int(seconds * 1000)] += 1
-                prompt[prompt_tokens] += 1
-                completion[completion_tokens] += 1
-            self.own.requests += milliseconds.total()
-            self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
-            self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
-            self._spread.milliseconds.count_all(milliseconds)
+            new = [self.answers.popleft() for _ in range(len(self.answers))]
+            if new:
+                seconds, prompt, completion = zip(*new, strict=True)
+                self.own.requests += len(new)
+                self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
+                self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
+                self._spread.milliseconds.count_all([int(1000 * each) for each in seconds])
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
@@ -221,8 +215,8 @@ class RankReporter:
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
-            # All ranks that share the server are called, and their numbers are added: only the
-            # first one counts it.
+            # Every rank that shares the server is called, and their numbers are added: only the
+            # first counts.
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = ServerEvent(
@@ -382,9 +376,7 @@ def _screen(interval: float) -> Iterator[Report]:
 
 
 def _described(error: BaseException | None) -> str:
-    """Describes an error. The text of an error that is not ours may hold a secret: it is in the log
-    only.
-    """
+    """Describes an error. A foreign error's text may hold a secret, and stays in the log."""
     if error is None:
         return ""
     name = type(error).__name__
@@ -395,12 +387,9 @@ def _described(error: BaseException | None) -> str:
 
 # input progress ----------------------------------------------------------------------------------
 
-# A reader is ahead of the rank, so documents are taken to be equal:
-#
-#     done = what lies before the last document handed over * documents finished / documents up to
-#     that one
-#
-# This is exact before the first and after the last document, and grows all the time.
+# A reader is ahead of the rank, so documents are taken to be equal: done = what lies before the
+# last document handed over * documents finished / documents up to that one This is exact at both
+# ends, and grows steadily.
 
 
 def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:

@@ -3,8 +3,8 @@
 Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing
 of datatrove, so these subclasses inherit from both sides.
 
-A pickled error keeps its message and the text of ``error``, but not document and payload: some
-documents cannot be pickled, and a payload may hold a secret.
+A pickled error lacks document and payload: a document may not be picklable, and a payload may hold
+a secret.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 
 
 class _OfServer(types.InferenceError, types.ServerError):
-    """Both, because datatrove raises now the one and now the other for the same failure of a
-    server.
-    """
+    """Both of datatrove's errors, because datatrove raises either for one failure of a server."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)
@@ -126,7 +124,7 @@ class raised_for_scripts:
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Returns the first failure of a group: the others followed from it."""
+    """Returns the first failure of a group, from which the others followed."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -156,9 +154,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def called_at() -> str:
-    """Returns the place in the user's code that has called ours, as ``raised_at``; "" if a library
-    has.
-    """
+    """Returns the user's call of our code, formatted as ``raised_at``; "" for a library's call."""
     for frame, line in walk_stack(sys._getframe()):
         # Not by its file: a dataclass has an __init__ without one.
         if str(frame.f_globals.get("__name__")).partition(".")[0] != datatrove_ckpt.__name__:

@@ -1,7 +1,6 @@
 """Runs one rank: builds its checkpoint, output, source and scheduler, and closes them.
 
-``runner.py`` makes the step without this module: a program that only makes or inspects a step needs
-none of it.
+A program that only makes or inspects a step (``runner.py``) does not import this module.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ class _Run:
 
         root = step.checkpoints_root
         job = None
-        # Of the ranks of other nodes, this one sees the mirror only.
+        # This node sees the ranks of other nodes only on the mirror.
         if not step.retry_dead_letters:
             with preemption.interruptible():
                 job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
@@ -273,7 +272,7 @@ class _Run:
         say = RankMessages(
             rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
         )
-        exports = open_exports(step, rank, self.world_size, checkpoint, progress, shutdown)
+        exports = open_exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:
@@ -384,8 +383,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     check_first=partial(check_first, step.rollout_fn),
-                    # Without a checkpoint, the writer itself is open, and a document that fails is
-                    # not kept anyway.
+                    # A document that fails without a checkpoint is lost anyway.
                     check_writable=partial(check_writable, step.output_writer, rank)
                     if kept
                     else None,
@@ -417,10 +415,10 @@ class _Run:
 
 
 def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
-    """Returns what makes these documents anew, from the steps before the runner.
+    """Returns a function that runs the steps before the runner again.
 
     Raises:
-        ConfigError: they come from a function or an iterator. Read again, it would be empty.
+        ConfigError: they come from a function or an iterator, which would be empty.
     """
     steps = [(step, names) for step, _, names in steps_before(data)]
     first = data
@@ -450,8 +448,8 @@ def shared_servers() -> ServerHost | None:
 
 
 def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
-    """Refuses a rank that keeps no checkpoint while files are there that it would not overwrite.
-    Local folders only.
+    """Refuses a rank without a checkpoint while a local folder holds files that it would not
+    overwrite.
 
     Raises:
         OutputMismatch: names some of them.
@@ -562,8 +560,7 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
     """Returns a function that removes media bytes from a finished document; None if its writer
     saves them.
 
-    They would be in the journal, 13 MB in JSON for a picture of 10 MB, for a writer that drops
-    them.
+    Otherwise the journal would hold 13 MB of JSON for each picture of 10 MB that the writer drops.
     """
     if writes_media(writer):
         return None
@@ -582,7 +579,7 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
 
 
 def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
-    """Copies from the mirror the parts of the checkpoint that this node does not have."""
+    """Copies missing parts of the checkpoint from the mirror to this node."""
     if step.checkpoints_remote_dir is not None:
         from datatrove_ckpt.mirror.restore import restore_rank
 
@@ -597,9 +594,7 @@ def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
 
 @contextmanager
 def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Adds to the error for a damaged checkpoint in ``root`` how it comes back from a mirror that
-    has it.
-    """
+    """Adds to errors about damage in ``root`` how to restore it from its mirror."""
     try:
         yield
     except CheckpointCorrupt as error:

@@ -1,12 +1,10 @@
 """What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
-Settings that cannot change an answer (concurrency, timeouts, parallelism, log folders) are left
-out. The source that the user's code reaches describes the code (``code_walk.py``). Of a secret the
-hash is kept.
+Settings that cannot change an answer (concurrency, timeouts, log folders) are left out. Source
+reached by the user's code describes the code (``code_walk.py``). Secrets are hashed.
 
-What a pickle holds by value (functions of the script, nested functions, lambdas) is described as it
-was when the job was made. An imported function, of which a pickle holds only the name, is described
-as this process has imported it.
+Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
+when the job was made; imported functions as this process has imported them.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ _BYTECODE_NOTE = (
 class CodeIdentity:
     """What the user's code adds to a run's identity.
 
-    A step keeps one that was made when the step was made, and is pickled with it.
+    Made with a step, and pickled with it.
     """
 
     made: Description | None
@@ -126,7 +124,7 @@ def code_identity(
             f"The code could not be described, so it is not compared. Please report this: {error!r}"
         )
         return CodeIdentity(None)
-    # Settings when the step was made, and state later.
+    # The object holds settings when the step is made, and state later.
     if when_made is not None and when_made.fingerprint == found:
         made.fields.update(
             {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
@@ -151,9 +149,7 @@ def code_of(thing: object) -> dict[str, str]:
 
 
 def _is_away(thing: object) -> bool:
-    """Returns whether a pickle brought a function by value into a program that has not loaded its
-    file.
-    """
+    """Returns whether a pickle brought a function by value into a program without its file."""
     if isinstance(thing, functools.partial | dict | list | tuple):
         parts = (
             [thing.func, *thing.args, thing.keywords]
@@ -284,7 +280,7 @@ def _config_fields(config: InferenceConfig) -> JsonObject:
 
 
 def _plain(value: object) -> object:
-    """Converts a setting to JSON; of what JSON cannot express, the type."""
+    """Converts a setting to JSON; other values become their type."""
     try:
         return orjson.loads(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS))
     except TypeError:

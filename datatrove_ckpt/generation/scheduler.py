@@ -58,21 +58,18 @@ from datatrove_ckpt.rollouts import Rollout
 if TYPE_CHECKING:
     from datatrove_ckpt.generation.provider_passes import Parking
 
-# How many documents may be in work at once.
-#
-# Under ``max_concurrent_generations: auto`` the number follows the requests in flight. Rollouts
-# that do other work between their requests need more. So whenever a request could be sent, none
-# waits, and no further document may start, one more may, as in TCP's slow start. The number is not
-# lowered: documents that wait cost memory only. Large documents share a budget of bytes, too.
+# How many documents may be in work at once. Under ``max_concurrent_generations: auto`` the number
+# follows the requests in flight. Rollouts that do other work between requests need more, so the
+# number grows by one whenever a request could be sent, none waits, and no document may start, as in
+# TCP's slow start. It never falls: documents that wait cost memory only. Large documents also share
+# a budget of bytes.
 
 
 _SMALL = 1 << 16  # bytes of a document that count for nothing
 
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
-    """Returns how many documents may be in work at most: as many as all models together have room
-    for.
-    """
+    """Returns the most documents in work: as many as all models have room for."""
     if config.max_concurrent_documents is not None and (config.limits_documents or not others):
         return config.max_concurrent_documents
     texts = [
@@ -215,7 +212,7 @@ class Scheduler:
         self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
-            # The server loads its model while a reader that cannot seek counts.
+            # The server loads its model while a reader that cannot seek counts documents.
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
             serving = {
@@ -412,8 +409,8 @@ class Scheduler:
         return answers.finished(outcome, source.fingerprint, data, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:
-        """Raises if the document ends unrecorded: CancelledError after a stop of the rank, or its
-        failure.
+        """Raises CancelledError after a stop of the rank, or the document's failure, if the
+        document ends unrecorded.
 
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
         cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
@@ -464,10 +461,8 @@ class Scheduler:
         return result
 
 
-# The tasks of documents --------------------------------------------------------------------------
-#
-# ``asyncio.TaskGroup`` waits without end for a task that swallows its cancellation. A rank leaves
-# such tasks behind.
+# ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves it
+# behind.
 
 # Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
@@ -497,8 +492,8 @@ class DocumentTasks:
         return task is not None and task.cancel()
 
     async def end(self, fast: bool) -> None:
-        """Cancels the tasks that are left, several times if need be; ``fast``: for one second
-        instead of five.
+        """Cancels the remaining tasks, repeatedly if needed, for five seconds; ``fast``: for
+        one.
         """
         if self._ended:
             return
@@ -569,16 +564,15 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
         )
         raise
     shutdown.given_up = _left(clients) - lost
-    # 2. Other documents end unrecorded. First the state: a cancelled rollout is no failure of its
-    #   document.
+    # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
         await shutdown.failed()
     if clients:  # else they were cancelled above
         _cancel(serving)
     await rank.documents.end(shutdown.is_fast)
-    # 3. What was handed over is written, the mirror gets its last version, and another process may
-    #   have the rank.
+    # 3. Everything handed over is written, the mirror gets its last version, and the rank is
+    # released.
     with shutdown.closing():
         await asyncio.wait(serving)
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``

@@ -1,5 +1,4 @@
-"""Collects what a function of the script needs of its module, for a pickle that another program
-loads.
+"""Collects the names that a script's function needs, for a pickle that another program loads.
 
 dill pickles a function of ``__main__`` by value, but not the module's other functions and
 constants. So a step also carries what its functions name.
@@ -10,9 +9,9 @@ constants. So a step also carries what its functions name.
     is another program                   ``__main__`` gets the names; it has begun and no longer
                                          needs its own
 
-Ray's pickles bring the names themselves. Secrets, and what holds secrets, stay behind: others may
-read a pickle's file. To find secrets, a value is pickled to nowhere, and each object is checked: by
-``is_surely_secret``, and for the values of environment variables like HF_TOKEN.
+Ray's pickles bring the names themselves. Secrets stay behind, because others may read a pickle's
+file. To find secrets, a value is pickled to nowhere, and each object is checked with
+``is_surely_secret`` and against environment variables like HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def _module_of(thing: object) -> str:
 
 @contextmanager
 def nothing_carried() -> Iterator[None]:
-    """Around a pickle for processes that import the script, which may name large tables."""
+    """Wraps a pickle for processes that import the script, which may name large tables."""
     before = getattr(_collecting, "on", False)
     _collecting.on = True
     try:
@@ -214,8 +213,7 @@ def _stays(name: str, value: object) -> str:
 
 
 def secrets_in(name: str, value: object) -> list[str]:
-    """Returns the places of secrets in what a pickle of this value holds by value, as words for a
-    message.
+    """Returns the places of secrets in a pickle of this value, as words for a message.
 
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
@@ -326,9 +324,7 @@ class _Look:
 
 
 def _holds(name: str, value: object) -> bool:
-    """Returns whether a value is a secret, or a collection of texts that would be secrets under
-    this name.
-    """
+    """Returns whether a value is a secret, or holds texts that are secrets under this name."""
     if isinstance(value, dict):  # what has the form of a key is found inside it
         parts = [part for part in value.values() if isinstance(part, str | bytes)]
         return any(

@@ -1,5 +1,5 @@
-"""The settings of an ``InferenceRunner``, which its own docstring explains; and what a pickle of it
-holds besides.
+"""The settings of an ``InferenceRunner`` (see its docstring), and the further content of its
+pickle.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class Step(PipelineStep):
         return expand_path("checkpoints_local_dir", self.checkpoints_local_dir or "")
 
     def preemption(self) -> Preemption:
-        """Returns what handles a stop. Without a checkpoint a drain would save nothing: the next
-        run starts over.
+        """Returns what handles a stop. Without a checkpoint there is no drain, because nothing is
+        saved.
         """
         seconds = 0.0
         if self.checkpoints_local_dir is not None:
@@ -275,8 +275,8 @@ class Step(PipelineStep):
             )
 
     def code(self) -> CodeIdentity:
-        """Returns what the code adds to the run's identity: of functions pickled by value, as they
-        were then.
+        """Returns the code's part of the run's identity; functions pickled by value as they were
+        then.
         """
         return code_identity(
             self.rollout_fn,
@@ -287,8 +287,7 @@ class Step(PipelineStep):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: also the code as this process describes it, and the names of the script
-        that it uses.
+        """Adds this process's description of the code, and the script's names that it uses.
 
         Raises:
             ConfigError: a file would hold a secret.
@@ -311,9 +310,7 @@ class Step(PipelineStep):
             script_names.restore(names)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Without what only a pickle needs: modules among the names of the script cannot be
-        copied.
-        """
+        """Copies without the pickle's parts: modules among the script's names cannot be copied."""
         from datatrove.executor import JobsPipelineExecutor, SlurmPipelineExecutor
 
         kinds = {
@@ -346,17 +343,15 @@ class Step(PipelineStep):
         )
 
 
-# Only ``__init__`` is wanted of it: datatrove would write a dataclass to executor.json as it is,
-# with its secrets.
+# Only its ``__init__`` is wanted: datatrove would write a dataclass, secrets included, to
+# executor.json.
 del Step.__dataclass_fields__
-# The name that Python's message about an argument has.
+# Python's messages about arguments show this name.
 Step.__init__.__qualname__ = "InferenceRunner.__init__"
 
 
 def _for_process(step: Step) -> object:
-    """Pickles a step for a worker process: through a pipe, with nothing that the process has
-    already.
-    """
+    """Pickles a step for a worker process: through a pipe, without what the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
 

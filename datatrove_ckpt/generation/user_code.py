@@ -1,6 +1,6 @@
 """Checks the user's rollout function, and gives it the arguments of ``shared_context``.
 
-A rollout is refused before the run only if it provably cannot work: a plain ``def`` may return an
+A rollout is refused before the run only if it provably fails: a plain ``def`` may return an
 awaitable.
 """
 
@@ -130,7 +130,7 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
 
 
 def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
-    """Wraps the rollout function, to note each document's questions and answers.
+    """Wraps the rollout function, and notes each document's questions and answers.
 
     Args:
         asked: gets a pair for each request, by ``id(document)``: ids of the input may repeat.
@@ -184,7 +184,7 @@ def _question(payload: Any) -> str:
 
 
 class _Call(partial[Any]):
-    """A call of the user's function whose ``repr`` has no arguments, which may be secrets."""
+    """A call of the user's function, whose ``repr`` hides the arguments, which may be secrets."""
 
     def __repr__(self) -> str:
         return _shown(self.func)
@@ -214,9 +214,7 @@ def _problem(function: types.FunctionType) -> str:
 
 
 def _returns_values_only(function: types.FunctionType) -> bool:
-    """Returns whether each return statement of a plain ``def`` returns a dict, a text or the
-    like.
-    """
+    """Returns whether all return statements of a plain ``def`` return dicts, texts or the like."""
     try:
         # The code object's: the function's would be that of what it wraps.
         tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))

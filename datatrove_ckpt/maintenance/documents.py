@@ -1,6 +1,4 @@
-"""The documents of a run with their answers, for people: read from its output files, in the order
-of the input.
-"""
+"""Reads a run's documents and answers from its output files, in input order, for display."""
 
 from __future__ import annotations
 
@@ -46,7 +44,9 @@ class ShownDocument:
     columns: Sequence[str] = ()
 
     def safe(self, most: int | None = None) -> ShownDocument:
-        """Without secrets and control characters, and with so many characters of each text."""
+        """Returns the document without secrets and control characters, each text cut to
+        ``most``.
+        """
         id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
         if most is not None:
             text = shortened(text, most)
@@ -146,7 +146,7 @@ def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
 
 
 def _answer(row: Json, key: str) -> str:
-    """Returns the results as text; of a row without any, all of it."""
+    """Returns the results as text; the whole row if it has none."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
@@ -159,7 +159,7 @@ def _answer(row: Json, key: str) -> str:
 
 
 def _text(result: object) -> str:
-    """Returns a result's text, or those of its choices, and on the next line what else it has."""
+    """Returns a result's text, or those of its choices, then its other fields on a new line."""
     if isinstance(result, str):
         return result
     if not isinstance(result, dict):

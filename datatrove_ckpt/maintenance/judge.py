@@ -60,7 +60,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
     last = recent.last
-    # Else more is done than that line knows.
+    # Otherwise more is done than that line shows.
     if last is not None and (last.documents.read or not rank.documents):
         rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
@@ -88,7 +88,7 @@ def _judge(
     rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None
 ) -> None:
     attempt = rank.attempt
-    # An attempt whose number the history does not have has ended before its first line.
+    # An attempt without a number in the history ended before its first line.
     if is_finished:
         rank.state = "finished"
     elif rank.holder is not None or _goes_on(rank, attempt, now, copied_at or 0.0):
@@ -111,7 +111,7 @@ def _judge(
 
 
 def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
-    """Whether an attempt may still run although no process is seen to hold its lock."""
+    """Whether an attempt may still run although no lock is visible."""
     if attempt is None or attempt.ended is not None:
         return False
     if rank.is_copy:
@@ -133,7 +133,7 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
         return
     _measure(rank, recent, last)
     if last.silence.lasts:
-        # To the minute, so that the ranks that one outage has met have one reason.
+        # To the minute, so that all ranks in one outage have one reason.
         since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
         patience = f"{last.silence.patience:g} s (server_patience_seconds)"
         reason = f"{last.silence}: no answer since {since:%H:%M}; a task stops after {patience}"
@@ -195,9 +195,8 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
 def find_slow(ranks: Sequence[RankState]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
-    A finished rank counts with its average, so that the last rank of a run is compared, too. A rank
-    with long documents is not slow: both documents and tokens must be few. Neither is a rank that
-    waits for its last answers.
+    Finished ranks count with their averages. A slow rank has few documents and few tokens, and does
+    not wait for its last answers.
     """
     running = [
         rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate

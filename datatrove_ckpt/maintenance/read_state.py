@@ -27,7 +27,7 @@ from datatrove_ckpt.maintenance.run_state import RankState, RunState
 from datatrove_ckpt.maintenance.sums import add_up
 from datatrove_ckpt.maintenance.where import Place
 
-# Of all ranks together: what may be large is read for some ranks, and estimated for many.
+# Limit for all ranks together: large files of many ranks are estimated.
 _JOURNAL_BYTES = 1 << 22
 _LETTER_BYTES = 1 << 25
 _MOST_BYTES = 1 << 23
@@ -140,7 +140,7 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
 
 
 def _first_run(ranks: list[RankState]) -> Json:
-    """All ranks share its settings."""
+    """Returns the first run.json, whose settings all ranks share."""
     for path in (rank.folder / layout.RUN for rank in ranks):
         with suppress(CheckpointError):
             if path.is_file():

@@ -1,9 +1,9 @@
 """Rebuilds a damaged commit log from the commits that it still proves: each whole line has a
 checksum.
 
-A commit is kept if the chunks before it, where they must be processed again, end where it starts.
-The next run processes the other chunks again. Their dead letters are overwritten with spaces (see
-``repair``). The damaged log is copied first.
+A commit is kept if redone chunks before it end where it starts. The next run processes the other
+chunks again. Their dead letters are overwritten with spaces (see ``repair``). The damaged log is
+copied first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def plan_rebuild(rank: RankLedger) -> Redo | str:
         per_chunk = rank.run.get("records_per_chunk") or 0
     except CheckpointError as error:
         return str(error)
-    # The order in which they were written: the size only grows, and only by a commit with dead
-    # letters.
+    # In the order of writing: the size only grows, and only with dead letters.
     whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
     fitting = _fitting(whole, per_chunk)
     plan = Redo(

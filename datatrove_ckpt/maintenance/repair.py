@@ -19,8 +19,8 @@ The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
 
 A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
 
-Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it:
-two files would change that must agree. The lock file stays: it marks the rank as unfinished.
+Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it.
+The lock file stays, and marks the rank as unfinished.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         OutputFailed, StorageFailed: a file could not be changed; the same command continues from
             there.
     """
-    # In a folder that the checkpoint does not name, or that has no owner, a file that differs may
-    # be another job's.
+    # Without an owner, or in another folder than the checkpoint's, a differing file may be another
+    # job's.
     keep: set[str | None] = set()
     if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
         keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS}
@@ -68,8 +68,7 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
         for rank in plan.ranks:
-            # From here on an old process on a lost node writes nothing. ``take`` also syncs the
-            # lock file.
+            # From here on an old process on a lost node writes nothing.
             _claim(rank).take()
         for redo in plan.redo:
             path = redo.rank.commits_file
@@ -100,7 +99,7 @@ def _letters_end(redo: Redo) -> int:
 
 
 def _blank_letters(redo: Redo) -> None:
-    # Letters after the last one to keep are cut off later, or, after a crash, by the next run.
+    # Letters after the last to keep are cut off later, or, after a crash, by the next run.
     path = redo.rank.dead_letters_file
     end = _letters_end(redo)
     between = [place for place in redo.letters if place[0] < end]
@@ -112,9 +111,9 @@ def _carry_out(redo: Redo) -> None:
     rank = redo.rank
     letters_end = _letters_end(redo)
     if redo.before is None:
-        # Files of lost commits are the rank's own, and nothing names them any more.
+        # Files of lost commits are the rank's own, and unnamed now.
         files.disk.remove(rank.folder / PUBLISHING)
-    # From here on a run accepts a log with the commits to keep only.
+    # From here on a run accepts only a log with the commits to keep.
     _claim(rank).take(len(redo.kept))
     _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
     if redo.before is None:
@@ -150,7 +149,7 @@ def _keep_damaged_log(path: Path) -> None:
 
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:
-    """Survives power loss."""
+    """Corrects last_chunk, and syncs it."""
     unbroken = count_unbroken(commits)
     if unbroken:
         files.disk.make_dirs(path.parent)

@@ -89,8 +89,7 @@ def make_plan(report: Report, logging_dir: str | None = None) -> RepairPlan:
         if (problem.root, problem.rank, problem.chunk_index) not in redone
     ]
     if logging_dir is not None:
-        # The marker of an unfinished rank is wrong: an earlier repair without --logging-dir left
-        # it.
+        # An earlier repair without --logging-dir left the marker.
         keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {
             rank.key for rank in plan.ranks
         }
@@ -102,8 +101,7 @@ def make_plan(report: Report, logging_dir: str | None = None) -> RepairPlan:
 
 
 def check_output_folder(report: Report) -> None:
-    """Refuses to repair with the files of another folder, perhaps of another job, while the right
-    one is there.
+    """Refuses to repair with another folder's files while the right folder exists.
 
     Raises:
         ConfigError: it is another run's; or the checkpoint names another one, which exists, and is
@@ -188,8 +186,8 @@ def _obstacle(
 
 
 def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Start and end of a commit's dead letters in their file, which has the order of the
-    commits.
+    """Returns start and end of a commit's dead letters in their file, which follows the commits'
+    order.
     """
     start = end = 0
     for commit in commits:
@@ -218,9 +216,7 @@ def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Com
 def _holes(
     rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
 ) -> Iterator[tuple[range, bool]]:
-    """Runs of chunks without a commit to keep, each with whether redone chunks would end where they
-    must.
-    """
+    """Yields gaps between kept commits, and whether redone chunks would end where they must."""
     per_chunk = rank.run.get("records_per_chunk") or 0
     ordinal = expected = 0
     for index in sorted(kept):
@@ -231,7 +227,7 @@ def _holes(
         ordinal = kept[index].next_ordinal
     chunks = range(expected, max(commits, default=-1) + 1)
     if chunks:
-        # After the last commit to keep, only journals limit where redone chunks may end.
+        # After the last kept commit, only journals limit the end of redone chunks.
         journals = max(journal_indices(rank.folder), default=-1)
         yield (
             chunks,

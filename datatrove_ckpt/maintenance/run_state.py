@@ -1,7 +1,6 @@
-"""RunState: the state of a whole run, as ``status`` prints it and ``report`` draws it. Plain data,
-nothing is read.
+"""RunState: the state of a run, printed by ``status`` and drawn by ``report``. Plain data.
 
-Times are Unix seconds, durations seconds, rates per second. None means: not known.
+Times are Unix seconds, durations seconds, rates per second; None is unknown.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class RankState(RunSums):
 
     @property
     def is_measured(self) -> bool:
-        """An average of few documents is chance, and of seconds mostly the start of servers."""
+        """Whether averages count: few documents or seconds show chance or the start of servers."""
         return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
     def need_attention(self, trouble: Trouble, reason: str) -> None:
@@ -196,7 +195,7 @@ class RunState:
 
     @property
     def together(self) -> Totals:
-        """The sums with those of retries. A document that a retry has written is not dead."""
+        """Returns sums with retries; a document that a retry has written is not dead."""
         found = copy.deepcopy(self.totals)
         again = self.retried
         found.add(
@@ -219,7 +218,7 @@ class RunState:
 
     @property
     def causes(self) -> Counter[str]:
-        """The causes of the dead letters that are left, as far as they are known."""
+        """Returns the known causes of remaining dead letters."""
         found = (self.totals.dead_letters, self.retried.dead_letters)
         return next(
             (causes for causes in found if 0 < causes.total() <= self.together.counts.dead),
@@ -240,7 +239,7 @@ class RunState:
 
     @property
     def is_mostly_dead(self) -> bool:
-        """Of fewer than 20 documents, many dead letters may be bad luck."""
+        """Whether most documents are dead, of at least 20."""
         done = self.together.done
         return 2 * done.dead > done.read >= 20
 

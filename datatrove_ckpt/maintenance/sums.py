@@ -37,7 +37,7 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
     if spans:
         totals.started = spans[0][0]
-    # Documents that a killed attempt has finished know more of its time than its lines do.
+    # Finished documents of a killed attempt show more of its time than its lines.
     totals.working_seconds = max([_covered(spans), *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
     totals.average = _average(totals)
@@ -45,11 +45,10 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
 
 
 def _rates_now(ranks: list[RankState], now: float) -> Rates:
-    """Of the ranks that run; and, if one has begun in these minutes, of those that have finished
-    meanwhile, too.
+    """Returns the rates of running ranks and, if a rank began in these minutes, of ranks that
+    finished meanwhile.
 
-    Else the rate of many short tasks would be that of the few that run, which have done nothing
-    yet.
+    Otherwise many short tasks would have the rate of the few that have just begun.
     """
     rates = Rates()
     since = now - RATE_SECONDS
@@ -117,7 +116,7 @@ def _average(totals: Totals) -> Rates:
 
 
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:
-    """Ranks whose input is not known yet are taken to have as much as the others, on average."""
+    """Adds inputs; an unknown input counts as the mean of the others."""
     known = [rank for rank in ranks if rank.position.total is not None]
     units = {rank.position.unit for rank in known}
     if len(units) != 1:

@@ -204,7 +204,7 @@ def _requests(totals: Totals) -> str:
 
 
 def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
-    """Ranks in their first ten seconds are left out: nothing is known of them yet."""
+    """Yields requests in flight, without ranks in their first ten seconds, which are unknown."""
     running = [
         rank
         for rank in (*state.ranks, *state.retries)

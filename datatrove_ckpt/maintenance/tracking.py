@@ -122,7 +122,7 @@ class MlflowRun:
         self._id = run.info.run_id
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
-        # MLflow's parameters cannot change: they stay as they were at first.
+        # MLflow's parameters cannot change.
         logged = run.data.params
         new = [
             Param(name, value[:_MAX_VALUE])
@@ -214,7 +214,7 @@ class Tracker:
             self._idle_looks = 0
         else:
             self._idle_looks += 1
-        # Between two tasks, or before the first one.
+        # Between two tasks, or before the first.
         if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:
             status = "RUNNING"
         at = state.read_at
@@ -254,8 +254,8 @@ def _serve(
 
 @dataclass
 class TrainingTracker:
-    """Sends the loss curve of a training. A service gets each step once, and steps that are made
-    again after a rollback once more.
+    """Sends the loss curve of a training. A service gets each step once, and again after a
+    rollback.
 
     Attributes:
         is_over: no process saves into the folder, at several looks and for longer than between its

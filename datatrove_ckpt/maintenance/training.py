@@ -132,7 +132,7 @@ class TrainingFinding:
 
 
 def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
-    """Checks whether a training may go on in the folder, and save there."""
+    """Checks whether a training may continue in the folder, and save there."""
     for step in state.damaged:
         yield TrainingFinding("warning", step.folder, step.damage)
     restored = state.restored

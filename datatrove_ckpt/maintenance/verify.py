@@ -52,8 +52,7 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
 def find_output(place: Place, ranks: list[RankLedger]) -> str:
     """Returns the output folder of a run, as its checkpoint names it.
 
-    In a run folder that was copied or renamed it is the one there: what it names may be another
-    run's by now.
+    A copied or renamed run folder has its own output: the recorded folder may be another run's.
 
     Raises:
         ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
@@ -88,9 +87,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
 
 
 def other_run(checkpoints: Path, recorded: str) -> Path | None:
-    """Returns the run folder whose output is recorded here, if it is another run's: this one was
-    copied or renamed.
-    """
+    """Returns the run folder whose output is recorded here, if this one was copied or renamed."""
     there = Path(recorded).with_name("checkpoints")
     is_other = (
         _is_in_run_folder(checkpoints, recorded)
@@ -150,7 +147,7 @@ def _check_ordinals(report: Report, rank: RankLedger) -> None:
 
 
 def _check_dead_letters(report: Report, rank: RankLedger) -> None:
-    """The dead letters of a commit lie between the sizes that two commits record."""
+    """Checks that dead letters of a commit lie between recorded sizes."""
     path = rank.dead_letters_file
     start = 0
     for commit in rank.commits.values():
@@ -224,9 +221,7 @@ def _check_settings(report: Report) -> None:
 
 
 def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
-    """Returns the differences between two ranks; none if the user has accepted all values of the
-    fields that differ.
-    """
+    """Returns the differences between two ranks, unless the user accepted all their values."""
     known = defaultdict[str, set[bytes]](set)
     for accepted in accepted_changes(rank, usual):
         name = str(accepted.get("field"))
@@ -254,7 +249,7 @@ def accepted_changes(*ranks: RankLedger) -> list[Json]:
 
 
 def _check_ranks(report: Report) -> None:
-    # A retry has only the ranks with dead letters, so its ranks do not count.
+    # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
     removed = removed_ranks(report.checkpoints, missing)

@@ -1,5 +1,5 @@
-"""Whether the Parquet files of a run load as one dataset: no rank can see the columns of another
-one while it runs.
+"""Checks whether a run's Parquet files load as one dataset, because ranks do not see each other's
+columns.
 
 Loaders take the columns of the first file of a folder, by name, and convert those of the others.
 """

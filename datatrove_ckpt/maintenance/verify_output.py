@@ -102,7 +102,7 @@ def is_owned(report: Report) -> bool:
 
     Raises OutputMismatch if it belongs to another one.
     """
-    # A run of an earlier release, or a copy of a mirror.
+    # An earlier release's run, or a copy of a mirror.
     if not (report.checkpoints / HOME).exists():
         return False
     homes = Homes(report.checkpoints, None)
@@ -148,7 +148,7 @@ def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full:
         if kind in REDO_KINDS:
             message += f" To redo it: {report.repair_command}, then run again."
         report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
-    # On the hub, a footer costs requests, and the hash says as much.
+    # On the hub, a footer costs requests, and the hash suffices.
     if full and is_right and report.hub is None:
         _check_documents(report, chunk)
 
@@ -203,7 +203,7 @@ def _count_documents(folder: DataFolder, path: str) -> int:
 
 
 class _Uncommitted:
-    """Tells files that a run will still commit from foreign files."""
+    """Separates files that a run will still commit from foreign files."""
 
     def __init__(self, report: Report) -> None:
         self._report = report

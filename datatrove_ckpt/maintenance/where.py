@@ -1,5 +1,5 @@
-"""WHAT a command reads: a run folder, a checkpoint folder, its mirror, or the run's YAML file. Made
-into a folder.
+"""Makes WHAT (a run folder, a checkpoint folder, its mirror, or the run's YAML file) a folder to
+read.
 
 A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
 """
@@ -177,15 +177,14 @@ def _looks_like_mirror(folder: Path) -> bool:
 
 # changing a mirror -------------------------------------------------------------------------------
 
-# ``repair`` changes a restored copy of a mirror, which is then uploaded. After a crash in between,
-# the mirror still has the old commits, and the same command finds their files missing, and takes
-# the commits back.
+# ``repair`` changes a restored copy of a mirror, and uploads it. After a crash in between, the same
+# command finds the old commits' files missing, and takes the commits back.
 
 
 @contextmanager
 def restored(place: Place) -> Iterator[Place]:
-    """The place with all ranks of a mirror restored in a temporary folder, to be changed there;
-    another as it is.
+    """Yields a place to change: a mirror's with all ranks restored in a temporary folder; another
+    as it is.
     """
     if place.mirror is None:
         yield place
@@ -276,7 +275,7 @@ def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
 
 
 def _mirror_has_more(local: Path, remote: str) -> bool:
-    """Whether ranks are on the mirror that this node does not have: other nodes work on them."""
+    """Whether the mirror has ranks that this node lacks, on which other nodes work."""
     from datatrove_ckpt.mirror.reading import holds_ranks
 
     here: set[str] = set()

@@ -1,5 +1,4 @@
-"""Changes the checkpoint of a rank on its mirror, for ``repair``: restored into a local folder, and
-uploaded again.
+"""Restores ranks from their mirror and uploads them again, for ``repair``.
 
 The upload is a new version of a new owner. A node that still has the rank's folder restores the
 version at its next start. A process that still works on the rank stops when it sees the new owner.
@@ -112,7 +111,9 @@ def upload_finished_ranks(url: str, root: Path) -> None:
 
 
 def _is_uploaded(url: str) -> bool:
-    """A kill in the first upload leaves version 1, which is empty."""
+    """Whether a version other than 1 is there: a kill in the first upload leaves an empty version
+    1.
+    """
     return any(version.number > 1 for version in Versions(url).all_versions())
 
 

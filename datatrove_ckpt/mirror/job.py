@@ -1,9 +1,9 @@
 """``job.json`` of a mirror: the identity that all ranks of a job share, for nodes with separate
 disks.
 
-Such ranks see each other on the mirror alone. So each starting rank compares itself with the
-mirror's ``job.json``; if that is missing or differs, with the newest version of every rank that
-only the mirror has. Then its first upload writes ``job.json``, and the next ranks read one object.
+Each starting rank compares itself with the mirror's ``job.json``; if that is missing or differs,
+with the newest version of every rank that only the mirror has. Its first upload then writes
+``job.json``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ def join_mirrored_job(
 def compare_mirrored_job(
     url: str, root: Path, identity: RunIdentity, only_tasks: bool
 ) -> JobChanges:
-    """Compares a job that is about to start with the ranks that only its mirror has. Changes
-    nothing.
+    """Compares a job with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
 
@@ -113,8 +112,7 @@ def restore_job(url: str, folder: Path) -> None:
 
 
 def _read_job(store: ObjectStore) -> Json:
-    """Returns the content of ``job.json``; empty if there is none, or a damaged one, which proves
-    nothing.
+    """Returns the content of ``job.json``; empty if it is missing or damaged.
 
     Raises:
         VersionMismatch: a newer version of this program wrote it.
@@ -160,5 +158,5 @@ def _kept(manifest: Manifest) -> KeptRun:
     holds_work = bool(manifest.answers) or any(
         name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
     )
-    # Whether a process works on it is not known: a run is stopped before its output is moved.
+    # It is unknown whether a process works on the rank: the run is stopped before its output moves.
     return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

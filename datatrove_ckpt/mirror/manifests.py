@@ -9,13 +9,12 @@ objects.
                                                     versions
     REMOTE/00000/copies/<nonce>-000034              a second copy of this part
 
-The names of the objects are part of the format, so they keep the older words "claim" and
-"generation". ``nonce`` belongs to the owner that wrote the object, so two processes never write one
-object.
+The object names keep the older words "claim" and "generation", which are part of the format.
+``nonce`` is the writing owner's, so two processes never write one object.
 
-A version is complete if its manifest and at least one copy of each of its objects are intact.
-Versions share objects, so without a second copy a single bad byte would spoil all versions. The
-object store makes the second copy, which costs a request and no transfer.
+A version is complete if its manifest and at least one copy of each object are intact. Versions
+share objects, so without second copies one bad byte would spoil all versions. The object store
+makes the second copy without a transfer.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ MAX_OBJECT_BYTES = 16 * 2**20
 
 _MAX_MANIFEST_BYTES = 64 * 2**20
 _MAX_OWNERSHIP_BYTES = 2**16
-# One row of the request cache may be larger than an object should be, and goes up whole.
+# A row of the request cache may be larger than an object should be, and is uploaded whole.
 _MAX_PART_BYTES = 2**30
 # [0-9], because \d also matches the digits of other scripts.
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
@@ -170,7 +169,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: bytes, where: str) -> Manifest:
-        """Checks everything that is acted on, because anybody may have written to the mirror.
+        """Checks all values that are used, because others may have written to the mirror.
 
         Args:
             where: the manifest's URL.

@@ -1,14 +1,14 @@
 """RemoteMirror copies a rank's checkpoint to a remote while the rank works, version by version.
 
-A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has a
-thread of its own, so a remote that fails or hangs costs warnings, but no answer and no time. Only a
-rank's first output waits for the mirror: a rank that the mirror does not know has published
-nothing, so output that it finds is another job's.
+A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has
+its own thread, so a remote that fails or hangs costs only warnings. Only a rank's first output
+waits for the mirror: a rank without a version has published nothing, so output that it finds is
+another job's.
 
-Two processes may mirror one rank: a lost node that comes back, and its replacement. Each first
-takes ownership of the mirror, and a process that finds a newer owner stops with ``Fenced``. It
-looks at each upload, and before it publishes a chunk, which costs a listing. If the mirror does not
-answer, it publishes nevertheless: no other process can take the rank over meanwhile.
+Two processes may mirror one rank: a lost node that comes back, and its replacement. Each takes
+ownership of the mirror first, and stops with ``Fenced`` if an upload, or the listing before a
+publication, shows a newer owner. If the mirror does not answer, it publishes: no other process can
+take the rank over meanwhile.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
-# How long a publication waits for a mirror to say whose it is, and how long that counts.
+# How long a publication waits to learn the mirror's owner, and how long the result counts.
 _LOOK_SECONDS = 60.0
 _SEEN_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 # How long ``stop`` waits for the last upload.
 STOP_SECONDS = 15.0
-# The same once the rank was asked to stop: a preempted job has half a minute for everything.
+# The limit once a stop is requested: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
-# A snapshot is taken again each time a chunk was committed before its journal was opened, which
-# takes microseconds.
+# A commit between a snapshot and the opening of its journal, which takes microseconds, requires
+# another snapshot.
 _SNAPSHOT_ATTEMPTS = 20
-# Up to this size, new bytes are read at once, so that their journal need not stay open.
+# New bytes up to this size are read at once, so their journal need not stay open.
 _READ_AT_ONCE_BYTES = 2**20
-# The shortest wait between two uploads: one that finds nothing new still asks the storage thread
-# for a snapshot.
+# The shortest wait between two uploads: each asks the storage thread for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 
 
@@ -84,8 +83,8 @@ class RemoteMirror:
     def __post_init__(self) -> None:
         self._interval = Interval(self.seconds, MIRROR_TUNING)
         self._stopping = False
-        # ``SimpleQueue.put`` may be called in a signal handler; ``Event.set`` may not, because it
-        # takes a lock. True: an upload is due; False: a look.
+        # Unlike ``Event.set``, ``SimpleQueue.put`` takes no lock: signal handlers call it. True: an
+        # upload is due; False: a look.
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
@@ -113,7 +112,7 @@ class RemoteMirror:
 
     @property
     def _is_owned(self) -> bool:
-        """Then there is a version of the rank, too."""
+        """Whether ownership and a first version are on the mirror."""
         return self._uploads is not None and self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
@@ -177,10 +176,7 @@ class RemoteMirror:
         )
 
     def _hurry(self) -> None:
-        """Uploads at once when the rank starts to drain, so that little is left for ``stop``.
-
-        For signal handlers.
-        """
+        """Uploads at once when the rank starts to drain. Signal handlers call it."""
         if self.shutdown.is_stopping and not self.shutdown.aborted:
             self._wake.put(True)
 
@@ -213,15 +209,15 @@ class RemoteMirror:
                 self._pause(self._try_upload())
             self._try_upload()
         except BaseException as error:
-            # Must reach the event loop: above all, that another process took over.
+            # The event loop must learn above all that another process took over.
             self._source.fail(error)
         finally:
             self._ended.put(True)
 
     def _pause(self, intervals: int) -> None:
-        """Until the next upload is due, or hurried.
+        """Waits until the next upload is due.
 
-        A publication that waits for the first version hurries it, too.
+        A publication that waits for the first version ends the wait.
         """
         began = time.monotonic()
         while True:
@@ -239,7 +235,7 @@ class RemoteMirror:
                     return
 
     def _look(self) -> None:
-        """Looks whose mirror this is, if a publication waits for that.
+        """Checks the mirror's owner if a publication waits for the result.
 
         Raises:
             Fenced: it is another process's.
@@ -303,8 +299,8 @@ class RemoteMirror:
         with ExitStack() as stack:
             self._raise_if_interrupted(last)
             snapshot, grown = self._take_snapshot(uploads, stack)
-            # Again, because taking ownership after ``stop`` has given up would fence the rank's
-            # next process.
+            # Again: taking ownership after ``stop`` has given up would fence the rank's next
+            # process.
             self._raise_if_interrupted(last)
             self._put_job()
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
@@ -328,7 +324,7 @@ class RemoteMirror:
             self.job = None
 
     def _raise_if_interrupted(self, last: bool) -> None:
-        """When the rank stops, an upload under way gives way to the ``last`` one."""
+        """Ends an upload when the rank stops, except the ``last`` upload."""
         if self._given_up or (self._stopping and not last):
             raise _Interrupted
 
@@ -338,9 +334,8 @@ class RemoteMirror:
         """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
         its first new byte.
 
-        A commit between the snapshot and the opening may remove a journal, or the history be
-        replaced: then a newer snapshot is taken. An open journal can be read to its end even if it
-        is removed.
+        If a commit removes a journal before it is opened, or the history is replaced, a newer
+        snapshot is taken. An open journal stays readable after its removal.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):

@@ -4,10 +4,9 @@ Each method of ``Effects`` is one effect: it happened or it did not, except ``pu
 not atomic (local files; not S3), which a kill may cut. ``testing`` replaces ``effects`` to crash
 before or within any effect. Credentials come from the environment; a URL holds none.
 
-On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds an object only in a
-listing, which it keeps, and which may lag behind; so no known name is looked up there. In a
-repository each put would be a commit, of which the hub allows 128 an hour: a mirror there can only
-be read.
+On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds objects only in listings,
+which it caches and which may lag; so no known name is looked up there. A mirror in a repository can
+only be read: each put would be a commit, and the hub allows 128 an hour.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Effects:
             fs.put_file(str(file), path)
 
     def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
-        """Copies an object. Object stores do this without sending the content over the network."""
+        """Copies an object; object stores do this without a transfer."""
         fs.cp_file(source, target)
 
     def delete(self, fs: AbstractFileSystem, path: str) -> None:
@@ -79,8 +78,7 @@ effects = Effects()
 
 @contextmanager
 def needs_bucket(url: str) -> Iterator[None]:
-    """For the first object that is written: a bucket that does not exist is a mistake, and no
-    outage.
+    """Wraps the first write: a bucket that does not exist is a mistake, not an outage.
 
     Raises:
         ConfigError: the bucket or folder does not exist.
@@ -132,8 +130,7 @@ class ObjectStore:
             try:
                 effects.put(self._fs, self._path(name), data)
             except OSError as error:
-                # Other errors may come before anything was written, so the object may be whole.
-                # A part would be taken for damage.
+                # After other errors the object may be whole; a removed part would count as damage.
                 if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     with suppress(OSError):
                         effects.delete(self._fs, self._path(name))
@@ -149,7 +146,7 @@ class ObjectStore:
                 yield block
 
     def copy(self, name: str, to: str, data: bytes) -> None:
-        # It would list the folder first; content that a bucket has is not sent again.
+        # It would list the folder first; the bucket already skips content that it has.
         if _is_hub(self._fs):
             self.put(to, data)
             return

@@ -1,9 +1,7 @@
-"""Reads a mirror without taking part in the run: nothing is written there, and no ownership is
-taken.
+"""Reads a mirror without writing to it or taking ownership.
 
-``status``, ``report`` and ``verify`` look at local files. So they get some files of the newest
-complete version of each rank, in a folder of their own. A rank that is not finished gets an empty
-lock file, which marks it as unfinished.
+``status``, ``report`` and ``verify`` read local files, so some files of each rank's newest complete
+version are copied to a folder. An empty lock file marks an unfinished rank.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
-# Object stores answer after tens of milliseconds, whatever is asked, and answer many at once.
+# Object stores answer each request after tens of milliseconds, and many at once.
 _THREADS = 32
 
 

@@ -16,8 +16,7 @@
                                                       all its work
 
 ``run.json`` and the versions name owners by their nonces. The more advanced checkpoint is chosen,
-and never mixed with the other: answers that only the other had are requested again, and its chunks
-are written again, over the existing files.
+and never mixed with the other: answers and chunks that only the other had are made again.
 
 The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A
 restored checkpoint gets a new owner. Its ``earlier`` owners include those of damaged versions, so

@@ -2,10 +2,10 @@
 
 The seal is an HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
 mirror. So without the key no manifest can be made, changed, renumbered, or moved to another rank. A
-sealed manifest names the SHA-256 of each object, because xxh128 finds damage, but not intent.
+sealed manifest names the SHA-256 of each object, because xxh128 is not cryptographic.
 
-A writer can still remove versions from the mirror, so that an older sealed version is the newest.
-Only a node that still has its folder notices. A writer can also stop a run, by claiming the mirror.
+A writer can still remove versions, so that an older sealed version is the newest; only a node that
+still has its folder notices. A writer can also stop a run by claiming the mirror.
 """
 
 from __future__ import annotations

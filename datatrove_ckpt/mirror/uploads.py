@@ -29,8 +29,8 @@ from datatrove_ckpt.mirror.manifests import (
 from datatrove_ckpt.mirror.object_store import needs_bucket
 
 KEPT_VERSIONS = 3
-# When a file has this many parts, its small last ones are uploaded again as one: a restore should
-# not take a thousand requests.
+# From this many parts on, a file's small last parts are uploaded again as one, to keep restores
+# short.
 _MAX_PARTS = 64
 _SMALL_PART_BYTES = 8 * 2**20
 
@@ -39,9 +39,8 @@ class Uploads:
     """The parts that are uploaded, and the versions made of them.
 
     For each version: ``start_version``, then ``add`` and ``add_answers`` with what is new, then
-    ``publish``. Parts that were added and not published stay for the next version. Objects of
-    earlier owners are not used again: they may be damaged, and a process starts with little to
-    upload.
+    ``publish``. Unpublished parts stay for the next version. Objects of earlier owners are not
+    reused: they may be damaged, and a process starts with little to upload.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -120,8 +119,8 @@ class Uploads:
             self._versions.write_ownership(self._ownership, self._run["owner"])
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
-            # An empty first version, so that objects without any version always mean damage, and
-            # never a first upload that was killed. That of a process that was killed may be torn.
+            # An empty first version, so that objects without a version always mean damage. A killed
+            # process may leave it torn.
             self._versions.write_manifest(
                 Version(1, self._nonce), Manifest(self._run, {}, [], False), _now()
             )
@@ -177,9 +176,9 @@ class Uploads:
         self._published = manifest
         self._kept[new] = manifest.object_names()
         try:
-            # Only what was listed before is removed. If nobody else has taken ownership until now,
-            # all of it is older than the next owner, even if this process pauses for long between
-            # here and the removals.
+            # Only what was listed before is removed. If the owner is still this process, all of
+            # that is older than the next owner, however long this process pauses before the
+            # removals.
             self.list_as_owner()
             self._collect_garbage([version for version in versions if version < new], ownerships)
         except OSError as error:
@@ -190,17 +189,17 @@ class Uploads:
         return True
 
     def _next_version(self, versions: list[Version]) -> Version:
-        """Skips, at this owner's first number, as many numbers as there were owners.
+        """Returns the next version; the first number of an owner skips one number per earlier
+        owner.
 
-        An earlier owner that listed the mirror before we took ownership may still write one
-        version. Ours must be newer. It is: if that version is the earlier owner's first one, it
-        skips fewer numbers.
+        An earlier owner that listed the mirror before may still write one version, and ours must be
+        newer. An earlier owner's first version skips fewer numbers.
         """
         if self._number_floor is None:
             assert self._ownership is not None
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
-        # Lists lag.
+        # Listings lag.
         own = [
             version.number for version in {*versions, *self._kept} if version.nonce == self._nonce
         ]
@@ -222,8 +221,7 @@ class Uploads:
     def _collect_garbage(self, versions: list[Version], ownerships: list[Ownership]) -> None:
         """Removes old versions first, then the objects that no kept version needs.
 
-        In this order a kill in between leaves superfluous objects, and never a version without its
-        objects.
+        In this order a kill leaves superfluous objects, never a version without its objects.
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):

@@ -131,10 +131,8 @@ def _struct(values: list[dict[object, object]], column: str) -> DataType:
 
 @cache
 def _of_whole_results() -> dict[str, DataType]:
-    """Returns what a WholeResult has beside its text. Those of a chunk may all be empty, and show
-    no type.
-
-    None stands for a text, which a column of a chunk becomes where there is no value.
+    """Returns what a WholeResult has beside its text. A chunk's values may all be empty, without a
+    type.
     """
     token = {"token": None, "logprob": 0.0, "bytes": [0]}
     tokens = [token | {"top_logprobs": [token]}]
@@ -172,7 +170,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
-    """Arrow's own common type of two that are neither equal nor nested, if no value changes."""
+    """Returns Arrow's common type of two different leaves, if no value changes."""
     import pyarrow as pa
 
     types = pa.types
@@ -184,8 +182,7 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
             old = pa.timestamp(old.unit, "UTC")
             new = pa.timestamp(new.unit, "UTC")
     elif all(types.is_integer(kind) or types.is_floating(kind) for kind in both):
-        # A column of uint64 and int64 has no type. With floats it has none either, or the order
-        # would count.
+        # uint64 and int64 have no common type, also beside floats, where the order would count.
         if pa.uint64() in both and not all(map(types.is_unsigned_integer, both)):
             return None
         if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):

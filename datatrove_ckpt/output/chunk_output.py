@@ -76,8 +76,7 @@ class ChunkOutput:
         if not is_first:
             self._folder.check_access()
         self._intents = Intents(self._folder.scratch)
-        # On the hub, others' files are only looked for where all ranks are compared, in one
-        # listing.
+        # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
         others = not is_first and (is_elsewhere or not self._intents.is_kept)
         if others or self._commits().files:
@@ -85,7 +84,7 @@ class ChunkOutput:
             if others:
                 self._refuse_strangers(commits, found)
             self._writing.resume(commits.files)
-            if self.names.fields:  # otherwise the chunk index alone keeps names apart
+            if self.names.fields:  # otherwise the chunk index alone distinguishes names
                 self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if not is_first:
             self._folder.claim()
@@ -97,14 +96,14 @@ class ChunkOutput:
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
     def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Refuses foreign files. All files of a rank that kept no intents are its own."""
+        """Refuses foreign files; without intents, all files of a rank are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
         names = {name for root, name in uncommitted if root == self._folder.retry}
         if not self._intents.is_kept:
             self._check.refuse_strangers(commits, found)
-            # All in one write: a crash between two of them would make strangers of the rest.
+            # One write, because a crash between two would make the rest foreign.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
         intended = names & self._intents.names
@@ -118,7 +117,7 @@ class ChunkOutput:
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
 
     def stop(self) -> None:
-        """Ends the wait for uploads and commits. The next process publishes those chunks again."""
+        """Ends the wait for uploads and commits; the next process publishes those chunks again."""
         self._folder.calls.stop()
         self.placement.stop()
 

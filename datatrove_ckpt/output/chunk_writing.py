@@ -1,5 +1,5 @@
-"""Writes the documents of a chunk with a copy of the user's writer, Parquet with the schema of all
-of them.
+"""Writes a chunk's documents with a copy of the user's writer; Parquet with the schema of them
+all.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class ChunkWriting:
         self._names = names
 
     def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Learns the types of the first file that earlier attempts committed, if it is on a
-        disk.
-        """
+        """Reads the types of the first committed file, if it is on a disk."""
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -93,7 +91,7 @@ class ChunkWriting:
     def _fits(
         self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
     ) -> bool:
-        """Writes the chunk with the schema of the chunk before, unless its own is another one."""
+        """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
         types = ColumnTypes(schema)
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
@@ -179,8 +177,7 @@ class ChunkWriting:
     def _copy(
         self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len
     ) -> DiskWriter:
-        """Returns a writer with the user's settings and no state of earlier chunks, which writes to
-        the staging folder.
+        """Returns a fresh copy of the user's writer, which writes to the staging folder.
 
         Args:
             schema: that of the chunk, if the writer has none.

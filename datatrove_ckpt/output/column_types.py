@@ -5,9 +5,8 @@ datatrove's ParquetWriter takes the schema of a file's first document, and the c
 batch's first document: a column that is None at first fails later, and a new column is dropped
 silently. Here a chunk's schema is the union over all its documents: null with any type is that
 type, integers with floats are float64, dicts have the keys of all. It depends on nothing else,
-because chunks finish in any order and are written again after a kill. Loaders (``pyarrow.dataset``,
-``datasets``) take the columns of the first file, and convert other files (measured, Arrow 26 and
-datasets 5.2):
+because chunks finish in any order and may be rewritten. Loaders (``pyarrow.dataset``, ``datasets``)
+take the columns of the first file, and convert other files (measured, Arrow 26 and datasets 5.2):
 
 - A column without any value is written as text, also inside lists and dicts: only null could follow
   Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
@@ -84,7 +83,7 @@ class ColumnTypes:
 
 
 def _writable(field: Field) -> Field:
-    """The field with text where there is no value, and a key in a dict without keys."""
+    """Returns the field with text for no type, and a key in a dict without keys."""
     import pyarrow as pa
 
     kind = field.type
@@ -126,8 +125,7 @@ def name_culprit(
     decode: Callable[[bytes], Document],
     known: dict[str, DataType],
 ) -> str | None:
-    """Returns which document cannot be written, and why, found row by row. None: every row alone
-    can.
+    """Returns which document cannot be written, and why; None if every row alone can.
 
     Args:
         documents: it is read twice.
@@ -247,7 +245,7 @@ def _takes(old: DataType, new: DataType, column: str) -> bool:
         both = unite(old, new, column)
     except NotUnited:
         return False
-    # Another time zone is only another way to show the same time.
+    # Time zones differ only in display.
     return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
 
 

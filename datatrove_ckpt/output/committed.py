@@ -2,8 +2,7 @@
 file.
 
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
-of its listings. Only a file whose stamp differs from its commit is read: a million untouched files
-cost nothing.
+of its listings. Only files whose stamp differs from their commit are read.
 
     when                                what is refused
     at each look                        a folder that belongs to another run (``owner``)
@@ -49,7 +48,7 @@ _TO_DELETE = 20
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
-    """Returns the kind and the description of what is wrong with a file that is not right.
+    """Returns the kind and the description of a file's problem.
 
     Args:
         size: its size now, in bytes; None: it does not exist.
@@ -84,8 +83,7 @@ STRAY_ADVICE = (
 
 @dataclass(slots=True)
 class CommittedFile(OutputFile):
-    """A file that a commit names, with its plain path, and without its hash: a job may have
-    millions of files.
+    """A file of a commit, with its plain path, without its hash, because a job may have millions.
 
     ``root``: the folder of the retry that wrote it, or "".
     """
@@ -162,9 +160,9 @@ class RankCommits:
 
     @cached_property
     def chunks(self) -> set[int]:
-        """What the rank itself, not a retry of it, has committed.
+        """Returns the chunks that the rank itself, not a retry, has committed.
 
-        Read again if it is asked for: a job has millions.
+        Read at each call: a job has millions.
         """
         return set(read_commits(self.folder / COMMITS))
 
@@ -173,7 +171,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
     """Returns the names of all files that a rank and its retries may have published; None: a part
     of them is not known.
 
-    The commits are read after the intents, so the rank may be at work meanwhile.
+    Commits are read after the intents, so the rank may be at work.
     """
     folders = [rank_folder(one, rank) for one in (root, *retry_folders(root))]
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
@@ -376,8 +374,8 @@ class OutputCheck:
         self._refuse(sorted({name for _, name in unknown}), which, certain=False)
 
     def _is_superseded(self, commits: RankCommits, name: str) -> bool:
-        """Whether an attempt of this rank wrote the file, and the documents went to other files
-        later.
+        """Whether an attempt of this rank wrote the file before its documents went to other
+        files.
         """
         match = self._ours.fullmatch(name)
         if match is None:
@@ -385,8 +383,7 @@ class OutputCheck:
         (root, rank), chunk_index = rank_and_chunk(match)
         if not root and chunk_index not in commits.chunks:
             return False
-        # Fields of documents may hold numbers, too: is there another rank that may have given this
-        # name?
+        # A field may hold a number: may another rank have given this name?
         others: set[str] = set()
         if "rank" in match.groupdict():
             for digits in re.findall(r"(?=(\d{5,}))", name):

@@ -3,9 +3,8 @@ can write.
 
 A value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, bytes, sets,
 decimals, numpy values, NaN and infinity (null in JSON), ``InferenceResult``, and a user's dict with
-a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected: loading it could run
-code that another user put into the folder. A usual finished document needs no wrapper: see
-``encode_finished``.
+a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected, because loading it
+may run foreign code. A usual finished document needs no wrapper: see ``encode_finished``.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ _METADATA_BYTES = b',"metadata":{'
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
-# Types that orjson would write without a trace of what they were go through ``_Encoder.wrap``
-# instead.
+# These types go through ``_Encoder.wrap``, because orjson would lose their type.
 _OPTIONS = (
     orjson.OPT_PASSTHROUGH_DATETIME
     | orjson.OPT_PASSTHROUGH_DATACLASS
@@ -197,7 +195,7 @@ def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
     line = data[: data.rindex(_RESULTS_BYTES)]
     if not expand_metadata:
         return line + b"}\n"
-    # A quote inside a text or an id is escaped.
+    # Quotes inside texts and ids are escaped.
     own, _, metadata = line.partition(_METADATA_BYTES)
     return b"%b,%b\n" % (own, metadata)
 
@@ -212,15 +210,15 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
     encoder = _Encoder(other)
     try:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
-        # orjson calls ``wrap`` neither for NaN, which it writes as null, nor for a user's "$py"
-        # key. The bytes show it.
+        # orjson calls ``wrap`` neither for NaN (null) nor for a user's "$py" key, but the bytes
+        # show both.
         at = _after_text(fields["text"])
         if data.count(_TAG_BYTES, at) == encoder.wrapped and (
             data.find(b"null", at) < 0 or not has_nan(fields)
         ):
             return trim(data)
     except orjson.JSONEncodeError as error:
-        # An integer beyond 64 bits, or a key that is no string: too rare for a check in advance.
+        # An integer beyond 64 bits or a key that is no string: too rare to check first.
         if isinstance(error.__cause__, NoForm):
             raise NoForm(*error.__cause__.args) from error.__cause__.__cause__
     return trim(orjson.dumps(wrap_deep(fields, other)))
@@ -240,7 +238,7 @@ def document_fields(document: Document) -> dict[str, object]:
 
 
 def _after_text(text: object) -> int:
-    """Returns where to begin to search an encoded document: after its text, which is most of it."""
+    """Returns where to start searching an encoded document: after its text, the largest part."""
     if isinstance(text, str):
         return len(text)
     return 0
@@ -300,9 +298,7 @@ def _has_other_nan(value: object) -> bool:
 
 
 def trim(data: bytes) -> bytes:
-    """Copies the bytes to a buffer of their size: the buffer of ``orjson.dumps`` is seven times
-    larger.
-    """
+    """Copies the bytes, because ``orjson.dumps`` returns a buffer seven times as large."""
     return b"%b" % data
 
 
@@ -330,8 +326,8 @@ def decode_rows(data: bytes) -> Document:
 
 
 def as_json(array: _Array) -> object:
-    """Returns the array as JSON for orjson, in the shortest digits of its type; the array itself if
-    its type has no such form.
+    """Returns the array for orjson, in the shortest digits of its type; the array itself without
+    such a form.
     """
     try:
         return orjson.Fragment(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
@@ -479,9 +475,7 @@ def _refuse(value: object) -> NoReturn:
 
 
 def as_plain(value: object) -> object:
-    """Returns the value as a JSON type that is as good: for enums, paths, subclasses, other
-    dataclasses.
-    """
+    """Returns the nearest JSON type: for enums, paths, subclasses, other dataclasses."""
     if type(value) in _PLAIN_TYPES:  # first: True is an int, too
         return value
     if isinstance(value, enum.Enum):

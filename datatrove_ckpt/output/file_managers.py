@@ -1,7 +1,7 @@
 """File managers that replace datatrove's in a writer: they decide where and when files appear.
 
-Both can abandon incomplete files; datatrove's manager can only close, and so publish, them. Bytes
-depend on the documents only: the gzip header gets no time.
+Unlike datatrove's manager, both can abandon incomplete files. Bytes depend on the documents only:
+the gzip header gets no time.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _StagedStream(OutputStream):
 class _RemoteStream(OutputStream):
     def abandon(self) -> None:
         if isinstance(self._raw, AbstractBufferedFile):
-            # An error here must not hide the one that led to it.
+            # Keeps the error that led here.
             with suppress(Exception):
                 self._raw.discard()
             self._raw.closed = True  # closing it would publish it

@@ -67,7 +67,7 @@ class Jsonl(Format):
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
     def rows(self, file: IO[bytes]) -> Rows:
-        # zstandard's stream gives blocks only. Others give all lines before some damage.
+        # zstandard's stream gives only blocks; other streams give all lines before damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
             try:
@@ -121,7 +121,7 @@ def _with_float32(value: Any, kind: DataType) -> Any:
 
 
 def document_of(row: Row) -> Document:
-    """Returns the document of a row, also where the writer made columns of its metadata."""
+    """Returns the row's document, also from columns of metadata."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {name: value for name, value in row.items() if name not in _OWN_FIELDS}

@@ -1,8 +1,8 @@
 """Refuses rows that do not fit, unchanged, the schema that a writer was given.
 
 Arrow makes 1 of 1.5, drops microseconds, the time of day and time zones, and omits keys of a dict
-that its struct lacks. A value is accepted if Arrow returns an equal value, so 2.0 may be an
-integer, and midnight a date. Only a float may lose digits in a shorter float.
+that its struct lacks. A value is accepted if Arrow returns an equal value (2.0 as an integer,
+midnight as a date), or a shorter float.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ BUCKET = "bucket"
 MAIN = "main"
 
 _KINDS = {"datasets": "dataset", "models": "model", "spaces": "space", "buckets": BUCKET}
-# A revision ends at the next /, but these two kinds of names hold slashes.
+# A revision ends at the next /, except for these two kinds of names.
 _REVISION = re.compile(r"refs/(?:convert/[\w.-]+|pr/\d+)|[^/]+")
 _PATHS_AT_ONCE = 500
 _READ_SECONDS = 60.0
@@ -83,7 +83,7 @@ class HubFolder:
         kind: "dataset", "model", "space" or "bucket".
         repo: "OWNER/NAME".
         revision: a branch, a tag or a commit; None: main. A bucket has none.
-        path: the folder in the repository; "": its root.
+        path: the folder in the repository; "" for its root.
         endpoint: URL of the hub; None: HF_ENDPOINT, or the public hub.
     """
 
@@ -277,7 +277,7 @@ class HubFolder:
             revision=self.revision,
             endpoint=self.endpoint,
         )
-        # The hub sends files as they are: a ".gz" must not be unpacked on the way.
+        # A ".gz" must arrive as it is.
         headers = build_hf_headers(library_name="datatrove-ckpt") | {"Accept-Encoding": "identity"}
         with get_session().stream("GET", url, headers=headers, timeout=_READ_SECONDS) as response:
             hf_raise_for_status(response)

@@ -9,7 +9,7 @@ rank's turn (``hub_pace``).
     a kill after the commit        the next attempt finds equal files there, and makes no commit
     the commit's answer gets lost  the files are looked up before they are sent again
 
-The hub may show a state before its newest commit, so a commit may be repeated, which is harmless.
+The hub may lag behind its newest commit, so commits may be repeated harmlessly.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class HubCommits(Placement):
             self._change.notify_all()
 
     def stop(self) -> None:
-        """A commit under way may still happen; the next attempt finds it."""
+        """Ends the waits. A commit under way may still happen; the next attempt finds it."""
         with self._change:
             self._change.notify_all()
 

@@ -2,11 +2,11 @@
 
 The hub allows a free account 128 commits per hour and repository, and then refuses all commits for
 up to an hour. So each rank counts the last hour's commits in the repository's history, and waits
-once there are ``per_hour``. A commit is made only if there was no other commit since the count, so
-ranks stay within that number together.
+once there are ``per_hour``. A commit succeeds only if no other commit followed the count, so the
+ranks together keep the limit.
 
-A rank with more documents loses nothing while it waits, and waits at half of the number. A rank at
-its end blocks a GPU: the other half is for such ranks.
+A rank with more documents waits at half of the number without loss: the other half is for ranks at
+their end, which block GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANK = re.compile(r": rank (\d+), chunks? ")
 
 
 def commit_title(files: str, rank: int, chunks: str) -> str:
-    """From the title, other ranks see whose commit it is. ``files``: "3 files"."""
+    """Returns a title that tells other ranks whose commit it is. ``files``: "3 files"."""
     return f"Add {files}: rank {rank}, chunks {chunks}"
 
 
@@ -88,13 +88,13 @@ class CommitPace:
             raise ConfigError(f"hub_commits_per_hour: must be >= 1; it is {self.per_hour}.")
 
     def seconds_of_next(self) -> float:
-        """Ranks that start together must not commit together."""
+        """The wait for the next commit, varied so that ranks do not commit together."""
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
     def most(self, ends: bool) -> int:
-        """Commits in an hour beyond which a rank waits.
+        """Returns the commits in an hour beyond which a rank waits.
 
-        ``ends``: it has nothing else left to do.
+        ``ends``: the rank has nothing else left to do.
         """
         if ends:
             return self.per_hour

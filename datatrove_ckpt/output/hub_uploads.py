@@ -66,9 +66,7 @@ class UploadedFile:
         """
 
     def operation(self) -> CommitOperationAdd:
-        """Returns a new operation for each attempt: the client refuses operations that were
-        committed.
-        """
+        """Returns a new operation, because the client refuses committed operations."""
         return copy.copy(self._operation)
 
     def is_there(self, found: HubFile | None) -> bool:
@@ -80,7 +78,7 @@ class UploadedFile:
 
     @cached_property
     def content_hash(self) -> str:
-        """The hash by which the hub lists the file: SHA-256, or git's hash outside of LFS."""
+        """The file's hash in the hub's listing: SHA-256, or git's hash outside of LFS."""
         if not self._is_regular:
             return str(self._operation.upload_info.sha256.hex())
         with self._operation.as_file() as file:
@@ -133,9 +131,7 @@ class HubReads:
         files: Iterable[OutputFile],
         policy: RetryPolicy | None = None,
     ) -> FoundFiles:
-        """Lists the folder by a call, and looks again at those of the files that it seems to
-        lack.
-        """
+        """Lists the folder, and looks up missing files again."""
         found = self.looked("cannot be listed", call, policy)
         for seconds in LAG_LOOKS:
             files = [file for file in files if not found.is_right(file)]
@@ -147,7 +143,7 @@ class HubReads:
         return found
 
     def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Looks the files up at the newest commit, behind which a branch's name may lag."""
+        """Looks the files up at the newest commit: a branch's name may lag."""
         folder = self.folder
         if folder.is_bucket:
             return folder.look_up(names)

@@ -126,7 +126,7 @@ def list_files(
         root = Path(folder.resolve_paths(""))
         for name, status in _scan(root, head, everywhere, without):
             found.note(name, status.st_size, local_stamp(status), committed.get(name))
-        # Behind a link, or of an earlier template.
+        # These are behind a link, or of an earlier template.
         for name in [name for name in committed if name not in found.sizes]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 status = (root / name).stat()
@@ -144,9 +144,7 @@ def list_files(
 def _hub_files(
     hub: HubFolder, base: str, committed: Collection[str], others: bool
 ) -> dict[str, HubFile]:
-    """Returns the part of the folder where files of the template may be, and committed files
-    elsewhere.
-    """
+    """Returns the part of the folder with files of the template, and committed files elsewhere."""
     files: dict[str, HubFile] = {}
     with file_system_call():
         if others:
@@ -162,13 +160,13 @@ def _remote_files(
     with file_system_call():
         folder.invalidate_cache()
         remote = _find(folder, head, numbered)
-        # Files that an earlier template named, or those with a number other than the first.
+        # These come from an earlier template, or have a number other than the first.
         if any(name not in remote and not name.startswith(head) for name in committed):
             remote |= _find(folder, "", numbered=False)
     return remote
 
 
-# What a file system calls a value that changes with a file, the surest first.
+# File systems' names for a value that changes with a file, the surest first.
 _TAGS = (
     "ETag",
     "etag",
@@ -218,11 +216,9 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
 def _scan(
     root: Path, head: str, everywhere: bool, without: str
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """The files whose names start with ``head``, perhaps after a number, as writers with
-    max_file_size give it.
+    """Yields files whose names start with ``head``, perhaps after a number (max_file_size).
 
-    Only these are looked at: a shared folder may hold a million files, and each look may be a
-    request to a file server.
+    Only these are examined: a shared folder may hold a million files, and each stat be a request.
     """
     base, start = posixpath.split(head)
     may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match

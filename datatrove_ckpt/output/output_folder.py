@@ -1,7 +1,6 @@
-"""OutputFolder: a rank's output folder as it is looked at: who may use it, whose it is, and which
-files are there.
+"""OutputFolder: checks who may use a rank's output folder, whose it is, and which files are there.
 
-Nothing here writes output or needs the rank's lease: most refusals come before the rank is taken.
+It writes no output and needs no lease: most refusals come before the rank is taken.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class OutputFolder:
             self.check.refuse_lost(committed, self._list(committed, look))
 
     def check_access(self) -> None:
-        """Call it before the folder is listed: a listing does not tell what is missing."""
+        """Call it before the folder is listed."""
         if self.hub is not None:
             committed = partial(committed_files, self.writer, self.check.root)
             check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)

@@ -7,8 +7,8 @@ other stores and in buckets of the hub, the file is written, and read again a se
 that start within that second may both continue, until the first run publishes and reads the file
 once more.
 
-The file is not in the folder, because datatrove's readers take every file there for data. Where it
-cannot be written, only ``Target.publish`` keeps two runs apart.
+The file is not in the folder, because datatrove's readers take every file there for data. If it
+cannot be written, only ``Target.publish`` separates two runs.
 
 A file that names another run refuses this run, even if the other run is gone: a person must remove
 the file. The exception is a removed run that had its checkpoints in this run's place.
@@ -114,7 +114,7 @@ class Homes(NamedTuple):
             return False
         if self.mirror is not None or (kept is not None and not kept.key):
             return True  # a mirror belongs to one run
-        # A node that has a disk of its own began the run, perhaps at the same moment.
+        # A node with its own disk began the run, perhaps at the same moment.
         is_same = own.run == owner.run or (kept is None and self.run is None)
         return is_same and own.host != owner.host
 
@@ -130,7 +130,7 @@ class Homes(NamedTuple):
         return owner.host == socket.gethostname() or is_unused()
 
     def keep(self, owner: OutputOwner) -> OutputOwner:
-        """Keeps the run, unless another rank has. Returns what is kept."""
+        """Records the run, unless another rank has, and returns the record."""
         path = self.root / HOME
         if not path.exists():
             files.disk.make_dirs(self.root)
@@ -198,8 +198,7 @@ class OutputOwnership:
                 self._homes.keep(owner)
                 return
             if owner is not None and not is_unused():
-                # All files are its own, unless a rank of this run has replaced it, here or before a
-                # mirror restored it.
+                # All files are its own, unless a rank of this run has replaced the record.
                 homes = self._homes
                 if homes.mirror is None and homes.kept is None and self._record.read() == owner:
                     raise self._refusal(owner)
@@ -348,7 +347,7 @@ class _BucketRecord(_RemoteRecord):
         self._name = path
 
     def _create(self, data: bytes) -> None:
-        # ``pipe_file`` would leave a copy in the temporary folder.
+        # ``pipe_file`` would leave a temporary copy.
         self._hub.api().batch_bucket_files(self._hub.repo, add=[(data, self._name)])
         time.sleep(_READ_AGAIN_SECONDS)
 

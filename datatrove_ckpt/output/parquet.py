@@ -82,7 +82,7 @@ def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) 
         plain_vectors: whether vectors are written without a dictionary.
     """
     kind = type(writer)
-    # What the class of a user changes comes before what ours changes.
+    # A user's class takes precedence over ours.
     ours: type = _BatchWriter
     if kind is not ParquetWriter:
         ours = type(kind.__name__, (kind, _BatchWriter), {})
@@ -101,7 +101,7 @@ def _dictionary_columns(schema: Schema) -> bool | list[str]:
 
 
 def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
-    """The columns of a Parquet file that a type becomes; None for a column of vectors."""
+    """Yields a type's columns in a Parquet file; None for a column of vectors."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -119,9 +119,9 @@ def prepare_arrow(writer: DiskWriter) -> None:
     """Chooses Arrow's allocator for a ParquetWriter, unless the user has chosen one. Call it before
     the loop runs.
 
-    Arrow converts a batch while it holds the GIL, and the default allocator, mimalloc, soon returns
-    memory to the system. With the system's allocator 1000 documents of 2 kB block the event loop
-    for 1 to 4 ms instead of sometimes 20 to 50 ms (measured, Arrow 26).
+    Arrow converts a batch with the GIL held. With the default allocator, mimalloc, 1000 documents
+    of 2 kB may block the event loop for 20 to 50 ms, with the system's for 1 to 4 ms (measured,
+    Arrow 26).
     """
     if not isinstance(writer, ParquetWriter):
         return

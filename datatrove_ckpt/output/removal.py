@@ -28,7 +28,7 @@ def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
         reads = HubReads(hub, StoppableCalls())
         for start in range(0, len(names), _MOST_REMOVED):
             part = names[start : start + _MOST_REMOVED]
-            # Looked up at each attempt: the hub refuses to remove what is not there.
+            # Looked up at each attempt: the hub refuses to remove missing files.
             reads.looked(
                 f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
             )
@@ -56,7 +56,7 @@ def remove_file(folder: DataFolder, name: str) -> None:
 
 
 def sync_parents(root: Path, names: Iterable[str]) -> None:
-    """Returns when the names below a folder, and that they are gone, survive a power loss."""
+    """Syncs the folders of created or removed names below a root."""
     for folder in {(root / name).parent for name in names}:
         if folder.is_dir():
             files.disk.sync_dir(folder)

@@ -1,6 +1,4 @@
-"""Calls into libraries that cannot be stopped: made in threads that a rank which stops leaves
-behind.
-"""
+"""Calls into libraries that cannot be stopped: a rank that stops leaves their threads behind."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ class StoppableCalls:
         return self._stopped.done()
 
     def stop(self) -> None:
-        """A request under way ends by itself, or with the process."""
+        """Ends all waits. A request under way ends by itself, or with the process."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 

@@ -1,8 +1,7 @@
 """Where a rank's staged files are published: a local folder, a remote folder, or the hub.
 
 A file appears complete or not at all. All files of a chunk are complete on the local disk before
-the first byte is sent. A single PUT appears once all of it has arrived, a multipart upload once the
-attempt that sent all parts completes it.
+the first byte is sent.
 
     failure                                      reaction
     reset, timeout, 5xx, SlowDown, no server     s3fs and botocore send the request again, for
@@ -73,7 +72,8 @@ class OutputTarget:
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
         self._folder = folder
-        # A folder for each process: one that lost its rank must not touch what the next one stages.
+        # Each process has a folder: a process that lost its rank must not touch the next one's
+        # files.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
         self.placement = Placement()
         """Puts what was published in place."""
@@ -122,7 +122,7 @@ class OutputTarget:
         raise NotImplementedError
 
     def _stamp(self, name: str) -> int:
-        """See ``OutputFile``."""
+        """Returns ``OutputFile.stamp``."""
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
@@ -136,9 +136,7 @@ class OutputTarget:
         """Called when everything is published."""
 
     def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Adds to a listing the files that this process has published and the folder does not show
-        yet.
-        """
+        """Adds this process's published files to a listing that lags."""
 
 
 class LocalTarget(OutputTarget):
@@ -182,7 +180,7 @@ class LocalTarget(OutputTarget):
         return copied
 
     def _take_group(self, path: Path, folder: Path) -> None:
-        """A project's folder may give its group to the files in it."""
+        """Gives a published file the group of its folder."""
         status = folder.stat()
         if status.st_mode & stat.S_ISGID:
             with suppress(OSError):
@@ -447,11 +445,9 @@ class HubTarget(OutputTarget):
             found.sizes |= {name: lost[name].size for name in trusted}
 
     def _not_shown_yet(self, lost: set[str]) -> set[str]:
-        """Those of the files that this process has committed to a state that the hub does not show
-        yet.
+        """Returns the files whose commit by this process the hub does not show yet.
 
-        If it shows that state, or one that came later, they are gone: deleted, or the repository
-        was made anew.
+        Other missing files are gone: deleted, or the repository was made anew.
         """
         committed = {
             name: self._commits.confirmed[name] for name in lost & self._commits.confirmed.keys()
@@ -467,8 +463,7 @@ class HubTarget(OutputTarget):
 def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
     output = folder.writer.output_folder
     scratch = folder.scratch
-    # Another run may write other files into the same folder. It must not remove what this one
-    # stages.
+    # Another run may write into the same folder: it must not remove this run's staged files.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
         return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")

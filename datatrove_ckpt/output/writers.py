@@ -1,9 +1,8 @@
 """Passes documents to a writer of the user cheaply.
 
-``dataclasses.asdict``, in datatrove's default adapter, copies everything down to the last string
-(half of the cost of publishing, measured), so that a writer may change its dict. A document from a
-journal has no other owner, and is read with dicts in place of dataclasses. A test compares the
-results.
+datatrove's default adapter copies everything with ``dataclasses.asdict`` (half of the cost of
+publishing, measured). A document from a journal has no other owner, and is read with dicts in place
+of dataclasses. A test compares the results.
 """
 
 from __future__ import annotations

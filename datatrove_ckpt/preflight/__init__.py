@@ -1,6 +1,5 @@
-"""What is asked before a run: what is the job (``run_plan``), is all there (``before_run``), can it
-work (``doctor``).
+"""Checks before a run: the job (``run_plan``), its folders (``before_run``), its surroundings
+(``doctor``).
 
-It may import ``runner`` and everything below it. It prints nothing: ``cli`` does. Start at
-``before_run.py``.
+It may import ``runner`` and everything below it, and prints nothing. Start at ``before_run.py``.
 """

@@ -1,4 +1,4 @@
-"""Everything that is checked before a run starts anything, and once more at its end."""
+"""All checks before a run starts anything, and again at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
@@ -95,7 +94,7 @@ from datatrove_ckpt.runner import InferenceRunner
 #     no       of this run, or none        the rank runs
 
 
-# A restore waits for a remote nearly all the time.
+# Restores mostly wait for a remote.
 _MIRROR_THREADS = 16
 
 
@@ -211,9 +210,7 @@ def _skipped(plan: RunPlan) -> list[int]:
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Without a checkpoint, the file that datatrove writes at each start has the number of
-    tasks.
-    """
+    """Without a checkpoint, datatrove's file from each start has the number of tasks."""
     if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
         return
     with plan.logging_dir.open("executor.json") as file:
@@ -240,7 +237,7 @@ def _check_runner(runner: RunnerPlan, local: str, dry_run: bool) -> list[str]:
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
     with ExitStack() as stack:
-        # Nodes of a cluster may keep their checkpoints on their own disks, with a mirror.
+        # Nodes of a cluster may have checkpoints on their own disks, with a mirror.
         if not plan.is_local and mirror and not root.exists():
             folder = Path(stack.enter_context(TemporaryDirectory()))
             folders = replace(folders, checkpoint=folder)
@@ -278,7 +275,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
         )
 
-    # It takes dead letters with any settings, but each rank takes its own.
+    # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
@@ -386,7 +383,7 @@ def check_before_run(plan: RunPlan) -> None:
         if mirror is not None and root.is_dir():
             from datatrove_ckpt.mirror.changing import upload_finished_ranks
 
-            # No rank will do it itself, because datatrove does not start those that are complete.
+            # No rank will do it: datatrove does not start complete ranks.
             upload_finished_ranks(mirror, root)
 
 
@@ -394,8 +391,8 @@ def check_before_worker(plan: RunPlan) -> None:
     """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes
     those of the job.
 
-    Each task compares its settings with ``job.json`` when it starts. A worker for which none is
-    left compares here.
+    Each starting task compares its settings with ``job.json``; a worker without a task compares
+    here.
 
     Raises:
         CheckpointMismatch: the run is finished, and another one.
@@ -430,33 +427,23 @@ def refuse_without_claims(plan: RunPlan) -> None:
             )
 
 
-class Checked(NamedTuple):
-    """What was compared and is as it should be.
-
-    Attributes:
-        jobs: the sums of each checkpoint that is on this machine, by its folder.
-        inputs: input files of finished ranks.
-    """
-
-    jobs: dict[Path, JobSums]
-    inputs: int
-
-
-def check_after_run(plan: RunPlan) -> Checked:
+def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
     meanwhile.
+
+    Returns the sums of each checkpoint that is on this machine, by its folder.
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
         TooManyDeadLetters: all documents are dead letters.
     """
     check_job(plan, dry_run=True)
-    inputs = check_inputs_unchanged(plan)
+    check_inputs_unchanged(plan)
     jobs = check_output(plan, before=False)
     for root, job in jobs.items():
         if 0 < job.counts.read == job.counts.dead:
             raise _none_written(root)
-    return Checked(jobs, inputs)
+    return jobs
 
 
 def _none_written(root: Path) -> TooManyDeadLetters:
@@ -506,11 +493,10 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_folders(plan: RunPlan) -> None:
-    """Refuses local folders of the settings where there is a file, and a new run folder inside
-    another one.
+    """Refuses local folders of the settings where there is a file.
 
     Raises:
-        ConfigError: names the setting and the file, or the other run.
+        ConfigError: names the setting and the file.
     """
     outputs = [
         ("output_folder", runner.step.output_writer.output_folder) for runner in plan.runners
@@ -525,22 +511,6 @@ def _check_folders(plan: RunPlan) -> None:
             raise ConfigError(
                 f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
                 "file. Choose another folder."
-            )
-    for _, root in plan.kept:
-        inside = (
-            place for place in root.parents if place.name in ("output", "checkpoints", "logs")
-        )
-        other = next(
-            (place for place in inside if any(place.parent.glob(f"checkpoints/[0-9]*/{RUN}"))), None
-        )
-        if (
-            other
-            and not root.exists()
-            and ("output_folder", str(root.with_name("output"))) in folders
-        ):
-            raise ConfigError(
-                f"run_folder: {root.parent} is inside the run in {other.parent}, in its "
-                f"{other.name}. Choose another."
             )
 
 
@@ -601,8 +571,7 @@ def check_listed(place: str, reader: BaseDiskReader) -> None:
 
 
 def _check_launch(plan: RunPlan) -> None:
-    """Refuses a local run whose servers cannot start. Jobs of a cluster run elsewhere, and may have
-    what is missing.
+    """Refuses a local run whose servers cannot start. Cluster jobs may have what is missing here.
 
     Raises:
         ConfigError: names the step and the setting.
@@ -619,8 +588,8 @@ def _check_launch(plan: RunPlan) -> None:
 
 
 def _check_hub(plan: RunPlan) -> None:
-    """Checks that tasks that will run may write to their output folders on the hub, and has missing
-    repositories made.
+    """Checks that tasks may write to their output folders on the hub, and makes missing
+    repositories.
 
     Raises:
         OutputFailed: see ``check_access``.
@@ -661,8 +630,8 @@ def check_output(
     found = {}
     for runner, root in plan.kept:
         if runner.index not in without:
-            # Ranks elsewhere, and those with a mirror, may have checkpoints that cannot be seen
-            # here; of jobs all can.
+            # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here; those
+            # of jobs are visible.
             here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
             ranks: Iterable[int] = ()
             want = Want.COMMITS
@@ -723,7 +692,7 @@ def check_output_of_run(
     found = _look(check, committed, policy)
     check.refuse_lost(committed, found)
     for rank in first_starts:
-        # Looked at again: what has started since may have written the files that were listed.
+        # Checked again: a rank that started since may have written the files.
         if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
             check.refuse_existing(
                 commits.get(rank) or RankCommits(checkpoints, rank, retries), found

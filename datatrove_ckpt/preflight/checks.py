@@ -1,6 +1,6 @@
-"""Checks of one folder before a run: each writes or locks there, and reports what happened.
+"""Checks of one folder before a run: each writes or locks in a probe folder, and reports.
 
-All of that happens in a probe folder, so no rank's folder, lock or database is touched.
+No rank's folder, lock or database is touched.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> Non
     try:
         folder.pipe_file(name, content)
     except FileNotFoundError:
-        # This file system has real folders, and this one is missing; a run creates it.
+        # This file system has real folders; a run creates this one.
         missing = _missing(folder.fs, folder.path)
         if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
             raise  # a missing bucket is a user's mistake; it must not be created here
@@ -224,7 +224,6 @@ def check_checkpoints(
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
     yield check_room(folder, files)
-    yield from _check_ranks(folder)
 
 
 def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
@@ -238,8 +237,8 @@ def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterato
 
 
 def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
-    """Runs a check with a time limit: on a network file system without its server every call
-    blocks.
+    """Runs a check with a time limit, because calls block without the network file system's
+    server.
     """
     try:
         return within(REMOTE_SECONDS, lambda: list(check), str(folder))
@@ -302,26 +301,6 @@ def check_room(folder: Path, files: int) -> Finding:
     if state == "ok":
         return Finding(state, "room", f"{text}.")
     return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
-
-
-def _check_ranks(folder: Path) -> Iterator[Finding]:
-    if not folder.is_dir():
-        return
-    ranks = [path for path in folder.glob("[0-9]*") if path.is_dir()]
-    refused = [rank for rank in ranks if not os.access(rank, os.R_OK | os.W_OK | os.X_OK)]
-    inside = [path for rank in ranks if rank not in refused for path in rank.iterdir()]
-    # A running rank removes files meanwhile; those are fine.
-    refused += [path for path in inside if not os.access(path, os.R_OK | os.W_OK) and path.exists()]
-    if refused:
-        if len(refused) > 1:
-            more = f" and {len(refused) - 1} more"
-        else:
-            more = ""
-        text = (
-            f"{refused[0]}{more}: from an earlier run, and this user cannot write there. Make "
-            "them writable, or "
-        )
-        yield Finding("problem", "earlier run", f"{text}continue as the user who created them.")
 
 
 def _check_lock(probe: Path) -> Finding:
@@ -397,7 +376,7 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
 
 
 def commits_each_write(folder: DataFolder) -> bool:
-    """Whether this is a repository on the Hugging Face hub, where each write is a commit."""
+    """Whether each write is a commit: in a repository on the Hugging Face hub."""
     hub = HubFolder.of(folder)
     return hub is not None and not hub.is_bucket
 
@@ -497,7 +476,7 @@ def find_mount(path: Path, mounts: str) -> Mount | None:
         if len(fields) < 4 or not path.is_relative_to(fields[1]):
             continue
         mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
-        # Of two mounts at one point, the later one counts.
+        # The later mount at a point counts.
         if found is None or len(mount.point.parts) >= len(found.point.parts):
             found = mount
     return found
@@ -513,11 +492,10 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             concerns=("It is lost when the machine or container stops.",),
         )
     if mount.kind == "overlay":
-        concerns = ["It is lost when the container is removed: mount a volume."]
-        if "volatile" in mount.options:
-            concerns.append("It is mounted as volatile: syncs do nothing.")
         return FilesystemTraits(
-            "overlay (a container's own layer)", lasts=False, concerns=tuple(concerns)
+            "overlay (a container's own layer)",
+            lasts=False,
+            concerns=("It is lost when the container is removed: mount a volume.",),
         )
     if mount.kind in _NETWORK:
         return FilesystemTraits(

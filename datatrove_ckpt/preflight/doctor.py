@@ -228,8 +228,8 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
             f"{error_text(error.__cause__ or error)}."
         )
         text += " Correct it, unless real answers are different."
-        # Those of datatrove write any document. But an adapter or a schema may want another answer
-        # than this one.
+        # datatrove's writers write any document, but an adapter or a schema may expect another
+        # answer.
         yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
     else:
         yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
@@ -327,17 +327,15 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     )
 
 
-# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, a few journals
-# and staged files.
+# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, journals and
+# staged files.
 _FILES_PER_RANK = 20
 _STAGED_PER_RANK = 4
 _HOURS_OF_COMMITS = 24
 
 
 def check_commits(tasks: int, pace: CommitPace) -> Finding:
-    """Compares the commits of a job, one of each task at least, with what the hub allows to a free
-    account.
-    """
+    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
     text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
     if pace.per_hour > COMMITS_PER_HOUR:
         text += (

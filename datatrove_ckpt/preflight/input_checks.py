@@ -46,8 +46,7 @@ from datatrove_ckpt.readers.step_records import describe_pipeline, differences
 
 _SAMPLE_DOCUMENTS = 100
 _SAMPLE_SECONDS = 2.0
-# Files without a document that are read before the input counts as unreadable: the first may be
-# empty.
+# Files without documents to read before the input counts as unreadable.
 _TRIED_FILES = 3
 
 
@@ -166,7 +165,7 @@ def _read_files(
 ) -> None:
     """Adds the first documents, file after file, and the files that are ``refused``.
 
-    One file per rank: a reader reads on, without a document to stop at, where no line fits its
+    One file per rank, because a reader continues through files in which no line fits its
     ``text_key``.
     """
     deadline = time.monotonic() + _SAMPLE_SECONDS
@@ -191,7 +190,7 @@ def _read_files(
 def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     """Explains datatrove's own readers; ours do it themselves."""
     text = ""
-    # Whatever a file system or a decompressor raises; the check says what it knows without.
+    # File systems and decompressors raise anything; the check reports what it knows.
     with suppress(Exception):
         if names:
             text = explain(reader, names[0])
@@ -241,12 +240,9 @@ def _how_to_split(name: str, size: int) -> str:
     return f"{text} ({command}), and move {name!r} away"
 
 
-# Whether finished ranks would read today what they have read.
-#
-# datatrove skips a finished rank, so the old output would stand for a changed input. An unfinished
-# rank checks its input when it resumes (see ``readers/inputs.py``). A finished rank that has lost
-# its completion marker resumes, too; its own check does not notice a file that was replaced by one
-# of the same size, so this is checked here.
+# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
+# the old output would stand for a changed input. The own check of a finished rank without its
+# marker misses files that were replaced by others of equal size.
 
 _NAMED_FILES = 10
 _OTHER_CONTENT = "has other content"
@@ -273,11 +269,11 @@ def note_steps(plan: RunPlan) -> None:
         runner.step.note_steps_before(runner.before)
 
 
-def check_inputs_unchanged(plan: RunPlan) -> int:
+def check_inputs_unchanged(plan: RunPlan) -> None:
     """Compares the input with what each finished rank has read: a listing per reader, a sample per
     file.
 
-    Returns the number of compared files. It skips ranks that an earlier release finished, runs with
+    It skips ranks that an earlier release finished, runs with
     another number of tasks, sources that are no files, and retries of dead letters, whose input may
     be gone.
 
@@ -286,7 +282,6 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
             step before the runner.
         OSError: the input cannot be listed.
     """
-    compared = 0
     for runner, root in plan.kept:
         records = _records(plan, root)
         if not records:
@@ -314,13 +309,11 @@ def check_inputs_unchanged(plan: RunPlan) -> int:
                     )
                     continue
                 read = {rank: record.readers[number] for rank, record in records}
-                compared += _check_reader(plan.tasks, reader, read, resuming)
-    return compared
+                _check_reader(plan.tasks, reader, read, resuming)
 
 
 def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
-    # Another number of tasks is refused as such, and not for the files that each rank would get by
-    # it.
+    # The number of tasks is refused elsewhere, with a better message.
     if recorded_settings(root).get("tasks") != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
@@ -362,8 +355,7 @@ def _who(ranks: Sequence[int]) -> str:
 
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
-) -> int:
-    """Returns the number of files that were compared."""
+) -> None:
     # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     if is_whole:
@@ -428,7 +420,6 @@ def _check_reader(
             "time of the last change is another, size and samples of the content are the same. "
             "They are taken as unchanged."
         )
-    return len(then)
 
 
 def _is_gone(reader: BaseDiskReader) -> bool:

@@ -1,8 +1,6 @@
-"""RunPlan: a job, read from a datatrove executor, once per command. Checks and commands see this,
-and no executor.
+"""RunPlan: a job, read once per command from a datatrove executor, for checks and commands.
 
-Only ``incomplete`` and ``pulls`` read the executor again: which tasks are marked as complete
-changes while they run.
+Only ``incomplete`` and ``pulls`` read the executor again, because completion markers change.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ class RunnerPlan:
 
     @property
     def root(self) -> Path | None:
-        """Its checkpoints on this machine. None: there are none, or variables in their folder are
-        set elsewhere only.
+        """The checkpoints on this machine; None without checkpoints, or with variables that are set
+        elsewhere.
 
         Raises:
             ConfigError: a variable in it is not set, and the tasks run here.
@@ -143,7 +141,7 @@ class RunPlan:
 
     @property
     def retries(self) -> bool:
-        """The tasks process dead letters, so the input may be gone."""
+        """Whether the tasks process dead letters, so that the input may be gone."""
         return any(runner.step.retry_dead_letters for runner in self.runners)
 
     @property

@@ -1,5 +1,5 @@
-"""What happens to this process: signals, the parent's death, Slurm, open files, the event loop,
-garbage collection.
+"""The state of this process: signals, its parent, Slurm, open files, event loop, garbage
+collection.
 
 Start at ``shutdown.py``: whether a rank stops early, and how quickly. ``preemption.py`` drives it,
 with signals (``signals.py``), the time limit (``slurm_job.py``) and notices that this node will be

@@ -3,9 +3,8 @@
 With 256 concurrent requests uvloop saves 7 % of a run's CPU time, with 5000 about 15 % (measured).
 
 A process that user code forked with ``os.fork`` shares the rank's sockets and open checkpoint
-files. In our code, it would send requests on the rank's connections, or write into its files. So it
-ends there at once, and closes nothing (``end_fork``). If a task's error ends it, uvloop first runs
-a step of other rollouts, which may set the exit code.
+files. In our code, it would use the rank's connections and files. So it ends there at once, and
+closes nothing (``end_fork``).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def run(main: Awaitable[_Result]) -> _Result:
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:
-        # A KeyboardInterrupt that ends a task also leaves the loop at once. asyncio would log it as
-        # never retrieved when the task is collected.
+        # A KeyboardInterrupt that ends a task also leaves the loop, and asyncio would log it as
+        # never retrieved.
         try:
             return await main
         except KeyboardInterrupt as interruption:
@@ -77,8 +76,8 @@ def run(main: Awaitable[_Result]) -> _Result:
 
 def refuse_nested(what: str) -> None:
     """Raises:
-    ConfigError: this thread has an event loop that runs already, as in a notebook, and ``what``
-        runs another one.
+    ConfigError: this thread already runs an event loop, as in a notebook, and ``what`` runs
+        another.
     """
     if asyncio._get_running_loop() is not None:
         raise ConfigError(
@@ -101,8 +100,7 @@ def _poll_of(runner: asyncio.Runner) -> int:
 def _leave_polls() -> None:
     """Replaces inherited epoll descriptors with empty ones in a fork.
 
-    An epoll is shared with the parent: the fork's copy of the loop would take answers and wakeups
-    of the parent.
+    The fork's copy of the loop would take the parent's answers and wakeups.
     """
     while _polls:
         with select.epoll() as own:
@@ -173,8 +171,7 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
         _polls.discard(_poll_of(runner))
         runner.close()
         return
-    # The loop cannot be closed. Nothing may be collected: a coroutine that ignores its end would
-    # log that.
+    # Nothing may be collected: a coroutine that ignores its cancellation would log that.
     left_behind.append((runner, asyncio.all_tasks(loop)))
     asyncio.set_event_loop(None)
 

@@ -1,9 +1,8 @@
 """Settings of Python's garbage collector that fit a run.
 
-By default Python collects after every 700 new objects, and now and then over all objects of the
-process. Documents are in no reference cycles, so these collections find nothing, take a third of a
-run's CPU time, and stop the event loop for 80 ms (measured; torch and vLLM in the process make it
-worse). Only cycles of a user's rollout wait longer.
+By default Python collects after every 700 new objects. Documents are in no reference cycles, so
+these collections find nothing, take a third of a run's CPU time, and stop the event loop for 80 ms
+(measured). With the settings here, cycles of a user's rollout wait longer.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A collection looks at all documents in work: a thousand are 50,000 objects and take 20 to 40 ms.
-# So the first number is above that.
+# A collection scans all documents in work: a thousand are 50,000 objects and take 20 to 40 ms.
 _THRESHOLDS = (100_000, 10, 10)
 
 _lock = threading.Lock()
@@ -36,7 +34,7 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        # ``gc.unfreeze`` would also unfreeze objects that other code has frozen.
+        # ``gc.unfreeze`` would also unfreeze other code's frozen objects.
         if len(sys.modules) > modules and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()
@@ -57,12 +55,12 @@ def gc_tuned() -> Iterator[None]:
         _runs += 1
         if _runs == 1:
             _before = gc.get_threshold()
-            # ``gc.unfreeze`` would also unfreeze objects that other code has frozen. If there are
-            # any, freeze nothing.
+            # ``gc.unfreeze`` would also unfreeze other code's frozen objects; if there are any,
+            # freeze nothing.
             _froze = gc.get_freeze_count() == 0
             if _froze:
-                # Frozen garbage stays until the end of the run. A full collection would take 40 ms,
-                # and find 5 objects of 70,000 after all imports.
+                # Frozen garbage stays until the end. A full collection takes 40 ms, and finds 5 of
+                # 70,000 objects.
                 gc.collect(1)
                 gc.freeze()
             if _before[0]:  # 0 switches collections off

@@ -7,7 +7,7 @@ of that loop.
 
 Cancellations of ``run_async`` act like signals to ``run``: the first cancellation starts the drain,
 a second ends it. Everything is saved before the cancellation is raised. A loop that ends cancels
-the rank's tasks, too: then nothing is left to drain.
+the rank's tasks, and nothing is drained.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The limit on open files: raised at a rank's start to what the rank needs, and named in errors
-when it is reached.
+"""Raises the limit on open files to what a rank needs, and names it in errors when it is reached.
 
-Each request in flight has a connection, which is an open file here and in the server, which
-inherits the limit. Shells and Slurm often set a soft limit of 1024, which a process may raise up to
-the hard limit. It is raised no higher than needed: some programs walk through all numbers up to the
-limit, and ``select`` fails above 1024.
+Each request in flight is an open file, here and in the server, which inherits the limit. The soft
+limit is often 1024, and a process may raise it up to the hard limit. It is raised no higher than
+needed: some programs walk through all numbers up to the limit, and ``select`` fails above 1024.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _ADVICE = (
 
 
 def files_needed(requests: int, servers: int) -> int:
-    """Returns how many files the process may have open with one more rank.
+    """Returns how many open files the process needs with one more rank.
 
     Args:
         servers: those that the rank launches, or URLs that it sends requests to.
@@ -126,7 +124,7 @@ def is_caused_by_limit(error: BaseException) -> bool:
 
 
 def limit_reached(what: str) -> TooManyOpenFiles:
-    """Returns the error. ``what`` could not be done: a clause."""
+    """Returns the error; ``what`` is the clause that names the failed action."""
     return TooManyOpenFiles(
         f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
     )

@@ -1,4 +1,4 @@
-"""The user's own modules, for machines without them: imported, and beside the script or in this
+"""The user's own modules, for machines without them: imported from beside the script or this
 folder.
 
 name.py                            itself

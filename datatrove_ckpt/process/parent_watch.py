@@ -1,9 +1,7 @@
-"""Kills a worker process whose parent has died: its tasks must be free for the next run. Kills
-managers with the process that started them.
+"""Kills a worker process whose parent has died, and managers whose process has died.
 
-Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker of
-the actor's pool would hold the rank's lock, and its server the GPUs, for an unused result. Answers
-are already saved.
+Ray kills an actor with SIGKILL, and gives the rank to another actor at once. A surviving worker
+would hold the rank's lock, and its server the GPUs, for an unused result.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def managers() -> list[Any]:
 
 
 def end_managers() -> None:
-    """Kills them: they would hold the standard output of a process that is gone."""
+    """Kills the managers: they would keep the standard output of a dead process open."""
     with suppress(AssertionError):  # in a fork, they are another process's
         for manager in managers():
             if manager.is_alive():

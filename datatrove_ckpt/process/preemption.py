@@ -8,12 +8,10 @@
                                                    again for them
 
 If the raised signals do not end the process, ``Preempted`` is raised: an early end must never look
-like a finished rank. An event often sends several signals: srun passes a signal on to tasks that
-Slurm has already signalled. So a signal within ``SAME_EVENT`` seconds of the first signal does not
-count as the second.
+like a finished rank. A signal within ``SAME_EVENT`` seconds of the first does not count as the
+second: srun passes a signal on to tasks that Slurm has already signalled.
 
-The handlers only drive the rank's ``Shutdown``. ``loop.add_signal_handler`` would need a loop
-first, and could not restore the handler that it replaced.
+``loop.add_signal_handler`` would need a loop first, and could not restore the old handler.
 """
 
 from __future__ import annotations
@@ -90,32 +88,24 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         raise ConfigError(
             f"{name}: holds what looks like a secret. Let a command read it where the task runs."
         )
-    if (
-        not isinstance(setting, Mapping)
-        or len(setting) != 1
-        or not {*setting} & {"command", "cloud"}
-    ):
+    if not _is_notice(setting):
         raise ConfigError(
-            f"{name}: takes {{'cloud': name}} or {{'command': [program, ...]}}; it is {setting!r}."
-        )
-    [(kind, value)] = setting.items()
-    if kind == "cloud":
-        if not isinstance(value, str) or value not in _CLOUDS:
-            raise ConfigError(
-                f"{name}.cloud: {value!r} is not one of {', '.join(_CLOUDS)}. Give a command."
-            )
-    elif (
-        isinstance(value, str)
-        or not value
-        or not all(word and isinstance(word, str) for word in value)
-    ):
-        raise ConfigError(
-            f"{name}.command: takes a list of words, the program first; it is {value!r}."
+            f"{name}: takes {{'cloud': NAME}}, one of {', '.join(_CLOUDS)}, or {{'command': "
+            f"[program, ...]}}; it is {setting!r}."
         )
     if "SIGTERM" not in signals:
         raise ConfigError(
             f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
         )
+
+
+def _is_notice(setting: object) -> bool:
+    if not isinstance(setting, Mapping) or len(setting) != 1:
+        return False
+    [(kind, value)] = setting.items()
+    if kind == "cloud":
+        return value in list(_CLOUDS)
+    return kind == "command" and isinstance(value, list | tuple) and len(value) > 0
 
 
 class NoticeWatch:
@@ -130,7 +120,7 @@ class NoticeWatch:
         self._came = came
         self._command: subprocess.Popen[bytes] | None = None
         self._closed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        # So that a SIGTERM at the same time gets its reason.
+        # A SIGTERM at the same time then gets its reason.
         shutdown.call(lambda: self._closed.put(False))
         threading.Thread(
             target=self._watch, name="datatrove-ckpt preemption notice", daemon=True
@@ -246,13 +236,12 @@ _AGAIN = 0.2
 class LoopWatch:
     """Ends a process that has a stop request, and whose event loop does not end before ``close``.
 
-    A rollout that computes without end, or that sleeps in ``time.sleep`` and swallows
-    KeyboardInterrupt, holds the main thread; an async generator may never end. Then a thread waits
-    until everything is on the disk, calls the old handlers, which may requeue the job, and ends the
-    process. For the run, this equals ``kill -9``.
+    A rollout may compute without end, or sleep in ``time.sleep`` and swallow KeyboardInterrupt.
+    Then a thread waits until everything is on the disk, calls the old handlers, which may requeue
+    the job, and ends the process, as ``kill -9`` would.
 
-    The time in which servers stop and the checkpoint is closed does not count: both have limits of
-    their own, and a disk may be slow.
+    The time in which servers stop and the checkpoint closes does not count: both have their own
+    limits.
 
     Args:
         save: returns when everything that was handed over is on the disk.
@@ -271,7 +260,7 @@ class LoopWatch:
     def start(self) -> None:
         """Starts the thread if a stop is requested.
 
-        Takes no lock, as ``threading.Thread.start`` would.
+        Takes no lock, unlike ``threading.Thread.start``.
         """
         if self._shutdown.is_requested and not self._started:
             self._started = True
@@ -312,7 +301,7 @@ _REQUEUING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 def has_time_for(drain_seconds: float, seconds: float) -> bool:
-    """Whether work of so many seconds can end before the last drain of this job.
+    """Whether ``seconds`` of work fit before the last drain of this job.
 
     True for the first rank.
     """
@@ -387,8 +376,8 @@ class Preemption:
             logger.error(
                 f"This task was stopped by {self.shutdown.cause}, and it also failed: {error}"
             )
-        # A signal to the whole group has ended them, and datatrove's executor would fail in its
-        # ``finally`` block.
+        # A signal to the group has ended them; datatrove's executor would fail in its ``finally``
+        # block.
         managers_ended = not all(manager.is_alive() for manager in self._managers)
         raise_again(self._received, at_once=managers_ended)
         if self._received[:1] == [signal.SIGINT]:
@@ -403,8 +392,8 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGKILL)
         if number not in self._received:
             self._received.append(number)
-        # A rank that fails drains already. Of a worker, the parent may ask that all end: another
-        # rank has failed, too.
+        # A failing rank drains already. A worker's parent may stop all after another rank's
+        # failure.
         shutdown = self.shutdown
         is_first = not shutdown.is_stopping or (
             worker_slot() is not None and not shutdown.is_requested
@@ -416,15 +405,13 @@ class Preemption:
             unnoticed = shutdown.is_unnoticed
             shutdown.fast_stop()
             if unnoticed:
-                # The first signal was not noticed, so something blocks the event loop.
+                # The first signal went unnoticed, so the event loop is blocked.
                 raise KeyboardInterrupt
         if self._interruptible:
             raise KeyboardInterrupt
 
     def _notice_came(self, notice: str) -> None:
-        """Requests a stop. A worker signals its parent: all its ranks must stop, and none may start
-        again.
-        """
+        """Requests a stop. A worker signals its parent, which stops all its ranks."""
         self._notice = notice
         if self.shutdown.is_requested:
             if self._received[:1] == [signal.SIGTERM]:
@@ -511,8 +498,8 @@ class Preemption:
 
     def stop_for_time_limit(self) -> None:
         if not self.shutdown.is_requested:
-            # As if the signal had come whose old handler requeues the job. For a worker, its parent
-            # does that.
+            # As if the signal had come whose old handler requeues the job; a worker's parent does
+            # that.
             usual = {
                 number: self._handlers.usual.get(number, signal.getsignal(number))
                 for number in _REQUEUING

@@ -1,6 +1,6 @@
 """Runs several ranks of a process at once, over one event loop and one set of servers.
 
-At its end a rank waits minutes for its last long answers, while the servers are nearly idle. So:
+At its end a rank waits minutes for its last long answers, with nearly idle servers. So:
 
     a rank starts    when each running rank has handed out all its documents, and the servers have
                      free places

@@ -1,5 +1,4 @@
-"""Shows the progress of a command's ranks: a bar on a terminal, elsewhere a line in the log from
-time to time.
+"""Shows the progress of a command's ranks: a bar on a terminal, elsewhere log lines.
 
     ranks in this process      report here, and each report draws
     ranks in our workers       report over their pipe; the parent calls ``tick``
@@ -66,8 +65,8 @@ class RankProgress(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has read something, or finished documents of an input that reports no
-        place.
+        """Whether the rank has read something, or finished documents of an input without
+        positions.
         """
         return self.unit is not None or self.work[0] > 0
 
@@ -134,13 +133,13 @@ class RunProgress:
             if progress.documents == progress.work[0]:
                 before_share = 0.0
             self._gain(rank, share, before_share)
-            # Its server starts, or does not answer: that is no pace.
+            # A server that starts or fails to answer shows no pace.
             if progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share:
                 self._begun[rank] = self._clock(), share
 
     def _gain(self, rank: int, share: float, before: float) -> None:
-        """Counts a share. A short task reports too seldom, so its share ``before`` its first report
-        counts, too.
+        """Counts a share. Includes the share ``before`` the first report, because short tasks
+        report seldom.
         """
         known = self._shares.get(rank, before)
         self._shares[rank] = max(known, share)
@@ -161,7 +160,7 @@ class RunProgress:
 
     def sample(self) -> None:
         now = self._clock()
-        # Servers start, or none answers: that is no time at work.
+        # Time in which servers start, or none answers, is no time at work.
         if not (self._gained or any(self.work)) or len(self._outages) == len(self._at_work) > 0:
             self._samples = deque([self._sample(now)])
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
@@ -232,8 +231,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left at the rate of the last ten minutes, and at least what the slowest rank
-        needs.
+        """Seconds left at the rate of the last ten minutes, at least those of the slowest rank.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
@@ -266,7 +264,7 @@ class RunProgress:
 
     @property
     def state(self) -> str:
-        """Names an outage of a server, else the state of the ranks at work if all have the same."""
+        """Names a server outage, or the common state of all ranks at work."""
         if not self._last:
             return "starting"
         outages = self._outages
@@ -294,7 +292,7 @@ class RunProgress:
         return percent(share)
 
     def parts(self) -> list[tuple[int, str]]:
-        """Returns the other texts, each with its weight: a narrow terminal leaves out high ones
+        """Returns the other texts with weights: a narrow terminal drops the highest weights
         first.
         """
         rates = self.rates
@@ -364,10 +362,9 @@ class BarTerminal:
         the terminal      writes ^C over the first two columns of the bar
         others            overwrite the bar; the next drawing clears the rest
 
-    So no process waits for another, nothing is lost if a process is killed, and the terminal needs
-    no restoring. A thread, or a scroll region as in apt, would have to be ended in order. tqdm
-    writes text and bar separately, so that lines of two processes mix, and forks inherit its held
-    lock.
+    So no process waits for another, and a kill leaves nothing to restore, unlike a thread or a
+    scroll region as in apt. tqdm writes text and bar separately, so that lines of two processes
+    mix, and forks inherit its held lock.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.
@@ -553,7 +550,7 @@ class Screen:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
         self._outer = _report
-        # A rank of many that reports must not log the line as its own.
+        # A rank that reports must not log the line as its own.
         self._context = contextvars.copy_context()
 
     @property

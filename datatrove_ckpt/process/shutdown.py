@@ -7,8 +7,8 @@
     ``aborted``        work in progress is cut off, and not recorded: the drain is over, or nothing
                        can be saved
 
-``preemption.py`` drives it. ``generation/scheduler.py`` has the order of a stop. ``request`` and
-``fast_stop`` are called in signal handlers: neither this module nor a callback may lock or log.
+``generation/scheduler.py`` has the order of a stop. Signal handlers call ``request`` and
+``fast_stop``: neither this module nor a callback may lock or log.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ T = TypeVar("T")
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP")
 """Request a stop by default."""
-# Slurm kills 30 s (KillWait) after SIGTERM. That leaves 10 s to stop the server and to requeue the
-# job.
+# Slurm kills 30 s (KillWait) after SIGTERM: 10 s are left to stop the server and requeue the job.
 DRAIN_SECONDS = 20.0
 SAME_EVENT = 1.0
 """Seconds: signals that follow the first one within this time are the same request to stop."""
@@ -40,7 +39,7 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the names unchanged.
 
     Raises:
-        ConfigError: a name is not a signal, or a signal that no process can catch.
+        ConfigError: a name is not a signal.
     """
     if isinstance(names, str):
         raise ConfigError(
@@ -51,8 +50,6 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
             raise ConfigError(
                 f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM."
             )
-        if name in ("SIGKILL", "SIGSTOP"):
-            raise ConfigError(f"drain_signals: no process can catch {name}.")
     return tuple(names)
 
 
@@ -92,7 +89,7 @@ class Shutdown:
         self.parent: Shutdown | None = None
         self._began_at = 0.0
         self._unnoticed = False
-        # By any key; threads and signal handlers add and remove at any moment, which is atomic.
+        # Threads and signal handlers add and remove callbacks, which is atomic.
         self._callbacks: dict[object, Callable[[], object]] = {}
 
     def request(self, cause: str) -> None:
@@ -121,7 +118,7 @@ class Shutdown:
         self._changed()
 
     def abort(self, failure: BaseException | None = None) -> None:
-        """Lets nothing be recorded that is in work. The first failure counts. On the event loop."""
+        """Cuts off work in progress unrecorded. The first failure counts. On the event loop."""
         if self.aborted and (failure is None or self.failure is not None):
             return  # each document that is cut off calls this
         self.aborted = True
@@ -138,7 +135,7 @@ class Shutdown:
 
     @property
     def has_failed(self) -> bool:
-        """Some document will not be recorded, so the rank cannot become complete."""
+        """Whether some document will not be recorded: the rank cannot become complete."""
         return self.aborted or self.failure is not None
 
     @property
@@ -147,9 +144,7 @@ class Shutdown:
 
     @property
     def is_unnoticed(self) -> bool:
-        """Something blocks the event loop: it waits for a stop, and does not see the requested
-        one.
-        """
+        """Whether the event loop is blocked, so that it does not see the requested stop."""
         return self._unnoticed and self.cause != ""
 
     @property
@@ -161,15 +156,13 @@ class Shutdown:
 
     def check(self) -> None:
         """Raises:
-        Preempted: a stop is requested. Call it while nothing runs that needs a drain.
+        Preempted: a stop is requested, and nothing needs a drain.
         """
         if self.cause:
             self.raise_preempted()
 
     def raised(self, error: BaseException) -> bool:
-        """Whether a signal may have raised this error; otherwise the user's code raised it
-        itself.
-        """
+        """Whether a signal, not the user's code, may have raised this error."""
         return isinstance(error, KeyboardInterrupt) and (
             self.cause != "" or not self.handles_interrupt
         )
@@ -274,12 +267,11 @@ class Shutdown:
 
 
 def get_within(items: queue.SimpleQueue[T], seconds: float | None) -> T:
-    """Does ``SimpleQueue.get`` for a single reader, without a fault of CPython (seen in 3.11).
-    Raises: queue.Empty: nothing came in time.
+    """Does ``SimpleQueue.get`` for a single reader, without a bug of CPython 3.11. Raises:
+    queue.Empty: nothing came in time.
     """
-    # The queue's lock may be free although the queue is empty. Then ``get`` takes it, computes how
-    # much of its time is left, and waits forever if that is negative, because the thread had to
-    # wait for a processor. ``get_nowait`` leaves the lock of an empty queue taken.
+    # CPython's ``get`` may find the lock free and the queue empty, and then waits forever if its
+    # time left became negative meanwhile. ``get_nowait`` leaves the lock of an empty queue taken.
     try:
         return items.get_nowait()
     except queue.Empty:

@@ -11,10 +11,9 @@ Python's. ``raise_again`` calls the user's handler, such as datatrove's requeue 
 default action would kill, it raises SystemExit(128 + n), so that ``finally`` blocks run:
 datatrove's executor ends its manager process there, which would otherwise stay forever.
 
-A worker of multiprocessing's pool, as in datatrove's executor, kills itself: CPython's pool waits
-without end for the result of a worker that ends by itself, and its ``terminate`` waits for workers
-that do not end. A handler that exits, such as Ray's, would raise SystemExit in a rollout, and fail
-its document.
+A worker of multiprocessing's pool, as in datatrove's executor, kills itself, because CPython's pool
+waits without end for a worker that exits. A handler that exits, such as Ray's, would raise
+SystemExit in a rollout, and fail its document.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from datatrove_ckpt.process.slurm_job import (
 )
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Ignored, they stay ignored: nohup does that with SIGHUP, a shell with the SIGINT of what it starts
-# in the background.
+# Ignored signals stay ignored: nohup ignores SIGHUP, a shell the SIGINT of background jobs.
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _WITHOUT_EFFECT = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
@@ -146,8 +144,7 @@ def _exit(number: int, at_once: bool) -> NoReturn:
         thread is not threading.main_thread() and not thread.daemon
         for thread in threading.enumerate()
     ):
-        # Python waits for such threads at its exit, without a limit. The signal's default action
-        # would not.
+        # Python waits for such threads at its exit, the signal's default action would not.
         timer = threading.Timer(_EXIT_SECONDS, end_by, [number])
         timer.daemon = True
         timer.start()
@@ -177,8 +174,8 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
     """Installs ``between_ranks`` in a task of datatrove's Slurm executor, which may run several
     ranks in turn.
 
-    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array, and SIGTERM has
-    no handler: the job of a task that is being preempted would count as failed.
+    datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array. It does not
+    handle SIGTERM, so a preempted task's job would count as failed.
     """
     if in_slurm_task():
         kept = (None, signal.SIG_IGN, signal.default_int_handler)

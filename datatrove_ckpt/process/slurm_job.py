@@ -1,9 +1,8 @@
 """The Slurm job of this task: when it ends, and how to requeue it when Slurm preempts it.
 
 Preemption with a grace time sends SIGTERM to the step alone, and requeues the job after that time.
-A step that ends earlier, as it should, makes its job FAILED, and Slurm requeues no failed job: the
-task must request it. After ``scancel`` it must not: only a preempted job has a PreemptTime and
-still runs.
+A step that ends earlier, as it should, makes its job FAILED, which Slurm does not requeue: the task
+must request it. Only a preempted job, not a cancelled one, has a PreemptTime and still runs.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ def in_slurm_task() -> bool:
 
 @contextmanager
 def job_id_in_environment() -> Iterator[None]:
-    """Sets SLURM_JOB_ID to ``job_id()`` for a while.
-
-    Else datatrove's handler would requeue the whole array.
+    """Sets SLURM_JOB_ID to ``job_id()``, so that datatrove's handler does not requeue the whole
+    array.
     """
     job = job_id()
     before = os.environ.get("SLURM_JOB_ID")

@@ -1,8 +1,7 @@
 """Makes each log line one entry without secrets and control characters, before a sink gets it.
 
-datatrove replaces loguru's sinks for every task; only a patcher survives. A traceback becomes a
-part of the message, because loguru's own shows the values of variables, including API keys.
-datatrove's record of a failed task gets our error as its message; an interruption is no error.
+datatrove replaces loguru's sinks for every task; only a patcher survives. A traceback becomes part
+of the message, because loguru's own shows values of variables, including API keys.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class QuietErrors:
     """Keeps tracebacks of this package's errors off the terminal, wherever this object is
     unpickled.
 
-    On a cluster nothing catches the error that ends a task, so Python's own printing is suppressed,
-    too.
+    Python's own printing is suppressed, too: on a cluster nothing catches a task's error.
 
     Args:
         said_later: see ``say_errors_later``.
@@ -84,8 +82,8 @@ def log_disabled(*packages: str) -> Iterator[None]:
 
 
 def say_errors_later(yes: bool) -> None:
-    """Sets whether the command prints the message of a task's error at its end; then the log only
-    names the error.
+    """Sets whether the command prints a task's error at its end; the log then only names the
+    error.
     """
     global _said_later
     _said_later = yes

@@ -1,8 +1,7 @@
 """The log files of tasks: datatrove's, with two differences.
 
-A task appends to its log: datatrove would truncate the log of a living rank that is started a
-second time. Ranks that run at once in this process have separate logs, where datatrove would remove
-the other logs. A line of a thread without a rank goes to all of them.
+A task appends to its log: datatrove would truncate the log of a living rank that is started again.
+Ranks that run at once in this process have separate logs; lines of other threads go to all of them.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
 """

@@ -18,7 +18,7 @@ class Tasks(Protocol):
         """Reports the result of a task."""
 
     def failed(self, task: int | None, error: BaseException) -> None:
-        """Reports the failure of a task, or of what runs them all.
+        """Reports the failure of a task, or (None) of the runner of all tasks.
 
         The error is raised once all tasks have ended.
         """

@@ -87,8 +87,7 @@ def work(
     # Or a terminal with tostop would stop what it logs.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     die_with_parent()
-    # While signals are blocked: Python reports a loop that one interrupted in its making with a
-    # traceback of its own.
+    # While signals are blocked: an interrupted start of a loop prints a traceback.
     fsspec.asyn.get_loop()
     worker = _Worker(connection)
     Handlers(worker.receive).install(numbers)

@@ -13,9 +13,8 @@ A ready worker with running tasks gets no None before they are done: another wor
 leave a task. If a worker dies with several tasks, each is tried alone: any of them may have killed
 it.
 
-No lock and no queue is shared. So this process notices a killed worker at once, while CPython's
-pool in datatrove's own executor waits without end. Only this process gets the signals of a
-terminal: one Ctrl-C is one request to stop.
+No lock or queue is shared, so this process notices a killed worker at once, where CPython's pool
+waits without end. Only this process gets a terminal's signals: one Ctrl-C is one request to stop.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ class _Process:
 
     @property
     def sentinel(self) -> int:
-        """Becomes readable at the end of the process. multiprocess's own also does at the end of
-        the fork server.
+        """Becomes readable when the process ends. multiprocess's sentinel also does when the fork
+        server ends.
         """
         if self._handle is not None:
             return self._handle
@@ -112,7 +111,7 @@ class _Process:
     def close(self) -> str:
         self.signal(signal.SIGKILL)
         deadline = time.monotonic() + _TO_EXIT
-        # Not join: it waits for a pipe that a fork of the worker may hold open.
+        # Not join, which waits for a pipe that a fork of the worker may hold open.
         while self.process.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.005)
         self.connection.close()
@@ -168,7 +167,7 @@ class Workers:
 
     def __enter__(self) -> Self:
         if in_main_thread():
-            # A signal that comes just before a wait, or in another thread, interrupts no wait.
+            # A signal just before a wait, or in another thread, interrupts no wait.
             self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._handlers.install(self._numbers)
         return self
@@ -218,8 +217,8 @@ class Workers:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
             resource_tracker.ensure_running()  # its own start unblocks signals
             if self.context.get_start_method() == "forkserver":
-                # Before signals are blocked here: its processes inherit what it has blocked, and it
-                # also serves datatrove's pools, whose ``terminate`` would wait forever for a worker
+                # Started before signals are blocked here, because its processes inherit the mask:
+                # datatrove's pools use it, and their ``terminate`` would wait forever for a worker
                 # that blocks SIGTERM.
                 forkserver.ensure_running()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
@@ -314,9 +313,7 @@ class Workers:
                 self._error = _cannot_start(f"the last one {how}")
 
     def _give_back(self, tasks: set[int], stopped: str, how: str) -> None:
-        """Queues the tasks of a worker that was ``stopped`` by a signal to it alone, or ended
-        ``how``.
-        """
+        """Queues the tasks of a worker that a signal ``stopped``, or that ended ``how``."""
         is_unexplained = len(tasks) > 1 and not stopped
         why = stopped or f"its worker process {how}"
         if is_unexplained:

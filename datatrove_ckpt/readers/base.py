@@ -3,8 +3,8 @@
 A format implements ``_read``, which reads a file from a place in it. Files, order, ``limit``,
 ``skip`` and stats are as in datatrove's ``BaseDiskReader.run``.
 
-A step holds plain data only, because datatrove copies and pickles it. A step may run several ranks,
-so a run takes the state that ``load_state_dict`` left, and forgets where the previous run ended.
+A step holds plain data only, because datatrove copies and pickles it. It may run several ranks, so
+each run forgets where the previous run ended.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """The options that decide which documents come before a position. A state keeps them."""
 
     _empty_warning: bool
-    _next_state: State | None = None  # for the next run
-    _start_state: State | None = None  # of this run
-    _position: Position | None = None  # of this run's last document
+    _next_state: State | None = None
+    _start_state: State | None = None
+    _position: Position | None = None
     _resolved: tuple[str, str] = ("", "")
-    _file_extent: FileExtent = FileExtent()  # of the file that is read now
+    _file_extent: FileExtent = FileExtent()
 
     def __init__(
         self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object
@@ -175,7 +175,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     f"({self.text_key!r}) correct? Available keys: {list(data)}"
                 )
             return None
-        # Datatrove's Document and its statistics take no such text.
+        # datatrove's Document and its statistics accept no such text.
         if not hasattr(fields["text"], "__len__"):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
@@ -208,7 +208,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
-        # A file may change between the listing and its reading.
+        # The listing is kept, because a file may change before it is read.
         return Inputs(self.data_folder, names)
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
@@ -367,7 +367,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
         name = inputs.names[index]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
-        # Else the position has hashes of the content, see ``_check_read_part``.
+        # Otherwise the position has hashes of the content, see ``_check_read_part``.
         if not self._may_grow(name):
             file["hash"] = inputs.fingerprint(index, inputs.size(index), whole=True)
         state = self._reader_state(start.number)
@@ -439,7 +439,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
 
     def _may_grow(self, name: str) -> bool:
-        """Returns whether a longer file may be a continuation of the one that was read."""
+        """Returns whether a longer file may continue the file that was read."""
         return False
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:

@@ -32,7 +32,7 @@ class BatchReader(JsonlReader):
     """Reads a request from each line, as a document: its id is the ``custom_id``, its text the
     ``body``, and its metadata has the ``url``.
 
-    A line that is no request is a document, too, whose metadata has the ``problem``: so it is in
+    A line that is no request becomes a document with a ``problem`` in its metadata, and appears in
     the output. The arguments are those of JsonlReader.
     """
 

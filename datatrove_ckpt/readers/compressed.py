@@ -24,9 +24,9 @@ from datatrove_ckpt.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-# Compressed bytes per call. Small, because one block of 4 bytes may become 128 kB.
+# Compressed bytes per call: a block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
-# fsspec knows these only if the library is installed, and would else read such a file as text.
+# Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, zipfile.BadZipFile)
@@ -68,7 +68,7 @@ def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
 
 @contextmanager
 def naming_damage(name: str) -> Iterator[None]:
-    """Turns what a decompressor, or pyarrow, raises into an error that names the file.
+    """Turns errors of a decompressor or pyarrow into an error that names the file.
 
     Raises:
         InputError: the file is damaged or cut off.
@@ -117,7 +117,7 @@ class _ZstdFile(io.RawIOBase):
         return size
 
     def _fill(self) -> bool:
-        """Decompresses the next bytes, which may give none. False: the file has ended."""
+        """Decompresses the next bytes, perhaps none. Returns False at the end of the file."""
         data = b""
         if self._frame.eof:
             data = self._frame.unused_data

@@ -5,10 +5,9 @@ can be indexed. As in datatrove's reader, a rank has every n-th shard if a strea
 every n-th row.
 
 A place in a shard is the number of the rank's rows before it. A resumed stream skips earlier
-shards, earlier row groups of a Parquet shard, and then earlier rows of the tables of the dataset's
-own builder, so casts, media and missing columns are as in datatrove's reader.
-``IterableDataset.load_state_dict`` would read the position's shard from its beginning, also of
-Parquet.
+shards, earlier row groups of Parquet, and then rows of the dataset's own builder, so casts, media
+and missing columns are as in datatrove's reader. ``IterableDataset.load_state_dict`` would read the
+shard from its beginning.
 """
 
 from __future__ import annotations
@@ -205,12 +204,12 @@ def _innermost(url: str) -> str:
 
 
 def without_commit(url: str) -> str:
-    """Removes the commit: a new one that leaves a file as it is does not change the input."""
+    """Removes the commit, because a new commit may leave a file as it is."""
     return re.sub(r"(hf://datasets/[^@]+)@[^/]+/", r"\1/", url)
 
 
 def _short_names(urls: Sequence[str]) -> list[str]:
-    """Removes the common folder: a copy elsewhere is the same input."""
+    """Removes the common folder, because a copy elsewhere is the same input."""
     names = [without_commit(url) for url in urls]
     common = os.path.commonprefix([name[: name.rfind("/") + 1] for name in names])  # noqa: RUF071 (cut at "/" below)
     return [name[common.rfind("/") + 1 :] for name in names]
@@ -290,8 +289,8 @@ def _parquet_tables(
     """Reads a Parquet shard as the builder of ``datasets`` does, without row groups before row
     ``first``.
 
-    None if the shard is of another format, or if filters decide which rows it has. Some versions of
-    the builder ignore its own argument for the row groups, ``row_groups_list``.
+    None for another format, or with filters on rows. Some versions of the builder ignore its
+    argument ``row_groups_list``.
     """
     arguments = getattr(source, "kwargs", {})
     builder = getattr(getattr(source, "generate_tables_fn", None), "__self__", None)

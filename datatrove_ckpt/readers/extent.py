@@ -1,8 +1,7 @@
 """The size of a rank's input, and how much of it lies before a document, for percent and time left.
 
-The unit is stored bytes, because a listing has them. Within a file, the format converts its places
-to bytes. No file is opened for this, and a document costs nothing: a position refers to its file's
-extent.
+The unit is stored bytes, because a listing has them; the format converts its places to bytes. This
+opens no file and costs nothing per document, because a position refers to its file's extent.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 Unit: TypeAlias = Literal["bytes", "rows"]
 
-# More files are measured in a thread, because a stat may take a millisecond and a request 50. Of
-# more than _MEASURED, a sample is measured. The hub limits requests.
+# More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
+# _MEASURED, a sample is measured, because the hub limits requests.
 _AT_ONCE = 64
 _MEASURED = 1000
 _MEASURED_REMOTE = 50
@@ -107,7 +106,7 @@ class InputExtent:
         self._is_measured = False
 
     def measure(self) -> None:
-        """Looks the sizes up, once, and in a thread if that may take long."""
+        """Looks the sizes up once, in a thread if that may take long."""
         if self._is_measured:
             return
         self._is_measured = True

@@ -52,10 +52,9 @@ if TYPE_CHECKING:
 
 _SHUFFLE_SEED = 42  # datatrove's
 _SHOWN_COLUMNS = 20
-# The arguments of load_dataset that decide which rows there are. The others are about where and how
-# to store them.
+# Arguments of load_dataset that choose the rows; the others choose how to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
-# Of these, a stream refuses some.
+# A stream refuses some of these.
 _FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
 
 
@@ -115,7 +114,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 "shuffle buffer would be lost. Set streaming=False, which shuffles all rows by a "
                 "fixed seed, or leave shuffle_files out."
             )
-        # What the base class asks of a reader of files.
+        # The base class expects this of a reader of files.
         self.data_folder = DatasetFiles(dataset)
         self.paths_file = self.glob_pattern = self.shuffle_seed = None
         self.recursive = True
@@ -142,19 +141,17 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     @property
     def is_downloaded_whole(self) -> bool:
-        """Whether listing the dataset downloads all of it: only the ranks need that."""
+        """Whether listing the dataset downloads all of it, which only ranks need."""
         return not self.load_from_disk and not self.streaming
 
     def shares_rows(self, shards: int) -> bool:
-        """Returns whether the tasks share a dataset of so many shards by its rows, and not by its
-        shards.
-        """
+        """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
 
     def preview(self) -> HuggingFaceDatasetReader:
         """Returns a reader that streams the same rows, for a check before the run.
 
-        It is this one for a part of a split ("train[:10%]"), which cannot be streamed.
+        Returns itself for a part of a split ("train[:10%]"), which cannot be streamed.
         """
         if self.load_from_disk or self.streaming or "[" in str(self.dataset_options.get("split")):
             return self

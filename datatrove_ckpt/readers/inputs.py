@@ -1,8 +1,8 @@
 """Checks that an input is still the one that a position was made for.
 
-A state is too small for ten thousand names and sizes. Of the files that were read to their end it
-keeps a ``Digest``, of the current file its name, its size and a hash of its first (and last) 64 kB.
-Finished files are not read again: on resume that would cost what seeking saves.
+A state is too small for ten thousand names and sizes. It keeps a ``Digest`` of finished files, and
+name, size and a hash of the first (and last) 64 kB of the current file. Finished files are not read
+again, which would cost what seeking saves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
 from datatrove_ckpt.readers.step_records import plain_settings
 
 _SAMPLE = 2**16
-# What file systems call a value that changes with a file's content.
+# File systems' names for a value that changes with a file's content.
 _TAGS = (
     "ETag",
     "etag",
@@ -47,8 +47,8 @@ _Result = TypeVar("_Result")
 
 
 def remedy(verb: str = "Restore it") -> StartOver | str:
-    """Names what helps if a position does not fit its input: other folders in a pipeline, no state
-    in a training.
+    """Returns advice for a position that does not fit its input: other folders in a pipeline, no
+    state in a training.
     """
     start = f"{verb}, or start from the beginning"
     if in_pipeline():
@@ -97,14 +97,14 @@ class Inputs:
         return int(self.info(index)["size"] or 0)
 
     def size_for_people(self, index: int) -> int:
-        """Returns the size, in any thread, and keeps nothing."""
+        """Returns the size without keeping it, in any thread."""
         name = self.names[index]
         info = self._infos.get(name) or self._remote(lambda: self.folder.info(name))
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
-        """Replaces the size by the number of bytes that were read, or the current size if a limit
-        ended that (None).
+        """Replaces the size by the bytes that were read; None, after a limit, by the current
+        size.
         """
         if size != self.size(index):
             info = self.folder.info(self.names[index])
@@ -137,9 +137,7 @@ class Inputs:
             return retrying.READING.run(call, self.folder.path)
 
     def sample(self, index: int) -> str:
-        """Returns a value that changes with the content; empty if the file system has none, or the
-        file is gone.
-        """
+        """Returns a value that changes with the content; empty without such a value or file."""
         info = self.info(index)
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
@@ -243,7 +241,7 @@ def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
 
 
 def shuffled_names(names: Iterable[str], seed: int) -> list[str]:
-    """Orders files so that files that are added move no other file."""
+    """Orders files so that an added file moves no other file."""
     return sorted(names, key=lambda name: (xxh3_64_intdigest(f"{seed}/{name}".encode()), name))
 
 
@@ -349,7 +347,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         folder.invalidate_cache()
     options: JsonObject = {"maxdepth": None if reader.recursive else 1, "detail": True}
     if is_on_hub(folder):
-        # As DataFolder.list_files: one request instead of one per file.
+        # As in DataFolder.list_files: one request in all.
         options["expand_info"] = False
     if not pattern:
         ask = partial(folder.find, "", **options)
@@ -361,7 +359,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
     files = (name for name, info in listed.items() if info["type"] != "directory")
     names = sorted(name for name in files if not is_ours(name))
-    # A listing does not follow symbolic links: to it they are "other", too.
+    # A listing does not follow symbolic links, and calls them "other".
     known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = Inputs(folder, names, known)
     for index, name in enumerate(names):

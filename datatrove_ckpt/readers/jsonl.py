@@ -8,9 +8,8 @@ A ``FilePosition`` is (offset after the line, lines so far, offset of the line, 
 covers the last line and the file's first 64 kB as far as they come before the position, so later
 lines may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
 
-An index for gzip or zstd would have to be written beside the input, found and trusted. Without it,
-a million documents of 2 kB cost 9 s of CPU for gzip (3 s with ``isal``) and 1 s for zstd, while the
-server starts.
+There is no index for gzip or zstd: skipping a million documents of 2 kB takes 9 s of CPU for gzip
+(3 s with ``isal``) and 1 s for zstd, while the server starts.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         try:
             data = orjson.loads(line)
             if not isinstance(data, dict):
-                # Else the documents of a whole file would be one damaged line.
+                # Otherwise a whole file would be one damaged line.
                 if _holds_objects(data):
                     refuse_array(self, name)
                 return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
@@ -168,8 +167,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             self._parsing += time.perf_counter() - began
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
-        """Yields the blocks, and adds the time of ``_parse`` to the stats by block: by line would
-        cost too much.
+        """Yields the blocks, and adds the time of ``_parse`` to the stats by block, because timing
+        lines costs too much.
         """
         for block in blocks:
             self._parsing = 0.0
@@ -207,7 +206,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def open_content(self, name: str) -> Iterator[IO[bytes]]:
         codec = self.codec(name)
         with ExitStack() as stack:
-            # The adapter runs inside, and may ask others than the hub.
+            # The adapter runs inside, and may raise errors of other libraries.
             stack.enter_context(
                 naming_hub_input(self.data_folder, name, False, ("huggingface_hub",))
             )
@@ -215,7 +214,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             if codec is not None and file.read(1):
                 file.seek(0)
                 stack.enter_context(naming_damage(name))
-                # Decompressors may return less than requested, and not all have a readline().
+                # Decompressors may return less than requested, and may lack readline().
                 file = stack.enter_context(_Content(decompressed(file, codec, name), file))
             yield file  # a file of 0 bytes is empty, also where its compression would need a header
 
@@ -259,7 +258,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""
         is_plain = self._may_grow(name)
         if is_plain and offset > _HEAD and not self.data_folder.is_local():
-            # A remote file would download a whole block at its beginning, of 50 MB for S3.
+            # A remote file would download a block at its beginning, 50 MB on S3.
             file.seek(offset)
             return bytes(self.data_folder.cat_file(name, start=0, end=_HEAD))
         head = _read_exactly(file, min(offset, _HEAD), name)
@@ -310,7 +309,7 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
 
 
 def _rest_of_line(file: IO[bytes], name: str) -> bytes:
-    """Raises InputError if it is too long for a line."""
+    """Reads the rest of a line. Raises InputError for an overlong line."""
     rest = read_line(file)
     if len(rest) >= MAX_LINE_BYTES:
         raise InputError(
@@ -321,7 +320,7 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
-    """Reads the end of a line that had none when it was read as the last one."""
+    """Reads the late line end of a line that had none as the last line."""
     file.seek(offset - 1)
     last = file.read(1)
     following = file.read(2)

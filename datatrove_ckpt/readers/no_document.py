@@ -29,19 +29,11 @@ MAX_LINE_BYTES = 2**28
 
 A compressed file of zeros is one line, a thousand times as large.
 """
-# Python's own limit, which holds for the whole process, is 128 kB.
+# Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
 _SHOWN_CHARACTERS = 60
 _SHOWN_KEYS = 20
-_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"BZh": "bz2",
-    b"\xfd7zXZ": "xz",
-    b"PK\x03\x04": "zip",
-}
-_SUFFIXES = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz", "zip": ".zip"}
 _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
 _RUN_AGAIN = "Correct that, and run the same command again."
 
@@ -83,38 +75,23 @@ def refuse_array(reader: BaseDiskReader, name: str) -> NoReturn:
 
 
 def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
-    """Describes a file that gave no document, with advice; "" if it has no rows, or if these have
-    an empty text.
+    """Describes a file without documents, with advice; "" if it has no rows, or only empty
+    texts.
     """
     folder: DataFolder = reader.data_folder
     with folder.open(name, "rb", compression=None) as file:
         magic = file.read(6)
         file.seek(0)
         # The last one: a stream of Arrow.
-        if magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
-            table = "Arrow"
-            use = IpcReader
-            if magic.startswith(b"PAR1"):
-                table = "Parquet"
-                use = ParquetReader
-            if isinstance(reader, use):
-                return _explain_row(reader, _first_table_row(file, magic), damaged)
-            return (
-                f"This is a file in the format {table}: use {use.__name__}, or move the file "
-                "out of the folder."
-            )
+        is_table = magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
+        if is_table and isinstance(reader, IpcReader | ParquetReader):
+            return _explain_row(reader, _first_table_row(file, magic), damaged)
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is not None and magic:
             return _explain_text(
                 io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged
             )
-        found = next((found for start, found in _MAGIC.items() if magic.startswith(start)), None)
-        if found is None:
-            return _explain_text(file, reader, damaged)
-        return (
-            f"It is compressed with {found}, and was read without decompressing it: its name "
-            f"should end in {_SUFFIXES[found]}, or set compression. {_RUN_AGAIN}"
-        )
+        return _explain_text(file, reader, damaged)
 
 
 def _explain_row(reader: BaseDiskReader, row: JsonObject | None, damaged: bool) -> str:
@@ -147,13 +124,11 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str
             return _explain_row(reader, row, damaged)
     text = line.decode(errors="replace").strip()
     advice = (
-        f"Write a format that {type(reader).__name__} reads, choose another reader, or move "
-        "the file elsewhere."
+        f"Write UTF-8 in a format that {type(reader).__name__} reads, choose another reader or "
+        "compression, or move the file elsewhere."
     )
     if text.startswith("["):
         advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
-    if "\ufffd" in text:
-        advice = "It is not UTF-8: save it as UTF-8 (iconv -t utf-8), or move it elsewhere."
     return text and f"It begins with {text[:_SHOWN_CHARACTERS]!r}. {advice}"
 
 

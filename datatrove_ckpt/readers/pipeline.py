@@ -1,8 +1,8 @@
 """Finds the readers of files in a pipeline through its generators: each holds its step and the
 generator before it.
 
-For readers that do not seek, this module notes their files, and refuses an input in which they
-found no document. It cannot count the rows that they skip.
+For readers that do not seek, it notes files, and refuses an input without documents. It cannot
+count skipped rows.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """How a position gets from a reader to the checkpoint, and how a saved position finds its reader.
 
-A document carries its position in a slot that is no field of the dataclass: filters pass it on, and
-writers do not see it. It costs one tuple per document; the state is built only when a position is
-saved.
+A document carries its position in a slot that is no dataclass field: filters pass it on, and
+writers do not see it. It costs one tuple per document; only saving builds the state.
 
 The readers of a pipeline start lazily, at the first ``next``, and find a ``Reading`` in their
 thread. A state has the number of its reader, in the order of starting. An attribute of the step
-would be simpler, but a step object may run several ranks, and a pipeline may have several readers.
+would not do, because a step may run several ranks.
 """
 
 from __future__ import annotations
@@ -195,9 +194,7 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def first_in_file(self, documents: int) -> int:
-        """Returns the number of documents before the state's file; ``documents`` for states of
-        earlier releases.
-        """
+        """Returns the number of documents before the state's file; ``documents`` for old states."""
         return int((self.state or {}).get("file", {}).get("first", documents))
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:

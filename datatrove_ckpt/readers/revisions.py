@@ -1,9 +1,8 @@
 """The commits of hub datasets that all ranks of a job read.
 
-A branch moves, so ranks that start at different times would read different files, and lose or
-repeat documents. So the first rank keeps the commit of a branch or tag in the checkpoint folder of
-the job, for all ranks. The file is made by a hard link: the first link wins, and is never seen in
-part.
+A branch moves, so ranks that start at different times would read different files. So the first rank
+records the commit of a branch or tag in the job's checkpoint folder. The file is made by a hard
+link: the first link wins, whole.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Revisions:
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:
         files.disk.make_dirs(self._folder)
-        # Processes of two nodes may have one id.
+        # Processes of two nodes may share a process id.
         staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         files.disk.write_new(staged, [data], files.PUBLIC_FILE)

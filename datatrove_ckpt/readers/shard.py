@@ -1,9 +1,8 @@
 """What a rank has read, in its checkpoint's ``shard.json``: files, readers, steps, skipped lines.
 
-A finished rank is never run again, so its input may not change. Of each file the record keeps the
-name and size that the reader saw, and a sample: a hash of the first and last 64 kB of a local file,
-the ETag (or the like) of a remote file. The time of the last change is for a warning only: it
-differs in a copy on another node.
+A finished rank is never run again, so its input may not change. The record keeps each file's name,
+size and a sample: a hash of the first and last 64 kB of a local file, the ETag (or the like) of a
+remote file. The modification time, which differs in a copy, is for a warning only.
 """
 
 from __future__ import annotations

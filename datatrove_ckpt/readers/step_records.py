@@ -1,8 +1,7 @@
 """Describes the steps before a runner, so that a finished rank notices other steps.
 
-A false alarm would refuse a good run, so only what cannot change by itself is described: package
-and class of a step, and the plain settings of steps that hold no state. The options and files of
-readers are recorded elsewhere.
+A false alarm would refuse a good run, so the description has only a step's package and class, and
+plain settings of stateless steps. ``shard.py`` records the options and files of readers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def describe_pipeline(
 ) -> list[StepRecord]:
     """Describes the steps before a runner, as the executor has them.
 
-    The package of a function is left out, because an imported script has another one.
+    A function's package is omitted, because it changes in an imported script.
 
     Args:
         code_of: returns hashes of the code of a user's function or class, by name.
@@ -68,7 +67,7 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
     if not isinstance(step, PipelineStep):
         return StepRecord(described.__qualname__.rpartition("<locals>.")[2], code)
     cls = type(step)
-    # The package alone: a module may move from one release to the next.
+    # Only the package, because a module may move between releases.
     package = cls.__module__.partition(".")[0]
     settings = {}
     if cls.__module__.startswith(STATELESS_PACKAGES):

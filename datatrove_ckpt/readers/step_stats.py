@@ -4,9 +4,8 @@ After a resume that seeks, these steps see only the remaining documents. So a sa
 their stats right after its document, and the next attempt adds its own. After a resume that counts,
 they see all documents again.
 
-The last position holds the stats at the end of the input (``ended``): an attempt that finds no
-document after it adds nothing of its own. A retry of dead letters does not run these steps:
-``shard.json`` keeps their stats for it.
+The last position holds the stats at the end of the input (``ended``). A retry of dead letters does
+not run these steps, and takes their stats from ``shard.json``.
 """
 
 from __future__ import annotations

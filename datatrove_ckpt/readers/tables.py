@@ -196,11 +196,9 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
 
-        # Without a buffer, a row group's column is read at once, which saves requests of a remote
-        # file.
+        # Without a buffer, a row group's column is one request to a remote file.
         size = _BUFFER_BYTES if self.data_folder.is_local() else 0
-        # Pre-buffering, pyarrow's default since version 26, would always read whole columns of a
-        # row group.
+        # Pre-buffering, pyarrow's default since 26, would always read whole columns of a row group.
         options = {"buffer_size": size, "pre_buffer": False}
         with (
             naming_damage(name),
@@ -224,7 +222,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
                 first = row if number == group else 0
                 if first >= rows:
                     continue
-                # Large ones pass `row` faster.
+                # Large batches pass `row` faster.
                 most = max(self.batch_size, _SKIPPED_ROWS) if first else self.batch_size
                 size = _fitting(most, rows, groups[number].total_byte_size)
                 start = 0

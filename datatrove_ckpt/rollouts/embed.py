@@ -79,8 +79,6 @@ class EmbedRollout(_NoText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dimensions is not None and self.dimensions < 1:
-            raise ConfigError(f"dimensions: must be >= 1; it is {self.dimensions!r}.")
         if self.column in FIELDS:
             raise ConfigError(
                 f"column: {self.column!r} is the document's own, which would be lost. Give another "
@@ -155,10 +153,6 @@ class ClassifyRollout(_NoText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("labels", "keep"):
-            given = getattr(self, name)
-            if given is not None and (not given or len(set(given)) < len(given)):
-                raise ConfigError(f"{name}: {given!r} is not a list of different labels.")
         if self.labels is not None:
             self._check_kept(self.labels)
             self._check_threshold(len(self.labels))

@@ -81,11 +81,6 @@ class JudgeRollout(PromptRollout):
             raise ConfigError(
                 "judge_prompt: has no {answer}, so the judge would not see the answer."
             )
-        for name, value in (("lowest", self.lowest), ("threshold", self.threshold)):
-            if value is not None and self.highest is not None and value > self.highest:
-                raise ConfigError(
-                    f"{name}: is {value!r}, more than highest, which is {self.highest!r}."
-                )
         super().__post_init__()
         self._check_params("judge_params", self.judge_params)
         try:

@@ -129,8 +129,8 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
     assert "2 tasks are complete already" in command("run", "job.yaml")
     for what in ("job.yaml", f"{BUCKET}/mirror"):
         assert "2 tasks (2 finished)" in command("status", what)
-        assert "no problem: 2 ranks, 6 documents" in command("verify", what, "--full")
-        assert "report.html: the report of 2 ranks" in command("report", what)
+        assert "no problem: 2 tasks, 6 documents" in command("verify", what, "--full")
+        assert "report.html: the report of 2 tasks" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
     assert server.asked.total() == 6
     job.repo("org/job", "bucket").commit(
@@ -168,7 +168,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
         assert "2 tasks (2 finished)" in command("status", what)
-        assert "no problem: 2 ranks, 6 documents" in command("verify", what)
+        assert "no problem: 2 tasks, 6 documents" in command("verify", what)
     # What ``hf cp`` calls.
     HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")
     write_yaml(server)
@@ -238,7 +238,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     ]
     assert rows == [f"{task} {n}" for task in range(2) for n in range(3)]
     assert set(server.asked.values()) == {1}
-    assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+    assert "no problem: 2 tasks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
 
 
 # lists that lag ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
     assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
     lose_the_node()
     assert "2 tasks are complete already" in command("run", "job.yaml")
-    assert "no problem: 2 ranks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+    assert "no problem: 2 tasks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
     assert set(server.asked.values()) == {1}
     assert len(output(job)) == 4
 

@@ -187,7 +187,7 @@ def counted(hub):
 
 @pytest.mark.slow
 def test_a_rank_starts_with_few_requests_however_many_files_there_are(tmp_path, hub, server):
-    """100 ranks that start together may make 1000 requests: 10 each."""
+    """100 tasks that start together may make 1000 requests: 10 each."""
     hub.put(
         "org/data",
         {

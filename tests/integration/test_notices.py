@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.preemption import NoticeWatch
+from datatrove_ckpt.process.preemption import NoticeWatch, check_notice
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
@@ -141,6 +142,20 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
     until(pid.exists)
     watch.close()
     until(lambda: not Path("/proc", pid.read_text().strip()).exists())
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("aws", r"takes {'cloud': NAME}, one of aws, gcp, azure, or {'command': \[program, ...\]}"),
+        ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),
+        ({"cloud": "ours"}, "one of aws, gcp, azure, or"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting, complaint):
+    with pytest.raises(ConfigError, match=complaint) as raised:
+        check_notice(setting, ["SIGTERM"])
+    assert "secretword" not in str(raised.value)
 
 
 # processes ---------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
         with pytest.raises(asyncio.CancelledError):
             await running
         for thread in threading.enumerate():
-            if thread.name == "rank 0":
+            if thread.name == "task 0":
                 thread.join(300)
                 assert not thread.is_alive()
     with FakeServer() as server:

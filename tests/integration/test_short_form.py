@@ -514,32 +514,9 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
     assert "no problem" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("inner", ["output", "checkpoints", "logs", "output/more"])
-def test_a_run_folder_inside_another_run_is_refused_at_the_start(inner, folder, server, command):
-    job = [
-        "run",
-        "--input",
-        "documents",
-        "--prompt",
-        "Say {text}",
-        "--endpoint",
-        server.url,
-        "--model",
-        "m",
-    ]
-    command(*job, "--run-folder", "runs/x")
-    before = outputs(folder)
-    said = command(*job, "--run-folder", f"runs/x/{inner}", code=2).error
-    name = inner.partition("/")[0]
-    assert said.endswith(
-        f"/runs/x/{inner} is inside the run in {folder}/runs/x, in its {name}. Choose another."
-    )
-    assert outputs(folder) == before
-    command(*job, "--run-folder", "runs/x")
-    command(*job, "--run-folder", f"runs/output/{inner}")
-
-
-def test_names_of_the_short_form_are_refused_for_a_long_one(capsys):
+def test_names_of_the_short_form_are_refused_for_a_long_one(
+    capsys,
+):
     Path("long.yaml").write_text("executor: {}")
     assert main(["run", "long.yaml", "--model", "m"]) == 2
     assert "--model: long.yaml is in the long form" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     (tmp_path / "last_chunk/00004.txt").write_text("0\n")
     text = said(tmp_path)
     assert "removed, though they had begun: 4; `run` restores them from the mirror" in text
-    assert "folders that do not belong to the run of 10 ranks: 12; they are not counted\n" in text
+    assert "folders that do not belong to the run of 10 tasks: 12; they are not counted\n" in text
     assert "Nothing runs at the moment, and the run is not finished. To resume, " in text
     found = json.loads(said(tmp_path, "--json"))
     assert (found["missing"], found["gone"], found["foreign"]) == (

@@ -100,7 +100,7 @@ def test_a_finished_run_has_no_problem(job, said, options):
     text = said("verify", job, *options)
     checked = "sizes and contents" if options else "sizes; --full compares contents, too"
     assert text == (
-        "no problem: 2 ranks, 14 documents (10 written, 0 dropped, 4 dead letters) in 8 files of "
+        "no problem: 2 tasks, 14 documents (10 written, 0 dropped, 4 dead letters) in 8 files of "
         f"{job}/output (checked: {checked})\n"
     )
     assert outputs(job) == before, "it only reads"
@@ -352,7 +352,7 @@ def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is
     assert text.startswith(message)
     advice = f"To redo it: datatrove-ckpt repair {job}/checkpoints --full, then run again.\n"
     assert text.splitlines(keepends=True)[0].endswith(advice)
-    assert text.splitlines()[1].startswith("1 problem: 2 ranks, 14 documents")
+    assert text.splitlines()[1].startswith("1 problem: 2 tasks, 14 documents")
     said("verify", job, code=1)
     text = said("repair", job, "--full")
     assert text.startswith(
@@ -588,7 +588,7 @@ def test_files_of_retried_dead_letters_are_verified_and_repaired_too(job, said, 
     with FakeServer() as mended:
         retry(job, mended)
         text = said("verify", job, "--full")
-        assert "2 ranks, 14 documents (14 written, 0 dropped, 0 dead letters) in 10 files" in text
+        assert "2 tasks, 14 documents (14 written, 0 dropped, 0 dead letters) in 10 files" in text
         totals = json.loads(said("verify", job, "--json").out)["totals"]
         assert (totals["written"], totals["dead"]) == (14, 0)
         made = outputs(job / "output")

@@ -75,7 +75,7 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log)
     path = Path("logs/server_rank_00003.log")
     for rank in (7, 8):
         assert (
-            f"DEBUG Rank {rank} takes over the server that task 3 started (log {path.absolute()}).\n"
+            f"DEBUG Task {rank} takes over the server that task 3 started (log {path.absolute()}).\n"
             in log
         )
     for rank in (3, 7, 8):

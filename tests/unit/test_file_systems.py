@@ -48,7 +48,6 @@ def of(kind, options="rw", source="somewhere"):
     [
         ("tmpfs", "rw", "It is lost when the machine or container stops."),
         ("overlay", "rw", "It is lost when the container is removed: mount a volume."),
-        ("overlay", "rw,volatile", "syncs do nothing"),
         ("nfs", "rw,vers=3,nolock", "mounted with nolock"),
         ("nfs", "rw,vers=3", "NFS 3 need lockd"),
         ("lustre", "rw", "mount it with -o flock"),

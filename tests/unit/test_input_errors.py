@@ -79,20 +79,14 @@ def resumed(reader, read):
         pytest.param(
             b'{"text": "caf\xe9"}\n' * 9,
             {},
-            r"It is not UTF-8: save it as UTF-8 \(iconv",
+            r"Write UTF-8 in a format that JsonlReader reads",
             id="Latin-1",
         ),
         pytest.param(
             gzip.compress(LINES[0]),
             {},
-            r"compressed with gzip.*end in .gz",
+            r"choose another reader or compression",
             id="gzip by another name",
-        ),
-        pytest.param(
-            zstandard.compress(LINES[0]),
-            {"compression": None},
-            r"compressed with zstd",
-            id="zstd as plain",
         ),
         pytest.param(
             b"".join(LINES),
@@ -117,7 +111,7 @@ def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_p
     ):
         texts(ParquetReader(str(tmp_path)))
     with pytest.raises(
-        InputError, match=r"'a.parquet' .* in the format Parquet: use ParquetReader, or move"
+        InputError, match=r"'a.parquet' .* begins with 'PAR1.*, choose another reader"
     ):
         texts(JsonlReader(str(tmp_path)))
 

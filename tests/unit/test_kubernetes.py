@@ -256,12 +256,10 @@ def test_the_short_form_runs_on_a_volume(command):
         ("--kubernetes.grace_seconds=39", r"39 s are too few.* 20 s \(drain_seconds\).* least 40, or .* most 19"),
         ("--pipeline.1.drain_seconds=41", "Set it to at least 61, or drain_seconds to at most 40"),
         ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each worker"),
-        ("--kubernetes.name=My_Job", "name: 'My_Job' is not one to 61 of a-z"),
         ("--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}", "secrets: \\[NAME\\]"),
         ("--kubernetes.env={PROXY: 'http://me:word@proxy'}", r"job.yaml: holds what may be a secret"),
         ("--kubernetes.pod={schedulerName: hf_A1b2C3d4E5f6G7h8}", "job.yaml: holds what may be a secret"),
         ("--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}", "job.yaml: holds"),
-        ("--executor.tasks=100001", "workers: a Job has at most 100000; they are 100001"),
         ("--executor.logging_dir=hf://datasets/org/job/logs", "Set it to a bucket: hf://buckets/org/job/logs"),
     ],
 )  # fmt: skip

@@ -1,5 +1,4 @@
-"""What a rank tells other systems while it works: metrics for Prometheus.
+"""Shows a rank's metrics to Prometheus while it works.
 
-Start at ``exporter.py``, which the runner opens and closes. ``prometheus.py`` has the metrics and
-shows them.
+Start at ``exporter.py``, which the runner opens and closes; ``prometheus.py`` has the metrics.
 """

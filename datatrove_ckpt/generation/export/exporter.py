@@ -41,7 +41,6 @@ def check_monitoring(config: MonitoringConfig) -> None:
 def open_exports(
     runner: Step,
     rank: int,
-    world_size: int,
     checkpoint: Checkpoint,
     history: RankReporter,
     shutdown: Shutdown,
@@ -53,7 +52,7 @@ def open_exports(
         return exports
     from datatrove_ckpt.generation.export.prometheus import metrics_port
 
-    metrics = partial(exports.metrics, _name_of(runner), rank, time.time(), world_size)
+    metrics = partial(exports.metrics, _name_of(runner), rank, time.time())
     try:
         port = metrics_port(config.metrics_host, config.metrics_port)
         if port is not None:
@@ -83,7 +82,7 @@ class Exports:
     stack: ExitStack = field(default_factory=ExitStack)
     _end: str = ""
 
-    def metrics(self, run: str, rank: int, started_at: float, ranks: int) -> RankNow:
+    def metrics(self, run: str, rank: int, started_at: float) -> RankNow:
         from datatrove_ckpt.generation.export.prometheus import RankNow
 
         progress = self.history.progress()
@@ -99,9 +98,7 @@ class Exports:
             state = "starting"
         spread = self.history.spread()
         host = socket.gethostname()
-        return RankNow(
-            run, rank, host, job_id() or "", started_at, ranks, state, time.time(), progress, spread
-        )
+        return RankNow(run, rank, host, job_id() or "", started_at, state, progress, spread)
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:

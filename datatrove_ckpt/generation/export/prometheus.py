@@ -1,12 +1,11 @@
 """A rank's metrics for Prometheus, at a port of its process. Needs prometheus-client.
 
 Names and units follow Prometheus: seconds, bytes, and ``_total`` for counters. Counters start from
-zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges:
-after a kill they may be a little lower, which would make a counter look restarted.
+zero in each attempt, which ``rate`` and ``increase`` understand. Sums over all attempts are gauges,
+because they may fall a little after a kill.
 
-Each process has a port of its own: the first free port from ``metrics_port`` on. A rank that has
-ended is shown for two more minutes, if its process still runs, because Prometheus may look every
-minute only.
+Each process has a port of its own: the first free port from ``metrics_port`` on. While its process
+runs, an ended rank is shown for two more minutes, because Prometheus may scrape only every minute.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ class RankNow:
     Attributes:
         run: the job's name.
         job: of Slurm; "" outside of it.
-        started_at, now: Unix seconds.
-        ranks: how many the job has.
+        started_at: Unix seconds.
         state: one of ``STATES``.
     """
 
@@ -90,19 +88,13 @@ class RankNow:
     host: str
     job: str
     started_at: float
-    ranks: int
     state: str
-    now: float
     progress: Progress
     spread: Spread
 
     @property
     def own(self) -> WorkCounts:
         return self.progress.own
-
-
-def _fields(record: object, *names: str) -> dict[tuple[str], float]:
-    return {(name,): getattr(record, name) for name in names}
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
@@ -144,41 +136,19 @@ METRICS = (
     ),
     Metric(
         "gauge",
-        "job_ranks",
-        "How many tasks the job has, those that work nowhere included.",
-        lambda rank: rank.ranks,
-    ),
-    Metric(
-        "gauge",
-        "updated_timestamp_seconds",
-        "When these values were read, in Unix seconds.",
-        lambda rank: rank.now,
-    ),
-    Metric(
-        "gauge",
         "attempt_start_timestamp_seconds",
         "When this attempt of the task started, in Unix seconds.",
         lambda rank: rank.started_at,
     ),
     Metric(
         "gauge",
-        "rank_seconds",
-        "Time that all attempts of the task took.",
-        lambda rank: _fields(rank.progress.seconds, "inference", "total"),
-        ("phase",),
-    ),
-    Metric(
-        "gauge",
         "rank_documents",
         "Documents that all attempts of the task have finished.",
-        lambda rank: _fields(rank.progress.documents, "written", "dropped", "dead"),
+        lambda rank: {
+            (outcome,): getattr(rank.progress.documents, outcome)
+            for outcome in ("written", "dropped", "dead")
+        },
         ("outcome",),
-    ),
-    Metric(
-        "gauge",
-        "rank_requests",
-        "Requests of the documents that all attempts of the task have finished.",
-        lambda rank: rank.progress.documents.requests,
     ),
     Metric(
         "gauge",
@@ -186,12 +156,6 @@ METRICS = (
         "Tokens of the documents that all attempts of the task have finished.",
         lambda rank: _tokens(rank.progress.documents),
         ("type",),
-    ),
-    Metric(
-        "gauge",
-        "rank_chunks",
-        "Chunks that all attempts of the task have committed.",
-        lambda rank: rank.progress.chunks,
     ),
     Metric(
         "gauge",
@@ -235,12 +199,6 @@ METRICS = (
         "unanswered_seconds",
         "For so long servers have answered no request, although some failed.",
         lambda rank: rank.progress.silence.seconds,
-    ),
-    Metric(
-        "counter",
-        "request_attempts_total",
-        "Times that a request was sent to a server in this attempt.",
-        lambda rank: rank.own.sent,
     ),
     Metric(
         "counter",
@@ -378,7 +336,7 @@ def _port(process: int, host: str, first: int) -> ShownRanks | None:
 
 
 def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """Returns what this process shows; None, with a warning, if none can be used.
+    """Returns the ranks that this process shows; None, with a warning, if no port is free.
 
     A fork has another one.
     """

@@ -1,8 +1,7 @@
 """Parses completions, as datatrove parses them.
 
 An unfinished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
-values are corrected before they are cached: no count is a string, 2^64 or NaN, and each text can be
-encoded.
+values are corrected before they are cached.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# In lower case. Any other reason is an end.
+# In lower case; any other reason ends an answer.
 _UNFINISHED = frozenset(
     """
     abort aborted canceled cancelled error failed in_progress incomplete interrupted none null
     timeout unknown
     """.split()  # noqa: SIM905
 )
-# ``str | list`` would make a new object for each answer.
 _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
@@ -110,17 +108,17 @@ class RetryableError(Exception):
 
     @property
     def server_is_well(self) -> bool:
-        """The server works, and only asks us to wait."""
+        """Whether the server works, and only asks us to wait."""
         return 400 <= self.status < 500
 
     @property
     def server_is_limited(self) -> bool:
-        """The server works, and takes no more requests for now."""
+        """Whether the server works, but takes no more requests for now."""
         return self.status in retrying.SERVER.limited
 
     @property
     def server_is_busy(self) -> bool:
-        """The server says that it is overloaded or not ready."""
+        """Whether the server reports that it is overloaded or not ready."""
         return self.status in retrying.BUSY
 
 
@@ -149,11 +147,7 @@ class Way(NamedTuple):
 
 
 def way_to(path: str) -> Way:
-    """Returns the way to a path of the server, as ``generate`` takes it.
-
-    Raises:
-        ValueError: it does not begin with a slash.
-    """
+    """Returns the way to a path of the server, as ``generate`` takes it."""
     if not path.startswith("/"):
         raise ValueError(
             f"path: {path!r} must begin with a slash, such as /v1/embeddings or /tokenize"
@@ -229,8 +223,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
         raise UnknownForm("the answer's choice has no text")
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict and type(logprobs.get("top_logprobs")) is list:
-        # In the form of a chat's. With a key for each token, a table would have a column for each
-        # token.
+        # As in a chat's answer: a key for each token would become a column of a table.
         choice["logprobs"] = {
             **logprobs,
             "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]],
@@ -395,7 +388,7 @@ def _thoughts(content: object) -> str:
     return "".join(text for text in found if isinstance(text, str))
 
 
-# More is no count: sums over millions of documents would leave 64 bits.
+# Higher counts are wrong, and their sums would overflow 64 bits.
 _MAX_COUNT = 1 << 40
 
 
@@ -461,7 +454,7 @@ def read_json(raw: bytes) -> object:
     try:
         answer = _parse(raw)
     except UnicodeDecodeError:
-        # Replacement characters would be wrong in a text that looks complete.
+        # Replacement characters would corrupt a text that looks complete.
         raise RetryableError(
             "the answer holds bytes that are not UTF-8, which JSON must be"
         ) from None
@@ -486,7 +479,7 @@ def _parse(raw: bytes) -> object:
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
-        # Python's parser takes more: NaN becomes null, and a lone surrogate U+FFFD.
+        # Python's parser accepts more: NaN becomes null, a lone surrogate U+FFFD.
         found = json.loads(bytes(raw).decode(), parse_constant=lambda name: None)
         text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
         return orjson.loads(text.decode("utf-16", "replace"))

@@ -1,7 +1,7 @@
 """Bodies of requests with media, and the limits on the bodies of answers.
 
-A thousand requests with pictures may be in flight, and base64 makes 13 MB of a picture of 10 MB. So
-a body refers to the bytes, and encodes them piece by piece, as fast as the server takes them.
+A thousand requests with pictures of 10 MB may be in flight. So a body refers to the bytes, and
+encodes them piece by piece, as fast as the server takes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Body:
         return self._size
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yields pieces of up to 64 KiB, and the texts."""
         for text, data in zip_longest(self._texts, self._media, fillvalue=b""):
             yield text
             for start in range(0, len(data), _PIECE):
@@ -78,8 +77,8 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Returns why an answer of so many bytes is refused, or "". The oldest may be as large as a
-        single one: so each comes in turn.
+        """Returns why an answer of this size is refused, or "". The oldest answer may use the whole
+        budget, so each comes in turn.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""

@@ -20,12 +20,12 @@
     it died of this request alone, after two other deaths            RequestPoisoned
     this process may open no more connections                        TooManyOpenFiles: the run stops
 
-Only the HTTP status decides, never words in a body, which may quote the document. The exception:
-llama.cpp answers 500 to a text that is too long for an embedding, which counts as a 413.
+Only the HTTP status decides, not a body, which may quote the document. One exception: llama.cpp's
+500 for a text that is too long for an embedding counts as 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has a
-task or a log line of its own: each costs about 0.1 ms of CPU.
+(at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has its
+own task or log line, which cost 0.1 ms of CPU each.
 
 A null finish_reason may mean a truncated answer, but some gateways never send anything else. The
 setting ``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server
@@ -43,9 +43,8 @@ clocks end the retries; both run for ``server_patience_seconds``:
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
 
-Many requests compete for a small rate, and chance may delay one request for minutes. So failures of
-a busy server (429, 498, 503, 529) have ten times the patience. A busy server that has worked on a
-request of ours for a minute counts as reachable: long answers need minutes.
+Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
+ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
 """
 
 from __future__ import annotations
@@ -99,10 +98,10 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds for which other URLs are preferred after a failed connection. A dead server has the fewest
-# requests in flight, because it fails at once, and would get all of them.
+# Seconds for which other URLs are preferred after a failed connection: a dead server fails at once,
+# has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
-# Seconds. A server that stops is away by then: Slurm kills after 30.
+# Seconds. A stopping server is gone by then: Slurm kills after 30.
 _STOPPING = 60.0
 _MAX_UNASKED = 3
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
@@ -163,8 +162,7 @@ class Outage:
         self.answers = 0
         self.unreachable = False
         self._said = f"{model}: " if model else ""
-        # The log lines belong to all ranks that share the servers, not to the rank whose request
-        # fails first.
+        # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()
         self._since: float | None = None
         self._said_at: float | None = None
@@ -184,7 +182,8 @@ class Outage:
             self._since = since
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
-        """Raises ServerUnavailable if no request was answered for ``patience`` seconds.
+        """Counts a failure; raises ServerUnavailable if no request was answered for ``patience``
+        seconds.
 
         Args:
             oldest: returns the seconds for which the oldest request has been in flight.
@@ -259,10 +258,10 @@ class RequestClock:
         self._answers = answers
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
-        """Returns the number of failures.
+        """Counts a failure and returns the number of failures.
 
         Raises:
-            RequestFailed: other requests are answered, and this one never is.
+            RequestFailed: this request has used up its patience or attempts.
         """
         self._attempts += 1
         now = self._outage.clock()
@@ -280,7 +279,7 @@ class RequestClock:
         return self._attempts
 
     def next_way(self, way: Way, failure: RetryableError) -> Way:
-        """Returns the way of the next attempt: each tier has an equal part of the patience."""
+        """Returns the way of the next attempt; the tiers share the patience equally."""
         if not self._tiers or (failure.unreachable and not failure.timed_out):
             return way
         waited = (self._outage.clock() - self._began_at) / self._outage.patience
@@ -380,7 +379,7 @@ class ModelServers:
         return found
 
     def oldest_in_flight(self) -> float:
-        """0 if there is none."""
+        """Returns seconds; 0 without requests in flight."""
         started = [
             attempt.started_at for target in self.router.targets for attempt in target.attempts
         ]
@@ -479,7 +478,7 @@ class CompletionClient:
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1
-                # A cluster stops our servers together with us: it is not at fault.
+                # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
                     self._sent_again()
                     continue

@@ -30,15 +30,15 @@ from datatrove_ckpt.inference.client.plain import (
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
 _READ_BUFFER = 1 << 18
-# Bytes. Above this size aiohttp warns about plain bytes.
+# aiohttp warns about plain bytes above this size, in bytes.
 _STREAMED_SIZE = 1 << 20
 
 
 class _WatchedConnection(ResponseHandler):
     """A connection of aiohttp that is not used again after bytes came unasked, see ``plain.py``.
 
-    aiohttp takes a late response for the next request's, and has no public way to watch a
-    connection. So the class of its connections is replaced.
+    aiohttp takes a late response for the next request's, and only a replaced class of connections
+    can watch for it.
     """
 
     def __init__(self, owner: AiohttpTransport) -> None:
@@ -109,8 +109,8 @@ class AiohttpTransport(UnaskedCounter):
             ),
             read_bufsize=_READ_BUFFER,
             auto_decompress=False,
-            # A proxy in the environment is never meant for our servers on 127.0.0.1. Where it
-            # applies, aiohttp reads the environment in a thread per request.
+            # Our servers on 127.0.0.1 use no proxy. With a proxy, aiohttp reads the environment in
+            # a thread per request.
             trust_env=proxied,
         )
 

@@ -1,7 +1,6 @@
 """One HTTP exchange: returns the body of a whole answer, or raises the error that the status means.
 
-Errors raised here have no cause: the frames of their causes hold headers, and headers hold the API
-key.
+Errors raised here have no cause, because its frames would hold the API key.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
 _CONNECT_TIMEOUT = 30.0  # seconds
-# Seconds. uvicorn closes idle connections after 5 s. A request sent into a closing connection is a
-# failed attempt.
+# Seconds. uvicorn closes idle connections after 5 s, and a request sent then fails.
 _KEEPALIVE = 4.0
-# 203: a proxy has changed something. 202, 204 and 206 come without the answer, or with a part.
+# 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
 _SHOWN_BODY = 2000
-# llama.cpp's 500 for a text that it cannot embed. All of the body, which quotes no text.
+# The whole body of llama.cpp's 500 for a text that it cannot embed.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. '
     rb"increase the physical batch "
@@ -143,7 +141,7 @@ def _error(
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
-    # Cut after the redaction: a part of a secret that is cut in two would stay.
+    # Cut after the redaction, which would miss a cut secret.
     text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
     if status in retrying.REJECTED:
         return RequestRejected(status, text)

@@ -49,9 +49,7 @@ def typed_way(name: str, path: str, count: int) -> Way:
 
 
 class Base64(str):
-    """An array as it is kept, with the array: decoding takes longer than all else about an
-    answer.
-    """
+    """A kept array, with its decoded form, because decoding is slow."""
 
     __slots__ = ("values",)
     values: Floats
@@ -92,7 +90,7 @@ def parse_classes(raw: bytes, *, count: int) -> Completion:
     label = row.get("label")
     if not (label is None or isinstance(label, str)):
         raise RetryableError("the answer's label is no text")
-    # As sent: a threshold may be equal.
+    # Exact: a threshold may be equal.
     probabilities = _numbers(row.get("probs"), "probs", np.float64).tolist()
     return other_than_text(answer, {"label": label, "probabilities": probabilities})
 
@@ -167,7 +165,7 @@ def _vector(value: object) -> Floats:
 
 
 def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Number]:
-    # numpy would make a number of None (NaN), of True and of "1".
+    # numpy would convert None, True and "1" to numbers.
     if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
         raise UnknownForm(f"the answer's {name!r} is no list of numbers")
     with np.errstate(over="ignore"):

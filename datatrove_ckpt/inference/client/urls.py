@@ -1,6 +1,6 @@
 """URLs of endpoints, which may hold a secret: a user and password, or a query (``?code=...``).
 
-Frames hold a ``HiddenUrl``: a traceback with values would show a ``str`` or a yarl ``URL`` whole.
+Frames hold a ``HiddenUrl``, which tracebacks with values do not reveal.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenU
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
-    """Whether the environment names a proxy for any of the URLs."""
+    """Whether the environment sets a proxy for any of the URLs."""
     proxies = HiddenDict(getproxies())
     return any(
         url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls

@@ -1,6 +1,4 @@
-"""Servers that run already: nothing to launch or stop, only a check that they answer before the
-first request.
-"""
+"""External servers: only checks, before the first request, that they answer."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ class EndpointAnswer:
 
 
 async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
-    """Asks at the URL, and then at its /v1 if the API may be there and is not here.
+    """Requests the URL, and then its /v1 if that may be the API.
 
     datatrove appends /v1 to the URL of a local server only.
     """

@@ -96,7 +96,7 @@ class ServerHost:
         self._ends_well = asyncio.Event()
         self._running: dict[str, _Running] = {}
         self._models: RankModels | None = None
-        # Servers outlive the rank that starts them: their log lines belong to all ranks.
+        # Servers outlive the rank that starts them: log lines belong to all ranks.
         self._context = contextvars.copy_context()
 
     @property
@@ -130,7 +130,7 @@ class ServerHost:
             model_servers = self._context.copy().run(ModelServers, config)
             one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
-            # Begins once this rank has joined below.
+            # It begins once this rank has joined below.
             serve = self._serve(one, configs, rank, on_outage)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
@@ -165,7 +165,7 @@ class ServerHost:
         except Exception as error:
             if one.ready.done():
                 raise
-            # For later ranks, too: what these servers had leased is gone.
+            # Later ranks fail, too: these servers' leases are gone.
             one.ready.set_exception(error)
 
     async def close(self, ends_well: bool = False) -> None:

@@ -1,6 +1,6 @@
 """``python -m datatrove_ckpt.inference.servers.llamacpp``: the process of the embedded engine.
 
-xllamacpp contains llama.cpp and its OpenAI server. Its crash must not end the runner. The API key
+xllamacpp contains llama.cpp and its OpenAI server; its crash must not end the runner. The API key
 comes from DATATROVE_CKPT_API_KEY.
 
 Any further ``--name=value`` sets the plain field of that name in llama.cpp's common_params
@@ -20,7 +20,7 @@ from typing import Any
 
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST, usable_cores
 
-# Warnings and errors. At llama.cpp's default, 3, the log grows by a page per request.
+# Warnings and errors; the default, 3, logs a page per request.
 _WARNINGS = 2
 
 # Of xllamacpp.CommonParams, which has no type hints.
@@ -32,7 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     import xllamacpp
 
     params = flags_set(xllamacpp.CommonParams(), arguments)
-    # Blocks until the model is loaded.
     try:
         server = xllamacpp.Server(params)
     except RuntimeError as error:
@@ -49,7 +48,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain "
         "fields of common_params"
     )
-    # "resolve": a flag of ours has the name of a field, and ``--no-x`` may be a field, too.
+    # "resolve": our flags may have names of fields, and ``--no-x`` may be a field, too.
     parser = argparse.ArgumentParser(
         usage=usage,
         argument_default=argparse.SUPPRESS,

@@ -34,8 +34,8 @@ from datatrove_ckpt.process.shutdown import Shutdown
 _START = b"start\n"
 _DIED = b"died\n"
 _RETRY_DELAY = 0.5  # seconds
-# TCP keepalive: seconds of silence, seconds between probes, and failed probes. A host that loses
-# power closes no connection.
+# Seconds of silence, seconds between probes, failed probes: a host that loses power closes no
+# connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -75,7 +75,7 @@ class HeadNode:
     async def __aexit__(self, *error: object) -> None:
         self._lost_node.cancel()
         self._listener.close()
-        # This ends the handlers, too. Cancelling them would log an error (asyncio in 3.11).
+        # This ends the handlers; cancelling them would log an error (asyncio in 3.11).
         for writer in self._handlers.values():
             writer.transport.abort()
         await asyncio.gather(*self._handlers)
@@ -127,8 +127,7 @@ class HeadNode:
 
 
 async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:
-    """Serves until the head node ends. On a stop request, the head node needs this one during its
-    drain.
+    """Serves until the head node ends, also during its drain.
 
     Raises:
         ServerStartFailed: see ``run_worker_node``.
@@ -182,8 +181,8 @@ async def _report_death(server: InferenceServer, writer: asyncio.StreamWriter) -
 async def _connect(
     config: InferenceConfig, nodes: Nodes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Returns the connection to the head node. None if the head node never listens: it failed, or
-    has no document left.
+    """Returns the connection to the head node. None if the head node failed, or has no document
+    left.
 
     Raises:
         ServerStartFailed: the head node has another link key than this one.

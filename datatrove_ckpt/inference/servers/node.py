@@ -3,8 +3,7 @@ servers, GPUs.
 
 If a runner and its guardian were killed together, their server's record remains. It names runner,
 guardian and log file. If neither process is alive, the next start on the node kills the processes
-of the guardian's session whose output is that log. The environment would be no proof: vLLM
-overwrites it with its process title.
+of the guardian's session whose output is that log.
 
 Process ids are reused, so a process is identified by id and start time. Each host or container has
 its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
@@ -61,7 +60,7 @@ class ServerRecord:
     def create(cls, name: str, guardian: int, log: int) -> Self | None:
         """Records a server that this process has launched. ``log`` is a file descriptor.
 
-        Returns None without /proc or a runtime folder: that is no reason to start no server.
+        Returns None without /proc or a runtime folder; the server starts anyway.
         """
         started = {process.pid: process.started for process in process_table()}
         if guardian not in started or os.getpid() not in started:
@@ -112,14 +111,12 @@ class ServerRecord:
 
 
 def kill_session(session: int, name: str) -> None:
-    """Kills what a killed guardian left behind: its session, whose number the kernel does not reuse
-    meanwhile.
-    """
+    """Kills a killed guardian's session, whose number the kernel does not reuse meanwhile."""
     _kill_all(lambda process: process.session == session and process.pid != os.getpid(), name)
 
 
 def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
-    """Kills the processes of a server until none is found: a dying one may fork.
+    """Kills a server's processes until none is found: a dying process may fork.
 
     Returns each as "process 7 (name)".
     """
@@ -171,9 +168,8 @@ def _folder() -> Path:
     return folder
 
 
-# File descriptors of this process alone: a fork closes its copies. A lifeline pipe's copy would
-# keep a server running, and a lock's copy a GPU taken. Programs get only what is passed on
-# (``pass_fds``).
+# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
+# a lock a GPU taken. Programs get only ``pass_fds``.
 
 
 _ours: set[int] = set()
@@ -186,7 +182,7 @@ def own_descriptor(descriptor: int) -> int:
 
 
 def close_descriptor(descriptor: int) -> None:
-    """Closes a descriptor that this process owns. A fork has closed it already."""
+    """Closes a descriptor of this process, unless a fork has closed it already."""
     if descriptor in _ours:
         _ours.discard(descriptor)
         os.close(descriptor)
@@ -219,13 +215,11 @@ def runtime_folder(part: str = "") -> Path:
     return folder
 
 
-# Leases a server its share of the node.
-#
-# With ``replicas`` or several models the GPUs that this process sees are divided. Slurm
-# and Ray give each task its own GPUs, but LocalPipelineExecutor starts several ranks that all see
-# all of them. There, each server locks its GPUs by a file lock per GPU, which becomes free exactly
-# when its holder has ended. The server's processes inherit the lock, so GPUs count as taken until
-# the last of them has freed its memory.
+# Leases a server its share of the node. With ``replicas`` or several models the GPUs that this
+# process sees are divided. Slurm and Ray give each task its own GPUs, but LocalPipelineExecutor
+# starts several ranks that all see all of them. There, each server holds a file lock per GPU. Its
+# processes inherit the lock, which becomes free when the last of them has ended and freed its
+# memory.
 
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
@@ -356,10 +350,9 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:
-    """Locks all needed GPUs or none: two ranks that each keep a part could wait for each other
-    forever.
+    """Locks all needed GPUs or none: two ranks with a part each could wait forever.
 
-    One rank at a time: two that lock at once could get every other GPU each, or both find too few.
+    One rank at a time: otherwise both may find too few.
     """
     gate = _try_lock(folder / "claim.lock")
     if gate is None:

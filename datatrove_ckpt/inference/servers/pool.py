@@ -106,7 +106,7 @@ class ServerPool:
             raise
 
     async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """Raises the first error itself, not an exception group, and cancels the others."""
+        """Raises the first error, without an exception group, and cancels the others."""
         if self._head is not None:
             watch = self._head.watch()
         else:
@@ -166,7 +166,7 @@ _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
 _PROBES = 3  # in a row
 _PROBE_PAUSE = 0.3
-# Beyond the time that a server has to finish its requests after a SIGTERM.
+# Added to the time for requests in flight after a SIGTERM.
 _DRAIN_MARGIN = 5.0
 _RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
@@ -262,7 +262,7 @@ class ServerSupervisor:
             self._tell("death", cause)
             await self.model_servers.disconnect(self.target)
             if self.shutdown.is_stopping:
-                # A cluster signals the server, too, so it may end before we do.
+                # A cluster signals the server, too, which may end before us.
                 logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
                 await wait_until_cancelled()
             logger.warning(
@@ -325,7 +325,7 @@ class ServerSupervisor:
         allowed = self.config.server_max_restarts
         while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
             self._recent_restarts.popleft()
-        # No sign that the next start will fail: the request is a dead letter now.
+        # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
             self._death = Death("")
             return retrying.RESTART.first
@@ -371,7 +371,7 @@ class ServerSupervisor:
             self.target.mark_alive()
         in_flight = len(self.target.attempts)
         timeout = self.config.hang_timeout
-        # Where no tokens are counted, a long answer looks like a hang. What a user sets is obeyed.
+        # Without token counts a long answer looks like a hang; a user's setting is obeyed.
         is_usual = timeout == InferenceConfig.hang_timeout
         if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
             timeout = min(timeout, hang_after(self._longest))
@@ -411,7 +411,7 @@ class ServerSupervisor:
             return  # nothing is sent again
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            # Rare; with an event, each answer would look for waiters.
+            # This is rare; with an event, each answer would look for waiters.
             await asyncio.sleep(_PROBE_PAUSE)
 
     async def _run_probes(self) -> None:
@@ -425,8 +425,8 @@ class ServerSupervisor:
             )
             if problem is None:
                 return
-        # A server that is too busy to answer a probe is dead only if it has answered no request
-        # either, since the youngest of the failed attempts started.
+        # A server too busy to answer a probe is dead only if it has answered no request since the
+        # youngest failed attempt started.
         if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
             self.mark_dead(
                 f"is dead, although its process is running: its health address {problem}"

@@ -100,7 +100,7 @@ async def read_metrics(
         return None
 
 
-# No more than twice the target wait, even if the engine runs one at a time.
+# At most twice the target wait, even if the engine runs one request at a time.
 _LEAST_TARGET = FIRST_LIMIT // 2
 _RUNNING_PER_WAITING = 8
 _USUAL_SAMPLES = 5

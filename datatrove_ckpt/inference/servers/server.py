@@ -63,8 +63,7 @@ from datatrove_ckpt.inference.servers.probes import answers, request_health
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
-# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port minutes after we
-# chose it.
+# Outside Linux's ephemeral ports (32768 to 60999): an engine may bind its port late.
 _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
 _last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
@@ -123,7 +122,9 @@ class InferenceServer:
 
     @property
     def headers(self) -> HiddenDict:
-        """The request headers. A session that held them would show them to tracebacks."""
+        """The request headers, made on demand: a session that held them would reveal them in
+        tracebacks.
+        """
         if self.api_key:
             return self.api_key.headers()
         return HiddenDict()
@@ -149,12 +150,12 @@ class InferenceServer:
             which = "the server"
         if problem is not None:
             logger.warning(
-                f"{config.said}Rank {rank} cannot take over {which} {whose}: it {problem}. It is "
+                f"{config.said}Task {rank} cannot take over {which} {whose}: it {problem}. It is "
                 "started anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{config.said}Rank {rank} takes over {which} {whose}.")
+        logger.debug(f"{config.said}Task {rank} takes over {which} {whose}.")
         return True
 
     async def _lasting_problem(self) -> str | None:
@@ -203,7 +204,7 @@ class InferenceServer:
         """Creates the process, without waiting until it is ready."""
         port = free_port()
         key = Key(secrets.token_urlsafe(32))
-        # It looks for files and packages, which may be on a slow shared disk.
+        # It looks for files and packages, perhaps on a slow shared disk.
         self._command = await asyncio.to_thread(
             self.config.engine.launch, self.config, port, key, self.nodes
         )
@@ -234,11 +235,11 @@ class InferenceServer:
         except OSError as error:
             if is_caused_by_limit(error):
                 raise limit_reached("No process could be created") from None
-            # Without its cause: the frames of that error hold the environment.
+            # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
     def _environment(self) -> HiddenDict:
-        """Ours without the keys of nodes and mirrors, which no server needs."""
+        """Returns our environment without the keys of nodes and mirrors."""
         ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
         for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
             ours.pop(key, None)
@@ -266,7 +267,7 @@ class InferenceServer:
         exit_code = asyncio.create_task(self._process.wait())
         answer = asyncio.create_task(self._wait_until_answering())
         try:
-            # After a crash there is no wait for the rest of the window.
+            # After a crash the rest of the window is not waited for.
             await wait_for_first((exit_code, answer), window, partial(self._starting_line, window))
             seconds = time.monotonic() - started_at
             if exit_code.done():
@@ -305,9 +306,7 @@ class InferenceServer:
         return ""
 
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
-        """``what`` is wrong with the server, with its command and the end of its log; and the
-        cause, if it is known.
-        """
+        """Returns ``what`` is wrong with command and end of the log, and the cause if known."""
         log = await asyncio.to_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {what}."]
@@ -327,7 +326,7 @@ class InferenceServer:
         return (await self._explained(what, exit_code))[0]
 
     async def watch(self) -> int:
-        """Returns the exit code once the server died. A stopped server does not die."""
+        """Returns the exit code once the server died, not if it was stopped."""
         process = self._process
         if process is None:
             await wait_until_cancelled()
@@ -381,17 +380,16 @@ class InferenceServer:
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that no process listens on, and that was not chosen lately.
+    """Returns a free port of 127.0.0.1 that was not chosen lately.
 
-    Chosen by ``secrets``: users seed ``random``, and all ranks of a node would choose the same
-    ports.
+    Chosen by ``secrets``: with a user's seed of ``random``, all ranks would choose the same ports.
     """
     for _ in range(_PORT_TRIES):
         port = secrets.choice(_PORTS)
         if port in _last_ports:
             continue
         with socket.socket() as probe:
-            # Ports whose last connections are in TIME_WAIT are free for servers, too.
+            # Ports in TIME_WAIT are free for servers, too.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((HOST, port))
@@ -479,8 +477,7 @@ class GuardedProcess:
     ) -> None:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
-        # The guardian stops the server when this end closes: the kernel closes it even if this
-        # process is killed.
+        # The guardian stops the server when this end closes, even by kill -9.
         self.lifeline: int | None = own_descriptor(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
@@ -531,12 +528,12 @@ class GuardedProcess:
             return self._process.wait()
 
 
-# Why a server did not start. Engines bury the cause under pages of traceback, and each wrong guess
-# costs another start-up on a GPU node.
+# Why a server did not start: engines bury the cause in tracebacks, and each wrong guess costs a
+# start-up on a GPU node.
 
 
 LOG_TAIL_LINES = 20
-# At the end of the log. vLLM prints the cause well before its last traceback.
+# At the end of the log: vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
 _FLAG = re.compile(r"--([\w-]+)(=|$)")
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -582,7 +579,7 @@ _COMMON = (
     (TOO_FEW_GPUS, r"invalid device ordinal|no cuda gpus are available"),
     (GPU_FULL, r"cuda out of memory|outofmemoryerror"),
 )
-# Of all engines: a script of the user's may start any.
+# Causes of all engines: a user's script may start any.
 _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *_COMMON)
 
 

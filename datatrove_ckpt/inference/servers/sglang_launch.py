@@ -39,7 +39,7 @@ class Hidden(str):
 
 
 def _set_key(api_key: Hidden) -> None:
-    # The environment that checks our types has no SGLang.
+    # Our type checks run without SGLang.
     module: Any = importlib.import_module("sglang.srt.server_args")
     parse = module.prepare_server_args
 
@@ -52,12 +52,12 @@ def _set_key(api_key: Hidden) -> None:
 
 
 def main() -> None:
-    # This script's folder is in the path, and its modules have names that other packages use, too.
+    # This script's folder is in sys.path, where its modules would shadow other packages.
     own_folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     sys.path[:] = [entry for entry in sys.path if entry != own_folder]
     if _VARIABLE in os.environ:
         _set_key(Hidden(os.environ.pop(_VARIABLE)))
-    # As the main module: the processes that SGLang spawns import it again.
+    # As the main module, which SGLang's spawned processes import again.
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 

@@ -1,8 +1,8 @@
 """Warm servers: the servers of a successful rank, kept for the next rank of this process
 (``reuse_servers``).
 
-They serve processes that run their ranks in turn: datatrove's executors, Jobs, and pipelines with
-several runners. There each rank has an event loop and a ``ServerHost`` of its own.
+For processes that run ranks in turn, each with its own event loop and ``ServerHost``: datatrove's
+executors, Jobs, and pipelines with several runners.
 
     a rank's end                    its servers become warm (``RankModels.keep``), if the rank
                                     succeeds (``one_rank``)
@@ -164,8 +164,7 @@ def _take_all() -> dict[str, ServerSet]:
 
 
 class RankModels:
-    """What the models of a rank get from the node: servers of the rank before, or leases for new
-    servers.
+    """Gives a rank's models the servers of the rank before, or leases for new servers.
 
     All models are served together: two ranks that each hold the GPUs of one model would wait for
     each other.
@@ -185,7 +184,7 @@ class RankModels:
         self._leases: dict[str, list[GpuLease]] | None = None
 
     async def get(self, config: InferenceConfig) -> tuple[list[InferenceServer], list[GpuLease]]:
-        """Servers of the rank before, or a lease for each new one. They belong to the caller.
+        """Returns servers of the rank before, or leases for new servers. They belong to the caller.
 
         Raises:
             ConfigError, ServerStartFailed: see ``lease_gpus`` and ``Engine.launch``.
@@ -202,7 +201,7 @@ class RankModels:
         return settings is not None and _keep(ServerSet(settings, self._rank, servers, config.name))
 
     def close(self) -> None:
-        """Gives back what no model came for."""
+        """Releases what no model took."""
         for servers in self._warm.values():
             if not _keep(servers):
                 _stop([servers])
@@ -225,6 +224,6 @@ class RankModels:
     def _settings_of(self, config: InferenceConfig) -> str | None:
         if Nodes.from_environment().count > 1 or not config.reuse_servers or not self._keeps:
             return None
-        # Without locks each model has its place among the GPUs, which the models before it decide.
+        # Without locks the models before it decide which GPUs a model gets.
         before = takewhile(lambda one: one is not config, self._configs)
         return server_settings(config, [one.gpus_each * one.replicas for one in before])

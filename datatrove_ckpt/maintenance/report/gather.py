@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history_read import AttemptSummary, History, read_history
 from datatrove_ckpt.checkpoint.history_records import Buckets
@@ -85,7 +83,7 @@ def gather(run: RunState) -> Page:
         version=__version__,
         age=f"{age(run).capitalize()}.",
         sums=[("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
-        charts=list(_charts(ranks, [attempt.last_seen for _, attempt in ended], run.read_at)),
+        charts=list(_charts(ranks, run.read_at)),
         tables=[table for table in tables if table.rows],
     )
 
@@ -108,7 +106,7 @@ def _overall(run: RunState) -> str:
 # charts and tables -------------------------------------------------------------------------------
 
 
-def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Iterator[Chart]:
+def _charts(ranks: Sequence[_Rank], now: float) -> Iterator[Chart]:
     until = [now for one in ranks if one.runs]
     time = time_axis([one.history for one in ranks], *until[:1])
     if time is None:
@@ -117,17 +115,12 @@ def _charts(ranks: Sequence[_Rank], ended: Sequence[float], now: float) -> Itera
         if not one.state.root:  # retries read documents that were read before: they are not summed
             time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
-    cuts = time.count(ended)
-    yield Chart(
-        "Documents per second", edges, {"documents per second": time.rate(time.documents)}, cuts
-    )
+    yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)})
     tokens = {
         "prompt": time.rate(time.prompt_tokens),
         "completion": time.rate(time.completion_tokens),
     }
-    yield Chart("Tokens per second", edges, tokens, cuts)
-    if time.errors.any():
-        yield Chart("Errors over time", edges, {"errors": np.round(time.errors, 4).tolist()}, cuts)
+    yield Chart("Tokens per second", edges, tokens)
 
 
 def _attempts(ended: Sequence[tuple[str, AttemptSummary]]) -> Table:

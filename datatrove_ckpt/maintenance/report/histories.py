@@ -1,8 +1,8 @@
-"""The sums of all ranks' histories: their progress over time, and what interrupted them.
+"""The sums of all ranks' histories: their progress over time.
 
-Between two lines a sum grows evenly; while no attempt runs it stands still. The first line of the
-next attempt shows what an attempt did between its last line and a kill; it counts for the minute
-after the last line (or for as long as between its last two lines).
+Between two lines a sum grows evenly; without an attempt it stands still. Work between the last line
+and a kill, known from the next attempt's first line, counts for the minute after the last line (or
+the interval of its last two lines).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class OverTime:
 
     def __init__(self, edges: Floats) -> None:
         self.edges = edges
-        sums = np.zeros((5, len(edges) - 1))
-        self.documents, self.prompt_tokens, self.completion_tokens, self.errors, self._ran = sums
+        sums = np.zeros((4, len(edges) - 1))
+        self.documents, self.prompt_tokens, self.completion_tokens, self._ran = sums
 
     def add(self, history: History, until: float | None = None) -> None:
         """Adds a rank. ``until``: its last attempt still runs, and ran until then."""
@@ -57,17 +57,12 @@ class OverTime:
         self.documents += grown(lambda line: line.documents.read)
         self.prompt_tokens += grown(lambda line: line.documents.prompt_tokens)
         self.completion_tokens += grown(lambda line: line.documents.completion_tokens)
-        self.errors += grown(lambda line: sum(line.total.errors.values()))
 
     def rate(self, grown: Floats) -> list[float | None]:
         values = grown / np.diff(self.edges)
         return [
             float(value) if ran else None for value, ran in zip(values, self._ran > 0, strict=True)
         ]
-
-    def count(self, times: Iterable[float]) -> list[int]:
-        inside = np.clip(list(times), self.edges[0], self.edges[-1])
-        return [int(number) for number in np.histogram(inside, self.edges)[0]]
 
 
 def time_axis(histories: Iterable[History], now: float | None = None) -> OverTime | None:
@@ -91,8 +86,7 @@ def _lines(history: History) -> tuple[list[float], list[Progress]]:
     for number, group in groupby(history.minutes, key=lambda minute: minute.attempt):
         minutes: Sequence[Progress] = list(group)
         if lines:
-            # What the attempt before did after its last line was done soon after that, and not in
-            # the pause.
+            # Work after the last line was done soon after it, not in the pause.
             times.append(min(ended, minutes[0].at))
             lines.append(minutes[0])
         times += [minute.at for minute in minutes]

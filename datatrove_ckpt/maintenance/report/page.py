@@ -35,13 +35,11 @@ class Chart:
     Attributes:
         edges: Unix seconds, ascending: where each interval starts, and where the last one ends.
         lines: for each name a value for each interval; None: not known.
-        interruptions: how many, for each interval.
     """
 
     title: str
     edges: Sequence[float]
     lines: Mapping[str, Sequence[float | None]]
-    interruptions: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ def _table(table: Table) -> Markup:
     return element("section", element("h2", table.title), note, body, class_="wide")
 
 
-# charts: each interval has an invisible column above it, whose tooltip names the values: that needs
-# no script --------
+# charts: an invisible column above each interval has a tooltip with the values, without a script
+# --------
 
 _WIDTH = 508
 _HEIGHT = 210
@@ -145,13 +143,6 @@ def _chart(chart: Chart) -> Markup:
         parts.append(element("path", d=f"M{number(x(at))} {_FLOOR}v5", class_="axis"))
         parts.append(element("text", clock(at), x=x(at), y=_FLOOR + 20, text_anchor=anchor))
     middles = [x((low + end) / 2) for low, end in pairwise(edges)]
-    note = ""
-    if any(chart.interruptions):
-        note = element("p", "Red triangles: attempts that ended unfinished.")
-        cut = (number(at) for at, count in zip(middles, chart.interruptions, strict=True) if count)
-        parts.append(
-            element("path", d="".join(f"M{at} {_FLOOR + 1}l-4 7h8z" for at in cut), class_="cut")
-        )
     for index, values in enumerate(chart.lines.values()):
         places = [
             None if value is None else (at, y(value))
@@ -165,8 +156,6 @@ def _chart(chart: Chart) -> Markup:
             for line, values in chart.lines.items()
             if values[index]
         ]
-        if chart.interruptions[index]:
-            lines.append(f"interruptions: {chart.interruptions[index]}")
         title = element("title", "\n".join(lines))
         parts.append(
             element(
@@ -181,7 +170,7 @@ def _chart(chart: Chart) -> Markup:
         "svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=chart.title
     )
     return element(
-        "section", element("h2", chart.title), note, element("div", *keys, class_="legend"), drawing
+        "section", element("h2", chart.title), element("div", *keys, class_="legend"), drawing
     )
 
 
@@ -190,7 +179,7 @@ def _line(places: Iterable[tuple[float, float] | None]) -> str:
     for known, run in groupby(places, key=bool):
         if known:
             shown = [f"{number(place[0])} {number(place[1])}" for place in run if place]
-            # A lone value is a line of no length, whose round ends show as a dot.
+            # A lone value is a line of length 0, whose round ends show as a dot.
             parts.append(f"M{shown[0]}L{' '.join(shown[1:] or shown)}")
     return "".join(parts)
 
@@ -250,12 +239,12 @@ def joined(children: Iterable[str]) -> Markup:
 
 
 def escaped(text: str) -> Markup:
-    """Characters that no page may hold become U+FFFD."""
+    """Escapes a text; characters that no page may hold become U+FFFD."""
     return Markup(escape(_UNSHOWN.sub("\ufffd", text)))
 
 
 def name(text: str, limit: int = _MAX_NAME) -> Markup:
-    """Returns a name from outside, kept apart from the direction of the text around it."""
+    """Returns a foreign name, isolated from the direction of the text around it."""
     return element("bdi", shortened(text, limit))
 
 
@@ -267,5 +256,5 @@ def shortened(text: str, limit: int) -> str:
 
 
 def number(value: float) -> str:
-    """At most one decimal: it keeps the page of a thousand ranks small."""
+    """Formats with at most one decimal, which keeps large pages small."""
     return f"{value:.1f}".removesuffix(".0")

@@ -8,13 +8,12 @@ import shutil
 from collections import Counter
 
 import pytest
-import xxhash
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files, storage
+from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.mirror import uploads
-from datatrove_ckpt.mirror.manifests import Part, Versions
+from datatrove_ckpt.mirror.manifests import Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
@@ -212,27 +211,6 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
 
 
 @pytest.mark.slow
-def test_writing_the_manifest_before_its_objects_is_noticed(folder, monkeypatch, warnings):
-    waiting = []
-    put, write = Versions.put_object, Versions.write_manifest
-
-    def put_later(self, name, data):
-        waiting.append((self, name, data))
-        return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)))
-
-    def write_first(self, *args):
-        write(self, *args)
-        for one in waiting:
-            put(*one)
-        waiting.clear()
-
-    monkeypatch.setattr(Versions, "put_object", put_later)
-    monkeypatch.setattr(Versions, "write_manifest", write_first)
-    prove(folder, lose_the_node, False, 1)
-    assert any("are damaged" in line for line in warnings)
-
-
-@pytest.mark.slow
 def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
     waiting = []
     write, collect_garbage = Versions.write_manifest, Uploads._collect_garbage
@@ -248,28 +226,3 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
         CheckpointCorrupt, match="There is no version at all, but there are objects"
     ):
         prove(folder, lose_the_node, False, 2)
-
-
-@pytest.mark.slow
-def test_restoring_in_place_is_noticed(folder, monkeypatch):
-    """A crash in the middle would leave a folder that looks like a rank's."""
-    rename = files.Disk.rename
-
-    def copy(self, source, target):
-        if source.name != "00000.restoring":
-            rename(self, source, target)
-            return
-        files.disk.make_dir(target)
-        for path in sorted(source.iterdir(), reverse=True):  # run.json first
-            rename(files.disk, path, target / path.name)
-            files.disk.sync_dir(target)  # an effect between any two
-
-    stopped_in_the_middle(folder)
-    monkeypatch.setattr(files.Disk, "rename", copy)
-    # run.json says how many commits there are, so the half-made folder is refused, and not worked
-    # on.
-    with (
-        pytest.raises(CheckpointCorrupt, match=r"commits\.jsonl is missing, but there were 1"),
-        FakeServer() as server,
-    ):
-        prove_restoring(folder, server, keep_the_node, ALL)

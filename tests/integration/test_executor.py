@@ -13,17 +13,13 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.checkpoint import commits
 from datatrove_ckpt.errors import (
     CkptError,
-    ServerRefused,
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.jobs import runner
 from tests.yaml_jobs import write_tasks
 
 
@@ -160,40 +156,6 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path):
     ]
     assert as_json[0] == {**as_json[1], "max_rank_attempts": 2, "ranks_at_once": None}
     assert isinstance(ours, DatatroveExecutor)
-
-
-def job(folder, server, workers, **settings):
-    step = runner(folder, server, **settings)
-    return LocalPipelineExecutor(
-        [JsonlReader(str(folder / "input"), add_file_path=False), step],
-        3,
-        workers,
-        str(folder / "logs"),
-        start_method="fork",
-    )
-
-
-def test_a_resume_reads_the_commits_of_a_rank_three_times(tmp_path, monkeypatch):
-    write_tasks(tmp_path, 3, 5)
-    reads = []
-    scan, refused = commits.scan_lines, [True]
-
-    def counted(path):
-        reads.append(f"{path.parent.name}/{path.name}")
-        return scan(path)
-
-    monkeypatch.setattr(commits, "scan_lines", counted)
-    with FakeServer(
-        status=lambda payload, times: 403 if refused and len(server.payloads) > 4 else None
-    ) as server:
-        one_at_a_time = job(tmp_path, server, 1, config={"max_concurrent_generations": 1})
-        with pytest.raises(ServerRefused):
-            one_at_a_time.run()
-        refused.clear()
-        reads.clear()
-        one_at_a_time.run()
-    # Before the start, by the rank, and after the end.
-    assert reads.count("00000/commits.jsonl") == 3
 
 
 def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint import open_checkpoint
-from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -75,26 +74,6 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     assert all(total <= written + 2 for written, total in enumerate(asked)), (
         "one may be past the look already"
     )
-
-
-@pytest.mark.slow
-def test_a_slow_disk_slows_the_run_and_fills_no_memory(tmp_path, server, monkeypatch):
-    backlogs = []
-    write = StorageThread._write
-
-    def slow(self, *args):
-        backlogs.append(self.backlog_bytes)
-        time.sleep(0.005)
-        write(self, *args)
-
-    monkeypatch.setattr(StorageThread, "_write", slow)
-    monkeypatch.setattr(open_checkpoint, "MAX_BACKLOG_BYTES", 1)
-    runner(tmp_path, server, config={"max_concurrent_generations": 4}, records_per_chunk=50).run(
-        documents(40)
-    )
-    assert ids(tmp_path) == [f"id {index}" for index in range(40)]
-    one = 1600  # bytes, at most, of a document and its answer
-    assert max(backlogs) <= 2 * 4 * one
 
 
 def test_a_document_without_media_is_written(tmp_path, server):

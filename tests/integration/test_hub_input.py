@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 from huggingface_hub import HfFileSystem
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
@@ -80,19 +79,6 @@ def resumed(given, document, rank=0, tasks=1):
     return reader.run(None, rank, tasks)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("streaming", [True, False])
-def test_documents_are_those_of_datatrove(hub, streaming):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    given = options(streaming)
-    for tasks in (1, 2):
-        for rank in range(tasks):
-            documents = read(HuggingFaceDatasetReader, given, rank, tasks)
-            assert documents == read(Original, given, rank, tasks)
-            if documents:
-                assert list(resumed(given, documents[3], rank, tasks)) == documents[4:]
-
-
 def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
@@ -139,21 +125,6 @@ def test_another_revision_is_refused(hub):
     with pytest.raises(CheckpointMismatch, match="dataset_options"):
         list(resumed(other, documents[3]))
     assert read(HuggingFaceDatasetReader, other) == documents
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("streaming", [True, False])
-def test_a_dataset_that_is_not_there_is_one_clear_error(hub, streaming):
-    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*HF_TOKEN"):
-        read(HuggingFaceDatasetReader, options(streaming))
-    hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    with pytest.raises(InputError, match=r"'org/data' cannot be opened.*v9"):
-        read(
-            HuggingFaceDatasetReader,
-            options(streaming, dataset_options={"split": "train", "revision": "v9"}),
-        )
-    with pytest.raises(InputError, match=r"test"):
-        read(HuggingFaceDatasetReader, options(streaming, dataset_options={"split": "test"}))
 
 
 @pytest.mark.matrix

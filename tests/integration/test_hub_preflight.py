@@ -2,12 +2,9 @@
 and what it costs.
 """
 
-import io
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
@@ -206,42 +203,4 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(tmp_path, 
     assert len(counted(hub)) <= 10, counted(hub)
 
 
-@pytest.mark.slow
-def test_one_hundred_finished_ranks_cost_a_job_one_question_and_two_listings(job, hub):
-    hub.create_repo("org/data")
-    job("run")
-    assert counted(hub).count("auth-check") == 1 + 2  # the job, and each of its two tasks
-    hub.requests.clear()
-    job("run")
-    assert counted(hub) == ["paths-info", "tree"] * 2  # whose the folder is, and what it holds
-
-
 # input on the hub --------------------------------------------------------------------------------
-
-
-def from_hub(hub, files):
-    """The job's input lies in a repository, in Parquet files of one document each."""
-    content = {}
-    for number in range(files):
-        buffer = io.BytesIO()
-        pq.write_table(pa.table({"text": [f"text {number}"], "id": [f"id {number}"]}), buffer)
-        content[f"in/{number:05d}.parquet"] = buffer.getvalue()
-    hub.put("org/source", content)
-    text = Path("job.yaml").read_text()
-    text = text.replace("JsonlReader", "ParquetReader").replace(
-        "data_folder: input", "data_folder: hf://datasets/org/source/in"
-    )
-    Path("job.yaml").write_text(text.replace("hf://datasets/org/data/part", "output"))
-
-
-@pytest.mark.slow
-def test_input_on_the_hub_is_checked_by_listings_not_by_a_request_for_each_file(job, hub):
-    from_hub(hub, files=30)
-    job("run")
-    api = counted(hub)
-    assert len(api) < 30, api
-    job("run")
-    hub.requests.clear()
-    job("run")
-    assert len(counted(hub)) < 10, counted(hub)
-    assert not hub.asked("resolve")

@@ -18,8 +18,6 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet as parquet
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
@@ -277,11 +275,6 @@ def test_a_run_that_stopped_at_a_url_goes_on_when_its_host_is_allowed(server, tm
     assert url in json.dumps(server.payloads[1])
 
 
-def test_a_bad_medium_stops_the_rank_with_its_line(server, tmp_path):
-    with pytest.raises(CkptError, match=r"'bad'.*InvalidMedia: .*the document has no media"):
-        runner(tmp_path, server, PromptRollout(images="media")).run([Document("bad", "bad")])
-
-
 def test_an_outage_of_the_storage_is_waited_for(server, tmp_path, monkeypatch):
     failures = [ConnectionResetError("reset"), TimeoutError("late")]
     real = LocalFileSystem.open
@@ -312,15 +305,6 @@ def test_a_file_is_read_only_below_a_folder_that_was_named(server, tmp_path):
         accept_changes=True,
     ).run([document])
     assert sent(server) == [picture()]
-
-
-def test_a_missing_column_is_refused(server, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"images: document '0' has no metadata 'pgae'.*Did you mean 'page'"
-    ):
-        runner(tmp_path, server, PromptRollout(images="pgae")).run(
-            [Document("x", "0", metadata={"page": b""})]
-        )
 
 
 def test_a_dead_letter_keeps_the_picture_for_a_retry(server, tmp_path):
@@ -502,26 +486,6 @@ def test_the_config_for_ocr_runs(here, command, server):
     assert sorted(sent(server, number)[0] for number in range(3)) == sorted(
         picture(index) for index in (0, 1, 3)
     )
-
-
-def test_a_column_of_bytes_is_sent_and_not_written(here, command, server):
-    rows_of = [
-        {"id": str(index), "text": f"page {index}", "image": {"bytes": picture(index)}}
-        for index in range(3)
-    ]
-    Path("input").mkdir()
-    parquet.write_table(pyarrow.Table.from_pylist(rows_of), "input/pages.parquet")
-    rollout = "{class_path: PromptRollout, init_args: {images: image}}"
-    text = job_yaml(ENDPOINT.replace("URL", server.url), rollout=rollout).replace(
-        "JsonlReader", "ParquetReader"
-    )
-    Path("job.yaml").write_text(text)
-    command("run", "job.yaml")
-    assert {sent(server, number)[0] for number in range(3)} == set(map(picture, range(3)))
-    written = [
-        json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()
-    ]
-    assert [one["metadata"]["image"] for one in written] == [{"bytes": None}] * 3
 
 
 def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(here, command, server):

@@ -4,15 +4,13 @@ import asyncio
 import json
 import random
 import sys
-from contextlib import nullcontext
 
 import pytest
 
 from datatrove_ckpt.cli import track
 from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.export import prometheus
-from tests.jobs import ask, documents, fails_at, runner
+from tests.jobs import ask, documents, runner
 from tests.unit.test_metrics import PORT, get, samples, waited_for
 
 
@@ -104,42 +102,6 @@ def made(calls, call=None):
     """The calls of this name, or all."""
     found = [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
     return [one for one in found if call in (None, one["call"])]
-
-
-def test_all_ranks_and_attempts_are_one_run(
-    tmp_path,
-    calls,
-    monkeypatch,
-    server,
-    command,
-):
-    monkeypatch.setattr(track.time, "sleep", lambda seconds: None)
-    parameters = {"temperature": 0.5, "token": "canary-of-a-key"}
-    for rollout in (fails_at(["id 3"]), ask):
-        for rank in (0, 1):
-            job = runner(
-                tmp_path, server, rollout, config={"default_generation_params": parameters}, accept_changes=True,
-            )  # fmt: skip
-            with nullcontext() if rollout is ask else pytest.raises(CkptError):
-                job.run(documents(5), rank, 2)
-        words = ("track", tmp_path / "checkpoints", "--wandb", "team/texts", "--name", "books")
-        assert command(*words).out.endswith("All is sent, and no task is at work.\n")
-    inits = made(calls, "init")
-    assert (
-        len(
-            {
-                (one["id"], one["project"], one["entity"], one["name"], one["resume"])
-                for one in inits
-            }
-        )
-        == 1
-    )
-    assert (inits[0]["project"], inits[0]["entity"], inits[0]["name"]) == ("texts", "team", "books")
-    assert inits[0]["config"]["records_per_chunk"] == "2"
-    assert [one["values"]["counts.read"] for one in made(calls, "log")][-1] == 10
-    ends = [(one["status"], one["exit_code"]) for one in made(calls, "finish")]
-    assert ends == [("FAILED", 1), ("FINISHED", 0)]
-    assert "canary" not in calls.read_text()
 
 
 def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(

@@ -20,14 +20,13 @@ from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
 from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
-    refuse_own_output,
     stands_elsewhere,
 )
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import outputs
-from tests.jobs import documents, runner, writer
+from tests.jobs import runner, writer
 from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -198,22 +197,6 @@ def remote(monkeypatch):
     return ByPrefix
 
 
-@pytest.mark.matrix
-def test_remote_files_are_listed_once_by_prefix(tmp_path, server, remote):
-    output = JsonlWriter("byprefix://out", "${rank}_${chunk_index}.jsonl", compression=None)
-    runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
-    assert remote.listed == [("/out", "00003_")] * 2, "before the first start, and at the end"
-    runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
-    del remote.store["/out/00003_00001.jsonl"]
-    remote().pipe_file("/out/00003_00002.jsonl", b"another")
-    with pytest.raises(OutputMismatch) as failed:
-        runner(tmp_path, server, output_writer=output).run(documents(6), 3, 4)
-    assert "differ from what was committed (2 of 3): " in str(failed.value)
-    assert "00003_00001.jsonl is missing; 00003_00002.jsonl is truncated: it has 7 bytes" in str(
-        failed.value
-    )
-
-
 # the closing line --------------------------------------------------------------------------------
 
 
@@ -337,14 +320,3 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     follow_advice(said, command)
     assert outputs(job / "output") == before
     command("verify", "checkpoints", "--full")
-
-
-@pytest.mark.parametrize(("branch", "other"), [("", "@main"), ("@refs%2Fheads%2Fmain", "")])
-def test_the_main_branch_of_a_repository_has_several_names(branch, other):
-    reader = JsonlReader(f"hf://datasets/org/data{other}")
-    output = JsonlWriter(
-        f"hf://datasets/org/data{branch}/c", "${rank}_${chunk_index}.jsonl", compression=None
-    )
-    with pytest.raises(ConfigError, match="is inside the folder that JsonlReader reads"):
-        refuse_own_output([reader], output)
-    refuse_own_output([JsonlReader("hf://datasets/org/data@another")], output)

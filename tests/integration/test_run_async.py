@@ -8,7 +8,7 @@ import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import CheckpointLocked, ConfigError
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.patience import until_async
@@ -139,22 +139,3 @@ def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path, s
     asyncio.run(main(lambda: step.run(documents(2))))
     assert list(tmp_path.rglob("*")) == before
     assert not server.payloads
-
-
-async def test_a_second_call_for_a_rank_names_this_process(tmp_path):
-    asked, go_on = asyncio.Event(), asyncio.Event()
-
-    async def rollout(document, generate):
-        asked.set()
-        await go_on.wait()
-        return await ask(document, generate)
-
-    with FakeServer() as server:
-        first = asyncio.create_task(runner(tmp_path, server, rollout).run_async(documents(1)))
-        await asked.wait()
-        with pytest.raises(
-            CheckpointLocked, match=r"^This very process works on this task already"
-        ):
-            await runner(tmp_path, server, rollout).run_async(documents(1))
-        go_on.set()
-        await first

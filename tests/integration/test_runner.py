@@ -4,10 +4,7 @@ on.
 
 import asyncio
 import copy
-import gc
 import json
-import tracemalloc
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -20,9 +17,7 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentFailed,
 )
-from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.output import documents as encoding
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, chat, config, documents, ids, make_server, rejects, rows, runner
 from tests.patience import until_async
@@ -37,34 +32,6 @@ async def until_journaled(folder, number):
     """Until that many documents of chunk 0 are finished."""
     journal = folder / "checkpoints/00000/chunk_00000.jsonl"
     await until_async(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= number)
-
-
-@pytest.mark.slow
-def test_requests_in_flight_take_the_room_of_their_payloads(tmp_path):
-    """Thousands are in flight, and a server may take minutes for each."""
-    number, size = 20, 100_000
-    taken = []
-
-    async def rollout(document, generate):
-        if document.id == f"id {number}":
-            await until_async(lambda: server.asked.total() >= number)
-            ours = [
-                tracemalloc.Filter(True, module.__file__) for module in (generate_module, encoding)
-            ]
-            taken.append(
-                sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
-            )
-            server.release()
-            return None
-        return await generate({"prompt": document.id + "x" * size})
-
-    tracemalloc.start()
-    try:
-        with FakeServer(hold_after=0) as server:
-            runner(tmp_path, server, rollout, config={"use_chat": False}).run(documents(number + 1))
-    finally:
-        tracemalloc.stop()
-    assert number * size < taken[0] < 1.5 * number * size
 
 
 # chunks ------------------------------------------------------------------------------------------
@@ -243,43 +210,6 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
 
 
 # datatrove ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_documents_are_freed_when_they_are_done_and_wait_for_no_collector(tmp_path, server):
-    class Marked(str):
-        """A str that can be asked whether it is still there."""
-
-    alive = weakref.WeakSet()
-    most = 0
-
-    def marked():
-        nonlocal most
-        for index in range(600):
-            mark = Marked(index)
-            alive.add(mark)
-            document = Document(text=f"text {index}", id=f"id {index}", metadata={"mark": mark})
-            most = max(most, len(alive))
-            yield document
-
-    tasks = weakref.WeakSet()
-    most_tasks = 0
-
-    async def ask_and_count(document, generate):
-        nonlocal most_tasks
-        tasks.add(asyncio.current_task())
-        most_tasks = max(most_tasks, len(tasks))
-        return await ask(document, generate)
-
-    step = runner(tmp_path, server, ask_and_count, config={"max_concurrent_documents": 2})
-    gc.disable()
-    try:
-        step.run(marked())
-    finally:
-        gc.enable()
-    assert len(alive) <= 1
-    assert most < 300  # twice 128 are read ahead
-    assert most_tasks <= 10  # two in work, and those that have just ended
 
 
 # without checkpoints -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 
 import builtins
 import io
-import os
 import shutil
 import traceback
 from collections import Counter
@@ -12,43 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.generation import step
-from datatrove_ckpt.maintenance.verify import verify
-from datatrove_ckpt.preflight.before_run import check_output_of_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
-from tests.jobs import documents, runner
-from tests.rank_folders import place_at
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
-
-RANKS = 6
-LISTINGS = 4  # at most, whatever the number of ranks
-
-
-@pytest.mark.slow
-def test_the_folder_of_all_ranks_is_not_listed_for_each_rank(tmp_path, server, monkeypatch):
-    for rank in range(RANKS):
-        runner(tmp_path, server).run(documents(3), rank, RANKS)
-    checkpoints = tmp_path / "checkpoints"
-    listed = []
-    scandir, listdir = os.scandir, os.listdir
-
-    def note(path):
-        listed.extend(["it"] * (Path(path) == checkpoints))
-        return True
-
-    monkeypatch.setattr(os, "scandir", lambda path=".": note(path) and scandir(path))
-    monkeypatch.setattr(os, "listdir", lambda path=".": note(path) and listdir(path))
-    assert verify(place_at(checkpoints)).problems == []
-    assert 0 < len(listed) <= LISTINGS
-    listed.clear()
-    step = runner(tmp_path, server)
-    plan = RunPlan(LocalPipelineExecutor([step], RANKS, logging_dir=str(tmp_path / "logs")))
-    check_output_of_run(plan.runners[0], checkpoints)
-    assert 0 < len(listed) <= LISTINGS
 
 
 def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_owner_and_twice_after_it(

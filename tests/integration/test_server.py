@@ -18,7 +18,6 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ServerRefused, ServerStartFailed
 from datatrove_ckpt.inference.servers import server
-from datatrove_ckpt.inference.servers.dummy import TEXT
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests import processes
 from tests.clients import client_of
@@ -121,21 +120,6 @@ async def failed_start(config):
     with pytest.raises(ServerStartFailed) as caught:
         await InferenceServer(config, 0).start()
     return str(caught.value)
-
-
-async def test_a_dummy_server_starts_answers_and_stops():
-    config = dummy(server_log_folder="logs/deep")
-    async with started_server(config, 7) as running:
-        async with client_of(config, [running.url], running.api_key) as client:
-            completion = await client.complete(b'{"messages": []}')
-        url, process = running.url, running._process
-        assert (completion.text, completion.finish_reason) == (TEXT, "stop")
-        assert completion.usage["completion_tokens"] == 100
-    assert process.returncode is not None
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))
-    assert [path.name for path in logs("logs/deep")] == ["server_rank_00007.log"]
-    await running.stop()  # harmless
 
 
 async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log():

@@ -2,7 +2,6 @@
 resumes.
 """
 
-import errno
 import json
 import os
 import pickle
@@ -28,8 +27,7 @@ import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.cli.short_form import make_executor, read_config
-from datatrove_ckpt.cli.system_errors import explain
+from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.common.formatting import error_text
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, SetTasks, StartOver, entered
@@ -37,7 +35,6 @@ from datatrove_ckpt.executors.local import given_up_error
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.maintenance.run_output import OutputPath
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.histories import read_history
 
@@ -423,22 +420,6 @@ def test_a_run_is_looked_at_without_its_input(given, listings, capsys):
     assert [path for path in listings if "runs/x" not in path] == []
 
 
-def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(listings, capsys):
-    def count(job):
-        listings.clear()
-        assert main(["run", job]) == 0
-        return sum(path.endswith("/documents") for path in listings)
-
-    with FakeServer() as server:
-        Path("job.yaml").write_text(
-            yaml.safe_dump({**JOB, "input": "documents/*.jsonl", "endpoint": server.url})
-        )
-        assert main(["run", "job.yaml", "--print-config"]) == 0
-        Path("long.yaml").write_text(capsys.readouterr().out.replace("runs/x", "runs/y"))
-        assert 0 < count("job.yaml") == count("long.yaml") + 2, "list_files, which calls glob"
-        assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
-
-
 def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):
@@ -706,34 +687,6 @@ def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks():
     assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (by run()) to resume.")
 
 
-@pytest.mark.parametrize(
-    "name", ["data_folder", "output_folder", "model_name_or_path", "rollout_fn"]
-)
-def test_an_input_with_the_name_of_a_setting_is_named_as_it_is(folder, command, name):
-    job = {"prompt": "Say {text}", "model": "m", "endpoint": "http://x", "run_folder": "runs/y"}
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in job.items()]
-    said = command("run", f"--input={name}/missing.jsonl", *flags, code=2).error
-    assert f"{folder}/{name}" in said
-    with pytest.raises(ConfigError, match=f"{folder}/{name}"):
-        datatrove_ckpt.run(input=f"{name}/missing.jsonl", **job)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_rollout_has_raised_is_quoted_word_for_word(
-    folder, server, command, monkeypatch, workers
-):
-    raised = " of ".join(SETTINGS)
-    Path("raises_names.py").write_text(
-        f"async def ask(document, generate):\n    raise ValueError({raised!r})\n"
-    )
-    monkeypatch.syspath_prepend(folder)
-    job = {**JOB, "endpoint": server.url, "rollout": "raises_names.ask"}
-    del job["prompt"]
-    Path("job.yaml").write_text(yaml.safe_dump(job))
-    said = command("run", "job.yaml", f"--executor.workers={workers}", code=1).error
-    assert f"failed: ValueError: {raised}, in raises_names.py, line 2 (ask)" in said
-
-
 def test_a_moved_run_folder_goes_on(job, command):
     Path("runs/x").rename("runs/my x")
     moved = ["job.yaml", "--run-folder=runs/my x"]
@@ -887,16 +840,6 @@ def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     Path("documents/a.jsonl").write_text('{"id": "1", "body": "a", "text": "other"}')
     said = command("run", "job.yaml", "--text-key=body", "--run-folder=runs/y", code=1).error
     assert "metadata 'text', which would replace its own text" in said
-
-
-def test_an_input_file_that_may_not_be_read_is_not_to_be_mounted_writable():
-    Path("job.yaml").write_text(yaml.safe_dump(JOB))
-    plan = RunPlan(make_executor("job.yaml", [])[1])
-    path = Path("documents/a.jsonl").absolute()
-    error = explain(PermissionError(errno.EACCES, "Permission denied", str(path)), plan)
-    assert str(error).startswith(
-        f"{path}: Permission denied. Give this user the permission to read it, and run"
-    )
 
 
 class Far(MemoryFileSystem):

@@ -9,7 +9,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, fails_at, rejects, runner
+from tests.jobs import documents, fails_at, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 _NAME = "${rank}_chunk_${chunk_index}"
@@ -37,15 +37,6 @@ def show(tmp_path, command):
     return lambda *words, code=0: command("show", tmp_path / "checkpoints", *words, code=code)
 
 
-@pytest.fixture
-def counting():
-    """A server whose answers tell which document was asked, and grow with its number."""
-    with FakeServer(
-        lambda payload, times: "so " * int(payload["messages"][-1]["content"].split()[-1])
-    ) as server:
-        yield server
-
-
 def ids(said):
     """Of the documents in what was printed: "1. id 0  (file)"."""
     return re.findall(r"^\d+\. (.*?)(?:  \(.*)?$", said.out, re.MULTILINE)
@@ -71,17 +62,6 @@ def test_output_of_every_kind_is_shown(kind, tmp_path, server, show):
         '  answer: {"reply":"answer ' if kind == "adapter" else "  answer: answer "
     )
     assert kind == "adapter" or said.out.splitlines()[1] == "  text: text 0"
-
-
-def test_documents_are_chosen(tmp_path, counting, show):
-    runner(tmp_path, counting).run(documents(12))
-    assert ids(show("--id", "id 1")) == ["id 1"], "as a whole: not id 10"
-    assert ids(show("--grep", "TEXT 1")) == ["id 1", "id 10", "id 11"]
-    assert ids(show("--grep", "so so so so so so so so so so so")) == ["id 11"], "in an answer"
-    assert (
-        show("--id", "none", code=1).out
-        == "There is no such document in the output files, so far.\n"
-    )
 
 
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
@@ -162,14 +142,3 @@ def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
     said = command("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=Sing {text}", "--sample", 1)
     assert "question: Sing a" in said.out, "another prompt is tried, not refused"
     assert outputs(here) == before
-
-
-@pytest.mark.parametrize(("bad", "code"), [(["Say a"], 0), (["Say a", "Say b"], 1)])
-def test_a_sample_says_why_documents_fail(here, command, bad, code):
-    with FakeServer(status=rejects(bad)) as server:
-        write_job(here, job_yaml(endpoint(server)), ["a", "b", "c"])
-        said = command("run", "job.yaml", "--sample", 2, code=code).out
-    assert said.count("\n  failed: ") == len(bad)
-    assert "1. id 0\n  question: Say a\n  failed: " in said
-    assert "400" in said
-    assert f"{2 - len(bad)} of 2 documents processed." in said

@@ -2,10 +2,8 @@
 each rank once.
 """
 
-import itertools
 import json
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -13,13 +11,12 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 
-from datatrove_ckpt.checkpoint import clock, publishing
-from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint import publishing
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import ask, chat, documents, runner
+from tests.jobs import ask, chat, runner
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -178,23 +175,6 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path, server):
     found = [run(steps, rank, 3) for rank in range(3)]
     assert [each[0]["documents"]["total"] for each in found] == [10, 10, 10]
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
-
-
-def test_seconds_are_those_of_all_attempts(tmp_path, server, monkeypatch):
-    monkeypatch.setattr(clock, "_monotonic", partial(next, itertools.count(1.0)))
-
-    def last():
-        log = CommitLog(tmp_path / "checkpoints/00000/commits.jsonl")
-        return max(commit.seconds for commit in log.commits.values())
-
-    with crashed_in_the_middle(tmp_path):
-        runner(tmp_path, server).run(documents(20))
-    before = last()
-    assert before.total > before.inference > 0
-    step = runner(tmp_path, server)
-    step.run(documents(20))
-    assert last().inference > before.inference + 5
-    assert (step.stats.stats["inference_time"].total, step.stats.time_stats.total) == last()
 
 
 @pytest.mark.matrix

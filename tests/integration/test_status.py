@@ -4,22 +4,15 @@ files.
 
 import json
 import random
-import time
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.history_records import ServerEvent
-from datatrove_ckpt.maintenance.run_state import State
 from datatrove_ckpt.testing import FakeServer
 from tests.mirrors import Killed
-from tests.rank_folders import failed, minute, minutes, start, stopped, write_rank
+from tests.rank_folders import write_rank
 from tests.yaml_jobs import ENDPOINT, job_yaml
-
-MIN = 60.0
 
 
 @pytest.fixture
@@ -27,64 +20,7 @@ def said(command):
     return partial(command, "status")
 
 
-def make_run(root, now):
-    """One rank in each state, a slow one, and a retry."""
-    then = now - 30 * MIN
-    for number in range(5):
-        write_rank(
-            root,
-            number,
-            [start(then), *minutes(then, 30, 60 if number else 20, 3600)],
-            chunks=9,
-            tasks=12,
-        )
-    write_rank(root, 5, minutes(then, 30, 60, 1800), chunks=180, finished=True, tasks=12)
-    write_rank(
-        root, 6, [start(then), *minutes(then, 3, 60, 3600), stopped(then + 3 * MIN)], tasks=12
-    )
-    letters = [("str", f"HTTP 400: {number} tokens are too many") for number in range(3)]
-    write_rank(
-        root,
-        7,
-        [start(then), minute(then, 0), failed(then, "E: x")],
-        chunks=1,
-        letters=letters,
-        tasks=12,
-    )
-    write_rank(root, 8, [start(then), *minutes(then, 3, 60, 3600)], tasks=12)
-    write_rank(root, 9, chunks=1, tasks=12)
-    (write_rank(root, 10, tasks=12) / layout.COMMITS).write_bytes(b"x\n")
-    write_rank(root / "retry-00001", 7, chunks=1, per_chunk=3, finished=True)
-
-
 # text and JSON -----------------------------------------------------------------------------------
-
-
-def test_sums_come_first_then_the_exceptions_and_all_ranks_if_asked_for_in_text_or_json(
-    tmp_path, said
-):
-    make_run(tmp_path, time.time())
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")}
-    text = said(tmp_path, code=1)
-    lines = text.splitlines()
-    states = "1 damaged, 1 failed, 1 lost, 1 interrupted, 1 unfinished, 5 running, 1 finished, 1 not started"
-    assert lines[0].startswith(f"{tmp_path}: 12 tasks ({states}); last change ")
-    assert "  dead " not in text, "a retry has written them"
-    assert "retries    3 dead letters retried, 3 of them written" in text
-    troubled = lines[lines.index("5 tasks need attention:") + 1 :]
-    kinds = [line.split(": ")[1] for line in troubled if line.startswith("  task ")]
-    assert kinds == ["damaged", "failed", "lost", "slow", "interrupted"]
-    assert "\nretry-00001/7  finished" in said(tmp_path, "--all", code=1)
-    found = json.loads(said(tmp_path, "--json", code=1))
-    assert {rank["state"] for rank in found["ranks"]} == set(get_args(State))
-    assert {rank["trouble"] for rank in found["ranks"]} == {*kinds, None}
-    assert found["totals"]["counts"]["read"] == sum(
-        rank["counts"]["read"] for rank in found["ranks"][:11]
-    )
-    assert found["retried"]["counts"]["read"] == 3
-    assert {
-        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in tmp_path.rglob("*")
-    } == before
 
 
 def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp_path, said):
@@ -138,20 +74,6 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
         .splitlines()[-1]
         .endswith(f"the next task: datatrove-ckpt run {' '.join(given)}")
     )
-
-
-def test_a_control_character_in_a_name_does_not_reach_the_terminal(tmp_path, said):
-    then = time.time() - 30 * MIN
-    write_rank(
-        tmp_path,
-        0,
-        [start(then, host="\x1b[2Jevil"), minute(then, 0)],
-        letters=[("E", "\x1b[2J")],
-        chunks=1,
-    )
-    death = ServerEvent(at=then, attempt=1, what="death", why="\x1b[2J")
-    write_rank(tmp_path, 1, [start(then), death, failed(then, "\x1b[2J")])
-    assert "\x1b" not in said(tmp_path, "--all")
 
 
 # mirrors and YAML files --------------------------------------------------------------------------

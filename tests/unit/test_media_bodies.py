@@ -112,36 +112,6 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
     assert len(connections) == 1
 
 
-def test_no_more_is_encoded_than_the_server_takes(over):
-    read = asyncio.Event()
-    encoded = []
-
-    class Counted(Body):
-        def __iter__(self):
-            for piece in super().__iter__():
-                encoded.append(len(piece))
-                yield piece
-
-    async def serve(reader, writer):
-        await read.wait()
-        await read_request(reader)
-        writer.write(ANSWER)
-
-    async def use(sending):
-        data = DATA * 8  # more than the buffers of sockets take
-        task = asyncio.create_task(sending.send(Counted([b"", b""], [data])))
-        before = -1
-        while before != len(encoded) or not encoded:  # until it waits for the server
-            before = len(encoded)
-            await asyncio.sleep(0.2)
-        assert sum(encoded) < len(data) / 2
-        read.set()
-        assert (await task).status == 200
-        assert sum(encoded) == -(-len(data) // 3) * 4
-
-    over(with_server(serve, use))
-
-
 @pytest.mark.parametrize("status", [b"200", b"413"])
 def test_an_answer_before_the_end_of_the_body_closes_the_connection(over, status):
     connections = []

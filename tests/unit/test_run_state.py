@@ -21,14 +21,12 @@ from datatrove_ckpt.maintenance.report.gather import gather
 from datatrove_ckpt.maintenance.where import Place
 from tests.rank_folders import (
     HERE,
-    counts,
     done,
     failed,
     minute,
     minutes,
     start,
     stopped,
-    work,
     write_rank,
 )
 
@@ -177,12 +175,6 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     assert state.totals.working_seconds == 15.0
 
 
-def test_a_kill_in_the_first_seconds_leaves_it_unknown_what_was_in_flight(tmp_path):
-    write_rank(tmp_path, history=[start(T), minute(T, 0, in_flight=0, own=work(0))])
-    (attempt,) = read_one(tmp_path, T + 10 * MIN).attempts
-    assert attempt.in_flight is None
-
-
 @pytest.mark.parametrize(("killed", "said"), [(0, ""), (1, "at least ")])
 def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
@@ -191,22 +183,6 @@ def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, s
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
         "completion tokens paid that no document has."
-    )
-
-
-@pytest.mark.parametrize(("ran", "slow"), [(4, []), (6, [4])])
-def test_a_rank_far_behind_the_median_is_slow_once_it_has_run_for_five_minutes(
-    tmp_path, running, ran, slow
-):
-    for number, per_minute in enumerate((60, 61, 62, 63, 24, 60)):
-        running(*minutes(T, ran, per_minute), number=number)
-    state = read(tmp_path, T + ran * MIN)
-    assert [rank.rank for rank in state.troubled] == slow
-    assert [rank.trouble for rank in state.ranks] == [
-        "slow" if rank.rank in slow else None for rank in state.ranks
-    ]
-    assert state.ranks[4].reason == (
-        "0.4 documents/s; the median of 6 tasks is 1.01" if slow else ""
     )
 
 
@@ -257,16 +233,3 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     assert read(tmp_path).troubled == []
     (folder / layout.LOCK).unlink()
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]
-
-
-def test_of_large_journals_the_history_tells_the_number_of_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr("datatrove_ckpt.maintenance.read_state._JOURNAL_BYTES", 10)
-    write_rank(tmp_path, chunks=2, journal=8, history=[start(T), minute(T, 26)])
-    rank = read_one(tmp_path)
-    assert (rank.counts.read, rank.unfinished.read, rank.unfinished_chunks, rank.exact) == (
-        20,
-        6,
-        1,
-        False,
-    )
-    assert rank.unfinished == counts(6)

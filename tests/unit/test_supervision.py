@@ -339,32 +339,6 @@ async def test_models_divide_the_gpus(executor, models, shares, monkeypatch):
 
 
 @pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(
-    "executor",
-    [
-        "LOCAL",
-    ],
-)
-@pytest.mark.parametrize(
-    ("models", "said"),
-    [
-        ({"writer": {"replicas": 3, "tp": 2}}, r"3 servers with tp \* dp \* pp = 2 need 6 GPUs"),
-        ({"writer": {"gpus": 5}}, "gpus: its servers need 5 GPUs"),
-        (
-            {"writer": {"tp": 2}, "judge": {"gpus": 3}},
-            r"gpus: the models writer \(2\) and judge \(3\) together need 5 GPUs",
-        ),
-    ],
-)
-async def test_models_that_need_more_gpus_than_there_are_are_named(
-    executor, models, said, monkeypatch
-):
-    monkeypatch.setenv("DATATROVE_EXECUTOR", executor)
-    with pytest.raises(ConfigError, match=rf"{said}, and this task sees 4 \(CUDA_VIS"):
-        await node.lease_gpus(named(**models))
-
-
-@pytest.mark.usefixtures("four_gpus")
 async def test_a_model_whose_servers_run_keeps_its_gpus(monkeypatch):
     models = named(writer={"tp": 2}, judge={"tp": 2})
     monkeypatch.setenv("DATATROVE_EXECUTOR", "SLURM")

@@ -10,17 +10,14 @@ from io import TextIOWrapper
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.process import screen as screens
 from datatrove_ckpt.process.screen import (
     BarTerminal,
     RankProgress,
     RunProgress,
     Screen,
-    bar,
     has_terminal,
     leave_terminal,
     reporter,
-    reporting_to,
 )
 from tests.ptys import Terminal
 
@@ -55,16 +52,6 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
-def test_a_bar_is_shorter_than_its_terminal(clock):
-    progress = RunProgress(ranks=8, clock=clock)
-    progress.update(0, rank(123, 40))
-    clock.now += 10
-    progress.update(0, rank(456, 60)._replace(state="the server is starting"))
-    for columns in range(1, 140):
-        assert len(bar(progress, columns)) < columns
-        assert columns < 15 or bar(progress, columns).startswith("~7.5 %")
-
-
 def test_a_line_has_everything(clock):
     progress = RunProgress(ranks=3, complete=1, documents=100, clock=clock)
     progress.update(0, rank(0, 0))
@@ -86,21 +73,6 @@ def terminal():
 
 def text(columns):
     return "the bar"
-
-
-def test_what_has_no_line_break_is_not_torn_apart(terminal):
-    with terminal.streams(), BarTerminal(text) as bar:
-        bar.draw()
-        sys.stdout.write("half a line")
-        assert terminal.read() == ["the bar"]
-        sys.stdout.flush()
-        bar.draw()
-        assert terminal.read() == ["half a line"]
-        sys.stdout.write(" and the other half\n")
-        bar.draw()
-        assert terminal.read() == ["half a line and the other half", "the bar"]
-        sys.stdout.write("the end")
-    assert terminal.read() == ["half a line and the other half", "the end"]
 
 
 def test_handlers_of_loguru_write_above_and_afterwards_as_before(terminal):
@@ -197,14 +169,3 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
         lines.tick()
     assert [seconds for seconds, _ in said] == [10, 130, 250]
     assert said[0][1].startswith("3.0 % of the input, 3 docs, ")
-
-
-def test_ranks_of_a_worker_report_to_its_parent(terminal):
-    reports = []
-    with terminal.streams(), reporting_to(lambda *report: reports.append(report), below=True):
-        report = reporter()
-        report(3, at(1))
-        print("above")
-    assert reports == [(3, at(1))]
-    assert screens.reporter() is None
-    assert terminal.read() == ["above"]

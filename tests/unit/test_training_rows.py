@@ -359,48 +359,6 @@ def counted():
         pa.set_memory_pool(usual)
 
 
-@pytest.mark.slow
-def test_a_shuffled_window_is_not_held_twice(tmp_path):
-    numbers = np.arange(160_000 * 64, dtype=np.int32)
-    table = pa.table(
-        {
-            "ids": pa.ListArray.from_arrays(
-                np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers
-            )
-        }
-    )
-    pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
-    index = index_of(ParquetReader(tmp_path.as_posix()))
-    order = order_of(index.table, settings(window=parse_window("1GB")))
-    assert [len(share._ends) for share in order.shares] == [1]
-    with counted() as pool:
-        read = RowSource(index, order, ["ids"]).samples(*order.locate(np.arange(1000)))
-    assert len({int(row["ids"][0]) for row in read if row}) == 1000
-    assert table.nbytes < pool.max_memory() < 1.4 * table.nbytes
-
-
-@pytest.mark.slow
-def test_a_window_is_let_go_before_the_next_one_is_read(tmp_path):
-    numbers = np.arange(600_000 * 64, dtype=np.int32)
-    table = pa.table(
-        {
-            "ids": pa.ListArray.from_arrays(
-                np.arange(0, len(numbers) + 1, 64, dtype=np.int32), numbers
-            )
-        }
-    )
-    pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
-    index = index_of(ParquetReader(tmp_path.as_posix()))
-    order = order_of(index.table, settings(window=parse_window("64MB")))
-    assert [len(share._ends) for share in order.shares] == [4]
-    del numbers, table
-    with counted() as pool:
-        source = RowSource(index, order, ["ids"])
-        for first in range(0, index.table.total, 8000):
-            source.samples(*order.locate(np.arange(first, first + 8000)))
-    assert pool.max_memory() < 1.2 * 64e6, "a window of three blocks has 46 MB"
-
-
 def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     """Each row's place in the order takes memory, too."""
     pq.write_table(

@@ -10,7 +10,6 @@ import re
 import tempfile
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.common.retrying import hub_refusal
 from datatrove_ckpt.errors import (
@@ -20,7 +19,7 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
@@ -53,17 +52,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     )
     setting = next(near, "")
     shown = written(setting)
-    if error.errno == errno.ENOENT:
-        gone = (
-            "it was removed during the run, or its file system takes no files there. Choose another"
-        )
-        if setting:
-            return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.")
-        return error
-    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
-        return StorageFailed(
-            f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}."
-        )
     where = ""
     other = ", or mount it writable,"
     if setting:

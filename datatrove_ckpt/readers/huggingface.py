@@ -343,4 +343,4 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return getattr(self.adapter, "__func__", None) is BaseReader._default_adapter
 
     def _explain(self, error: Exception, commit: str | None) -> str:
-        return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
+        return explain_hub_error(self.dataset, error, commit)

@@ -58,7 +58,7 @@ _MODULES = {
 }
 
 __all__ = [*_MODULES]
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 # numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1
 # s) before it sleeps.

@@ -10,6 +10,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.common.retrying import hub_refusal
 from datatrove_ckpt.errors import (
@@ -52,6 +53,10 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     )
     setting = next(near, "")
     shown = written(setting)
+    if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
+        return StorageFailed(
+            f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}."
+        )
     where = ""
     other = ", or mount it writable,"
     if setting:

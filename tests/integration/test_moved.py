@@ -155,7 +155,8 @@ def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(tmp_path, 
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints")
     mirror = str(new / "mirror")
-    (record,) = new.glob(".output.datatrove-ckpt-owner-*")  # copied, too; nothing else knows the run
+    # The record is copied, too; nothing else knows the run.
+    (record,) = new.glob(".output.datatrove-ckpt-owner-*")
     with pytest.raises(OutputMismatch, match=f"belongs to another run.* {record}; then run again"):
         run(new, server.url, 1, checkpoints_remote_dir=mirror)
     assert not server.asked

@@ -382,7 +382,7 @@ class Requests:
         if generates:
             warn_of_unknown(sent)
         request = rollout_idx, digest
-        key = AnswerKey(*request, answers.occurrences.get(request, 0))
+        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)

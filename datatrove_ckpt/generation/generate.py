@@ -270,12 +270,15 @@ class Answers:
     def request_started(self) -> None:
         self._pending += 1
         if self._pending == 1:
-            self._rank.drain.request_started()
+            drain = self._rank.drain
+            drain.waiting += 1
+            if drain.is_active:
+                drain.check_soon()
 
     def request_finished(self) -> None:
         self._pending -= 1
         if not self._pending:
-            self._rank.drain.request_finished()
+            self._rank.drain.waiting -= 1
 
 
 T = TypeVar("T")
@@ -381,7 +384,7 @@ class Requests:
         if generates:
             warn_of_unknown(sent)
         request = rollout_idx, digest
-        key = AnswerKey(*request, answers.occurrences.get(request, 0))
+        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
@@ -844,27 +847,19 @@ _GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Counts the documents that wait for an answer."""
+    """``waiting``: how many documents wait for an answer."""
 
     def __init__(self, documents: Sized) -> None:
+        self.is_active = False
+        self.waiting = 0
         self._documents = documents
-        self._active = False
-        self._waiting = 0
         self._models: Sequence[Model] = ()
         self._over = asyncio.Event()
         self._grace_started = False
 
-    def request_started(self) -> None:
-        self._waiting += 1
-        if self._active:
-            self.check_soon()
-
-    def request_finished(self) -> None:
-        self._waiting -= 1
-
     async def until_over(self, models: Sequence[Model]) -> None:
         """Returns when no more document can finish. ``models``: whose servers run."""
-        self._active = True
+        self.is_active = True
         self._models = models
         for model in models:
             model.client.result().sender.on_release = self.check_soon
@@ -872,8 +867,9 @@ class Drain:
         await self._over.wait()
 
     def check_soon(self) -> None:
-        if self._active:
-            # A request that has just ended must still pass its answer to the rollout.
+        if self.is_active:
+            # A request whose last attempt has just ended still has to pass its answer to the
+            # rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
@@ -881,7 +877,7 @@ class Drain:
             model.client.result().sender.in_flight and not model.is_dead for model in self._models
         ):
             return
-        if self._waiting == len(self._documents):
+        if self.waiting == len(self._documents):
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

@@ -341,7 +341,7 @@ class Scheduler:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
             self.observer.own.documents += 1
-            if self._dropped == self.observer.own.documents == _MANY:
+            if self._dropped == _MANY == self.observer.own.documents:
                 logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
         except Parked:
             self.parked += 1

@@ -545,8 +545,9 @@ class CompletionClient:
                 f"({written.endpoint_url}), or raise its timeout, and run the same command again."
             )
         attempt = target.start_attempt(request)
-        self.stats.in_flight += 1
-        self.stats.requests += 1
+        stats = self.stats
+        stats.in_flight += 1
+        stats.requests += 1
         try:
             answer = await self._send(target, transport, request, body, attempt.started_at, way)
         except (RetryableError, CkptError):
@@ -554,17 +555,17 @@ class CompletionClient:
                 raise
         except asyncio.CancelledError:
             if not attempt.lost or attempt.is_cancelled:
-                self.stats.cancelled += 1
+                stats.cancelled += 1
                 raise
         finally:
             attempt.end()
             target.attempts.discard(attempt)
-            self.stats.in_flight -= 1
+            stats.in_flight -= 1
         if attempt.lost:
             raise AttemptLost
         answer.seconds = time.monotonic() - attempt.started_at
-        self.stats.answers += 1
-        self.stats.without_reason += not answer.finish_reason
+        stats.answers += 1
+        stats.without_reason += not answer.finish_reason
         self.outage.answered()
         return answer
 

@@ -183,7 +183,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 f"text_key{written.or_adapter} that gives one."
             )
         if fields.get("media"):
-            fields["media"] = [Media(**media) for media in fields["media"]]
+            try:
+                fields["media"] = [Media(**media) for media in fields["media"]]
+            except TypeError:
+                raise DocumentNotSerializable(
+                    f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
+                    "'media' that is no list of datatrove's media objects. Rename the "
+                    f"column{written.or_adapter}."
+                ) from None
         document = PositionedDocument(**fields)
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata

@@ -1005,6 +1005,20 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, 
         assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
+def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(capfd):
+    def refuse(payload, times):
+        return 400 if payload["max_tokens"] >= 2048 else None
+
+    with FakeServer(status=refuse) as server:
+        server.error = "This model's maximum context length is 2048 tokens"
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml", "--max-tokens", "9000"]) == 1
+        said = capfd.readouterr().err
+        assert "the same command" not in said
+        printed = said.partition("To continue: datatrove-ckpt ")[2].splitlines()[0]
+        assert main(shlex.split(printed)) == 0
+
+
 @pytest.mark.parametrize("short", [True, False])
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(short, capfd):
     leave = (

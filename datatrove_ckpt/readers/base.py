@@ -212,11 +212,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
+        tasks = min(len(names), world_size)
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
         # A file may change between the listing and its reading.
-        return Inputs(self.data_folder, names)
+        inputs = Inputs(self.data_folder, names)
+        inputs.tasks = tasks
+        return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state

@@ -442,6 +442,16 @@ def test_a_start_lists_its_input_as_often_as_one_of_the_long_form(listings, caps
         assert 0 < count("job.yaml") == count("long.yaml"), "once it has ended"
 
 
+def test_the_percentage_of_a_run_of_more_tasks_than_files_is_that_of_the_files(command):
+    Path("in").mkdir()
+    for number in range(4):
+        Path(f"in/{number}.jsonl").write_text(json.dumps({"text": f"file {number}"}) + "\n")
+    with FakeServer(status=lambda body, times: 400 * ("file 2" in str(body)) or None) as server:
+        job = ["--input", "in", "--endpoint", server.url, "--model", "fake", "--prompt", "{text}"]
+        command("run", *job, "--run-folder", "r", "--tasks", "20", "--workers", "1", code=1)
+    assert "50.0 % of the input" in command("status", "r")
+
+
 def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):

@@ -186,17 +186,17 @@ class ChangeSetting(Remedy):
 
     def __str__(self) -> str:
         if self.door.is_command:
-            return f"add {self._flag} to the command"
+            return f"add {self.flag} to the command"
         return f"pass {self.name}={self.value!r} to {self.door.form or 'InferenceRunner'}"
 
     @property
     def command(self) -> str:
         if not _words:
             return ""
-        return f"{shlex.join(_command_of_all())} {self._flag}"
+        return f"{shlex.join(_command_of_all())} {self.flag}"
 
     @property
-    def _flag(self) -> str:
+    def flag(self) -> str:
         value = str(self.value).lower()
         if self.door.form:
             return f"--{self.name.replace('_', '-')} {value}"
@@ -214,6 +214,19 @@ class SetTasks(Remedy):
         if self.door.form:
             return f"{without} --tasks {self.number}"
         return f"{without} --executor.tasks={self.number}"
+
+
+@dataclass(frozen=True)
+class LowerMaxTokens(Remedy):
+    """Continue with a smaller ``max_tokens``, which is a change of the run."""
+
+    number: int
+
+    def __str__(self) -> str:
+        accept = ChangeSetting("accept_changes", door=self.door)
+        if not (_words and self.door.form):
+            return f"lower it, to {self.number} for example, and {accept}"
+        return f"{_command_without('max-tokens')} --max-tokens {self.number} {accept.flag}"
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def _judge(
         rank.killed += 1
         rank.lost_in_flight += attempt.in_flight or 0
         age = duration(max(0.0, now - attempt.last_seen))
-        how = "its last attempt was killed, or its node was lost"
+        how = "its last attempt was killed, its node was lost, or its disk was full"
         rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
     else:
         _judge_ended(rank, attempt, now)

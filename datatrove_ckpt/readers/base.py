@@ -179,7 +179,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 f"text_key{written.or_adapter} that gives one."
             )
         if fields.get("media"):
-            fields["media"] = [Media(**media) for media in fields["media"]]
+            try:
+                fields["media"] = [Media(**media) for media in fields["media"]]
+            except TypeError:
+                raise DocumentNotSerializable(
+                    f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
+                    "'media' that is no list of datatrove's media objects. Rename the "
+                    f"column{written.or_adapter}."
+                ) from None
         document = PositionedDocument(**fields)
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata
@@ -199,11 +206,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
+        tasks = min(len(names), world_size)
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
         # The listing is kept, because a file may change before it is read.
-        return Inputs(self.data_folder, names)
+        inputs = Inputs(self.data_folder, names)
+        inputs.tasks = tasks
+        return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state

@@ -68,6 +68,8 @@ class Inputs:
     """
     commit: str | None = None
     """Of a dataset on the hub."""
+    tasks: int | None = None
+    """Ranks from this one on have no files. None: not known."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None

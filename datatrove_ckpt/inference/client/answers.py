@@ -73,6 +73,7 @@ class RetryableError(Exception):
     Attributes:
         asked_wait: see ``retrying.asked_wait``.
         unreachable: there was no complete HTTP answer.
+        unsent: there was no connection, so the request was not sent.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
         quoted: a part of the answer, which may hold secrets.
         quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
@@ -82,6 +83,7 @@ class RetryableError(Exception):
     _: KW_ONLY
     asked_wait: float | None = None
     unreachable: bool = False
+    unsent: bool = False
     status: int = 0
     timed_out: bool = False
     quoted: str = ""

@@ -477,6 +477,7 @@ class CompletionClient:
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1
+                self.stats.requests -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
                     self._sent_again()
@@ -486,7 +487,7 @@ class CompletionClient:
                 delay = self._delay(error, clock)
             finally:
                 self._router.release(target, request)
-            self.stats.retries += 1
+            self.stats.retries += not failure.unsent
             if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
                 raise MustDivide
             self.stats.pausing += 1

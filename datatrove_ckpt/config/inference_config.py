@@ -105,9 +105,9 @@ class InferenceConfig:
             "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
             from its cache; they cost as the others unless said. "tiers": by how much the prices of
             an answer in this ``service_tier`` are multiplied.
-        provider_batches: requests go to the provider as files (``/v1/batches``), for half the
-            price, and are answered within a day. Needs checkpoints; each request in a row is
-            another pass over the input.
+        provider_batches: requests go to the provider as batches (OpenAI's ``/v1/batches``,
+            Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
+            day. Needs checkpoints; each request in a row is another pass over the input.
 
     Raises:
         ConfigError: a value that cannot work.

@@ -98,6 +98,7 @@ class Batch:
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.
         at: when it came to this state, in Unix seconds.
+        url, key_env: of the endpoint that has it, as the config names them.
     """
 
     number: int
@@ -110,6 +111,8 @@ class Batch:
     file: str = ""
     id: str = ""
     at: float = 0.0
+    url: str = ""
+    key_env: str = ""
 
     @property
     def is_open(self) -> bool:

@@ -34,6 +34,7 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
     warn_of_unknown,
 )
+from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -520,7 +521,7 @@ class Requests:
                 try:
                     completion = way.parse(orjson.dumps(fields[ANSWER]))
                     if completion.finish_reason or config.accept_null_finish_reason:
-                        completion.service_tier = "batch"  # its price
+                        completion.service_tier = BATCH  # its price
                         return completion
                     raise unfinished(None)
                 except RetryableError as error:

@@ -161,6 +161,36 @@ class Parking:
         self._checkpoint.change_later(write)
 
 
+async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
+    """``path``: of the requests."""
+    servers = ExternalServers(config)
+    await servers.start()
+    url = servers.urls[0]
+    kind = MessageBatches if path == MESSAGES else BatchProvider
+    return kind(url, servers.api_key, needs_proxy([url]))
+
+
+async def cancel(batch: Batch) -> str:
+    """Cancels a batch, in no run. Returns why it could not; "" if it could.
+
+    Raises:
+        CkptError: the provider cannot be reached, or refuses.
+    """
+    if batch.state != "created":
+        return f"Number {batch.number} is not known by the provider's id. The next run finds it."
+    config = InferenceConfig(
+        "endpoint", batch.model or "-", endpoint_url=batch.url, api_key_env=batch.key_env or None
+    )
+    provider = await open_provider(config, batch.path)
+    try:
+        await provider.cancel(batch.id)
+    except RetryableError as error:
+        return f"{batch.id} is not canceled: {error}"
+    finally:
+        await provider.close()
+    return ""
+
+
 class ProviderPasses:
     """The batches of one rank.
 
@@ -265,11 +295,7 @@ class ProviderPasses:
                     f"Batch {batch.id or batch.number} of this run is at a provider, and the "
                     "config has no endpoint for it. Restore that, and run the same command again."
                 )
-            servers = ExternalServers(config)
-            await servers.start()
-            url = servers.urls[0]
-            kind = MessageBatches if batch.path == MESSAGES else BatchProvider
-            provider = self._providers[form] = kind(url, servers.api_key, needs_proxy([url]))
+            provider = self._providers[form] = await open_provider(config, batch.path)
         return provider
 
     # one batch -----------------------------------------------------------------------------------
@@ -324,7 +350,9 @@ class ProviderPasses:
         return True
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
-        await self._note(batch, "created", id=remote.id)
+        config = self._configs[batch.model]
+        place = {"url": config.endpoint_urls[0], "key_env": config.api_key_env or ""}
+        await self._note(batch, "created", id=remote.id, **place)
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:

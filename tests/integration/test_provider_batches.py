@@ -314,19 +314,28 @@ def test_no_kill_pays_for_an_answer_twice(
     assert len(points) > 24
 
 
-def test_no_wait_ends_with_75_until_the_answers_are_there(here, command):
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeypatch):
+    """And what a canceled batch has answered is kept."""
+    monkeypatch.setenv("THE_KEY", "k")
     lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
     (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     with FakeProvider() as provider:
         provider.steps = 10**9
         job = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
         job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
+        job += ["--api-key-env=THE_KEY", '--prices={"prompt": 2, "completion": 500000}']
+        job.append("--max-tokens=2")
+        said = command("doctor", *job, "--all")
+        assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
         for _ in range(2):
             assert "batch_2" in command("run", *job, "--no-wait", code=75)
         assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
-        provider.steps = 0
+        assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
+        assert "All are being canceled" in command("batches", "cancel", "job")
+        assert provider.batches["batch_2"]["status"] == "cancelled"
         command("run", *job, "--no-wait")
-        assert "batch_2" not in command("status", "job")
+        assert "No batch is open" in command("batches", "list", "job")
+        assert "4 answers in tier batch, cost 2.0" in command("status", "job")
         command("verify", "job")
     assert set(provider.billed.values()) == {1}
     assert len(provider.billed) == 4

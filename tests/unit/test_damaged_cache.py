@@ -60,7 +60,10 @@ DAMAGE = {
 def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
     DAMAGE[name](path)
     cache = RequestCache(path)
-    for ordinal, _ in cache.answer_counts():  # where the first page is whole, the first read shows it
+    for (
+        ordinal,
+        _,
+    ) in cache.answer_counts():  # where the first page is whole, the first read shows it
         cache.answers(ordinal)
     cache.put([request(50)])
     assert dict(cache.answer_counts()).keys() == {50}

@@ -133,7 +133,7 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
         yield from about(
             f"{place}{config.server_name('server')}", _check_server(plan, step, config)
         )
-        if config.prices and sample.number:
+        if config.prices and sample.number and config.server_type == "endpoint":
             yield _costs(config, sample)
     yield from about(f"{place}checkpoints", _check_checkpoints(plan, step))
     yield from about(f"{place}output", _check_output(runner))

@@ -19,7 +19,7 @@ from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
-from tests.jobs import documents, letters, rows, runner
+from tests.jobs import ask, documents, letters, rows, runner
 from tests.power_loss import PowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
@@ -80,7 +80,7 @@ def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
         def outcome(request):
             if request["custom_id"].rpartition("-")[2] != "1":
                 return None
-            return draws.choice([None, "expired", FAILED])
+            return draws.choice([None, "expired", FAILED, ["no response"]])
 
         provider.outcome = outcome
         provider.list_lag = 0.1
@@ -342,21 +342,29 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
     assert not provider.payloads
 
 
-def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path):
+@pytest.mark.parametrize(
+    ("form", "kind", "rollout", "config"),
+    [
+        (FakeProvider, BatchProvider, ask, BATCHES),
+        (FakeMessages, MessageBatches, message, MESSAGES),
+    ],
+    ids=["openai", "anthropic"],
+)
+def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rollout, config):
     """The node is lost right after the provider has created the batch."""
-    with FakeProvider() as provider:
+    with form() as provider:
         provider.list_lag = 0.1
         mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
-        create = BatchProvider.create
-        first = runner(tmp_path / "first", provider, config=BATCHES, **mirror)
-        second = runner(tmp_path / "second", provider, config=BATCHES, **mirror)
+        create = kind.create
+        first = runner(tmp_path / "first", provider, rollout, config=config, **mirror)
+        second = runner(tmp_path / "second", provider, rollout, config=config, **mirror)
 
         async def lost(self, *arguments):
             await create(self, *arguments)
             shutil.copytree(tmp_path / "mirror", tmp_path / "at the loss")
             raise ServerRefused("the node is lost")
 
-        with patch.object(BatchProvider, "create", lost), pytest.raises(Exception, match="lost"):
+        with patch.object(kind, "create", lost), pytest.raises(Exception, match="lost"):
             first.run(documents(3))
         shutil.rmtree(tmp_path / "mirror")
         (tmp_path / "at the loss").rename(tmp_path / "mirror")
@@ -380,6 +388,7 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
         with pytest.raises(KeyboardInterrupt):
             runner(tmp_path, provider, config=BATCHES).run(documents(3))
         assert "They stay there; the same command collects" in "".join(log)
+        assert "k requests in a row takes k passes" in "".join(log)
         assert not rows(tmp_path)
         runner(tmp_path, provider, config=BATCHES).run(documents(3))
     assert len(rows(tmp_path)) == 3

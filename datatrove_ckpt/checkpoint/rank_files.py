@@ -154,8 +154,6 @@ class RankFiles:
         self.clock = RankClock(point.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
-        self.unfinished = set(point.cached)
-        """Ordinals of documents that have answers and are not finished."""
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(self.folder / DEAD_LETTERS)
         self._history = HistoryLog(self.folder / HISTORY, self.fence.number)
@@ -194,14 +192,12 @@ class RankFiles:
         self._plan_sync()
         if answers:
             self.cache.put(answers)
-            self.unfinished.update(request.ordinal for request in answers)
         for chunk, group in documents.items():
             journal = self._journal(chunk)
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
             self.finished.count([finished.took for finished in group])
-            self.unfinished.difference_update(finished.ordinal for finished in group)
 
     def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""
@@ -353,7 +349,8 @@ class RankFiles:
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size
-        unfinished = frozenset(self.unfinished)
+        unfinished = frozenset(ordinal for ordinal, _ in self.cache.answer_counts())
+        unfinished = unfinished.difference(*(one.ordinals for one in self._journals.values()))
         generation = self._history.generation
         return Snapshot(
             run=(self.folder / RUN).read_bytes(),

@@ -219,17 +219,23 @@ class RequestCache:
     def count(self) -> int:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
-    def answer_counts(self) -> dict[int, int]:
-        """Returns the number of answers of each document.
+    def answer_counts(self) -> Iterator[tuple[int, int]]:
+        """Yields the ordinal of each document, the highest first, and the number of its answers.
 
         A damaged row may add an ordinal, but none above the highest intact row, which shows whether
         the input has shrunk.
         """
-        rows = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
-        found = {ordinal: number for ordinal, number in rows if isinstance(ordinal, int)}
-        while found and not self.answers(highest := max(found)):
-            del found[highest]
-        return found
+        query = (
+            "SELECT ordinal, count(*) FROM request_cache WHERE ordinal < ? GROUP BY ordinal "
+            f"ORDER BY ordinal DESC LIMIT {_DOCUMENTS_AT_ONCE}"
+        )
+        below = 2**63 - 1
+        is_intact = False
+        while rows := self._read(query, (below,)):
+            for below, number in rows:
+                is_intact = is_intact or bool(self.answers(below))
+                if is_intact:
+                    yield below, number
 
     def chunks(self) -> set[int]:
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")

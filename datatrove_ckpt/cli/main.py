@@ -392,6 +392,30 @@ def status() -> None:
 
 
 @_command(
+    "batches",
+    _argument("ACTION", "list, or cancel", choices=("list", "cancel")),
+    _WHAT,
+)
+def batches() -> None:
+    """List or cancel the batches that a run has at a provider.
+
+    examples:
+      datatrove-ckpt batches list quickstart/checkpoints
+
+    (WHAT)
+
+    Stop the run before you cancel its batches. Their key is read from the variable that api_key_env
+    of the run names. Answers that they have are kept: the next run collects them, and sends the
+    rest, as a batch or one by one, as provider_batches says.
+
+    exit codes:
+      0  the batches are listed, or are being canceled
+      1  a batch could not be canceled
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+
+
+@_command(
     "show",
     _WHAT,
     _argument("FILE", "report.html in the run folder, or here; - prints it", "-o", "--output"),

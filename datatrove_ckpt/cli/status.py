@@ -28,14 +28,13 @@ from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_o
 def status(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
+        bars = takes_unicode()
+        shown = list(describe(state, bars))
     if arguments.json:
         say(to_json(state).decode())
     else:
-        bars = takes_unicode()
-        lines = describe(state, bars)
         if sys.stdout.isatty():
-            lines = wrapped(lines, shutil.get_terminal_size().columns)
-        shown = list(lines)
+            shown = list(wrapped(shown, shutil.get_terminal_size().columns))
         if arguments.all:
             shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
         say("\n".join(shown))

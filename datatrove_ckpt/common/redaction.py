@@ -319,6 +319,8 @@ class Key:
         return self._value
 
     def headers(self) -> HiddenDict:
+        if self._value.startswith("sk-ant-"):  # the API of Anthropic
+            return HiddenDict({"x-api-key": self._value, "anthropic-version": "2023-06-01"})
         return HiddenDict(Authorization=f"Bearer {self._value}")
 
     def __repr__(self) -> str:

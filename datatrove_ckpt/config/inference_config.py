@@ -103,10 +103,11 @@ class InferenceConfig:
         prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
             "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
             from its cache; they cost as the others unless said. "tiers": by how much the prices of
-            an answer in this ``service_tier`` are multiplied.
-        provider_batches: requests go to the provider as files (``/v1/batches``), for half the
-            price, and are answered within a day. Needs checkpoints; each request in a row is
-            another pass over the input.
+            an answer in this ``service_tier`` are multiplied; "batch", of ``provider_batches``, is
+            0.5 unless said.
+        provider_batches: requests go to the provider as batches (OpenAI's ``/v1/batches``,
+            Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
+            day. Needs checkpoints; each request in a row is another pass over the input.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -280,7 +281,7 @@ class InferenceConfig:
         price: float = prices.get("prompt", 0)
         total: float = (prompt - cached) * price + cached * prices.get("cached", price)
         total += completion * prices.get("completion", 0)
-        factor: float = prices.get("tiers", {}).get(tier, 1)
+        factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
         return min(round(1000 * total * factor), _MOST_COST)
 
     def _check_context(self) -> None:
@@ -381,6 +382,8 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+BATCH = "batch"
+"""The ``service_tier`` of answers of provider batches."""
 _MOST_TEXTS = 10_000
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits

@@ -18,6 +18,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
@@ -33,6 +34,7 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
     warn_of_unknown,
 )
+from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -80,9 +82,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
 
 _Arguments = TypeVarTuple("_Arguments")
-_ANSWER = "batch_answer"
-_OF_BATCH = frozenset({_ANSWER, "batch_failure"})
-"""See ``checkpoint/batch_log.py``."""
 _PARKED_SECONDS = 0.05
 _CANCELLED_AGAIN_SECONDS = 1.0
 # An answer that calls a tool has no text.
@@ -263,7 +262,7 @@ class Answers:
         for answer in self._cached.result().values():
             if answer.result is not None:
                 fields = orjson.loads(answer.result)
-                if not _OF_BATCH.isdisjoint(fields) and fields["run"] == run:
+                if not OF_BATCH.isdisjoint(fields) and fields["run"] == run:
                     return False
         return True
 
@@ -518,15 +517,15 @@ class Requests:
         if cached is not None and cached.result is not None:
             fields = orjson.loads(cached.result)
         attempts = 0
-        if not _OF_BATCH.isdisjoint(fields):
+        if not OF_BATCH.isdisjoint(fields):
             answers.batch_answers += 1
             attempts = fields["attempt"]
-            cause = fields.get("batch_failure")
-            if _ANSWER in fields:
+            cause = fields.get(FAILURE)
+            if ANSWER in fields:
                 try:
-                    completion = way.parse(orjson.dumps(fields[_ANSWER]))
+                    completion = way.parse(orjson.dumps(fields[ANSWER]))
                     if completion.finish_reason or config.accept_null_finish_reason:
-                        completion.service_tier = "batch"  # its price
+                        completion.service_tier = BATCH  # its price
                         return completion
                     raise unfinished(None)
                 except RetryableError as error:
@@ -777,7 +776,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     """
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
-        if not _OF_BATCH.isdisjoint(fields):
+        if not OF_BATCH.isdisjoint(fields):
             return None
         result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
         if result.finish_reason or config.accept_null_finish_reason:

@@ -159,6 +159,10 @@ class _Run:
             self._take(data, root, prefix)
             return
         again = repeatable(data)
+        logger.info(
+            "provider_batches: a rollout that sends k requests in a row takes k passes over the "
+            "input, and each pass waits for its batches, a day at most."
+        )
         is_first = True
         while self._take(again(), root, prefix, is_first):
             is_first = False

@@ -128,7 +128,7 @@ def _snapshot(folder: Path) -> Snapshot:
     last = 0
     if (folder / layout.CACHE).exists():
         with closing(RequestCache(folder / layout.CACHE)) as cache:
-            unfinished = frozenset(cache.answer_counts())
+            unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
             answers = cache.answers_since(0, unfinished)
             last = cache.last_answer
     run = (folder / layout.RUN).read_bytes()

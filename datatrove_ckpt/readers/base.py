@@ -94,8 +94,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _next_state: State | None = None
     _start_state: State | None = None
     _position: Position | None = None
-    _resolved: tuple[str, str] = ("", "")
     _file_extent: FileExtent = FileExtent()
+    _resolved: dict[str, str] | None = None
 
     def __init__(
         self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object
@@ -191,9 +191,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata
         if self.add_file_path:
-            if self._resolved[0] != source_file:  # once per file: nothing else here takes as long
-                self._resolved = (source_file, self.data_folder.resolve_paths(source_file))
-            document.metadata.setdefault("file_path", self._resolved[1])
+            if self._resolved is None:
+                self._resolved = {}
+            if source_file not in self._resolved:
+                self._resolved[source_file] = self.data_folder.resolve_paths(source_file)
+            document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
     def _take_state(self) -> State | None:

@@ -52,6 +52,9 @@ def closing_line(runner: RunnerPlan, root: Path, checked: Checked, started: floa
     work = ""
     if again.read:
         work = f" Retried {retried}."
+    errors = runner.lines_with_error(counts)
+    if errors:
+        work += f" {errors} of {plural(counts.written, 'line')} have an error in the output."
     work += str(skipped)
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."

@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
+from datatrove_ckpt.rollouts.batch import BatchRollout
 
 
 class RankNumbers:
@@ -121,3 +122,10 @@ def _ones(n: int, unit: str) -> MetricStats:
     if n:
         return MetricStats(n, n, 1.0, 1, 1, 0.0, unit)
     return MetricStats(unit=unit)
+
+
+def lines_with_error(rollout_fn: object, counts: DocumentCounts) -> int:
+    """Returns how many lines of a batch file have an error in the output. A line is one request."""
+    if isinstance(rollout_fn, BatchRollout):
+        return counts.written - counts.answers
+    return 0

@@ -53,7 +53,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.doors import setting_of, step_place, use, written
+from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
@@ -437,7 +437,8 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
 
     Raises:
         CkptError, OSError: as ``check_before_run``.
-        TooManyDeadLetters: all documents are dead letters.
+        TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
+            error.
     """
     check_job(plan, dry_run=True)
     check_inputs_unchanged(plan)
@@ -445,6 +446,16 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     for root, job in jobs.items():
         if 0 < job.counts.read == job.counts.dead:
             raise _none_written(root)
+    for runner, root in plan.kept:
+        counts = jobs[root].counts
+        if 0 < counts.written == runner.lines_with_error(counts):
+            folder = runner.step.output_writer.output_folder.resolve_paths("")
+            raise TooManyDeadLetters(
+                f"All lines have an error, as the output in {folder} shows. Correct the cause, and "
+                "start again with ",
+                StartOver(),
+                ".",
+            )
     return jobs
 
 

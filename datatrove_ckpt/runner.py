@@ -41,13 +41,13 @@ class InferenceRunner(Step):
         records_per_chunk: documents per output file, with checkpoints.
         metadata_key: where the results go in the document's metadata.
         skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422,
-            431) becomes a dead letter, and does not stop the rank.
-        on_document_error: "stop" the rank when a rollout raises or its request is rejected, or make
+            431) becomes a dead letter, and does not stop the task.
+        on_document_error: "stop" the task when a rollout raises or its request is rejected, or make
             the document a "dead_letter". A request that kills servers always becomes one; a server
-            that fails always stops the rank.
-        max_dead_letters: documents that may become dead letters; one more stops the rank. None: no
+            that fails always stops the task.
+        max_dead_letters: documents that may become dead letters; one more stops the task. None: no
             limit.
-        retry_dead_letters: process the dead letters of a finished rank instead of the input, into
+        retry_dead_letters: process the dead letters of a finished task instead of the input, into
             output files of their own. datatrove's executors need ``skip_completed=False`` for it.
         seek: whether a resume may seek in the input. None: if the reader can, and the steps before
             this one are known to keep nothing between documents; otherwise documents are counted.
@@ -55,11 +55,11 @@ class InferenceRunner(Step):
         sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it.
             "auto": 2 % of the storage thread's time, from 0.1 to 30 seconds.
         drain_seconds: time for requests in flight once a signal, an error or a time limit stops the
-            rank. A second signal ends it.
-        drain_signals: signals that ask a rank to stop. Afterwards each is raised again for the
+            task. A second signal ends it.
+        drain_signals: signals that ask a task to stop. Afterwards each is raised again for the
             handler that was there before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.
-        accept_changes: continue unfinished ranks that were started with other settings, and record
+        accept_changes: continue unfinished tasks that were started with other settings, and record
             that.
         checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the
             run. A node without the local folder resumes from it.
@@ -67,7 +67,7 @@ class InferenceRunner(Step):
             5 % of the mirror thread's time, from 5 to 600 seconds.
         hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a
             commit.
-        hub_commits_per_hour: commits to a repository beyond which ranks wait. A free account may
+        hub_commits_per_hour: commits to a repository beyond which tasks wait. A free account may
             make 128.
         monitoring: metrics.
         keep_answers: keep answers of committed documents for ``answers_from``. They need about as

@@ -75,10 +75,10 @@ class InferenceConfig:
         api_key_env: the environment variable with the endpoint's key.
         trust_remote_code: let vLLM and SGLang run code that comes with the model.
         request_max_attempts: attempts of a request that fails while others are answered (408, 409,
-            425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the rank; at least
+            425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the task; at least
             ``server_patience_seconds`` pass, too.
         server_patience_seconds: how long the run waits while no request is answered (unreachable,
-            5xx, 429). Then the rank stops; no document is blamed.
+            5xx, 429). Then the task stops; no document is blamed.
         server_stop_timeout_sec: time until a server that was asked to stop is killed.
         replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the
             cores). They share ``max_concurrent_generations``.
@@ -94,12 +94,12 @@ class InferenceConfig:
         seed: gives each request a ``seed`` of its own, derived from this number, so that it samples
             the same when it is sent again. A payload's own ``seed`` stays.
         accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers
-            count as complete, and one that has it stops the rank. False: an answer without one is
+            count as complete, and one that has it stops the task. False: an answer without one is
                 retried.
         texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several
             documents share it; each is cached, retried and counted for its own.
         gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
-            server, where ranks, replicas or several models share them.
+            server, where tasks, replicas or several models share them.
         prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
             "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
             from its cache; they cost as the others unless said. "tiers": by how much the prices of

@@ -79,7 +79,7 @@ class Classification:
 class Generate(Protocol):
     """The second argument of a rollout: sends one request.
 
-    Its methods ask for what is no text. A server_type that lacks one stops the rank with a
+    Its methods ask for what is no text. A server_type that lacks one stops the task with a
     ConfigError. Each raises as the call itself does, and its answer is cached and retried like one
     of the call. ``params`` are further keys of the payload, such as ``dimensions``;
     default_generation_params are for completions.
@@ -106,7 +106,7 @@ class Generate(Protocol):
 
         Raises:
             datatrove's InferenceError: this request cannot be answered.
-            datatrove's ServerError: no request can be answered; the rank stops, whatever the
+            datatrove's ServerError: no request can be answered; the task stops, whatever the
             rollout does.
         """
 

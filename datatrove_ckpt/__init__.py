@@ -7,9 +7,8 @@ changes one import line only: ``datatrove_ckpt``, or ``datatrove_ckpt.run_infere
 ``datatrove.pipeline.inference.run_inference``. ``datatrove_ckpt.checkpoint`` explains recovery on
 one page, ``datatrove_ckpt.errors`` the errors.
 
-The names are imported at their first use. Some programs that we start are modules of this package
-(``python -m datatrove_ckpt.inference...``); importing datatrove, which they do not need, would make
-each start a second slower.
+The names are imported at their first use. Importing datatrove would slow down programs of this
+package that do not need it (``python -m datatrove_ckpt.inference...``) by a second.
 """
 
 import os
@@ -58,10 +57,9 @@ _MODULES = {
 }
 
 __all__ = [*_MODULES]
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
-# numpy, which datatrove imports, starts a thread for each core, and each spins for 2^28 cycles (0.1
-# s) before it sleeps.
+# numpy, which datatrove imports, starts a thread per core, and each spins for 0.1 s.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")
 
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from datatrove_ckpt.testing import FakeServer
 
+KEY = "sk-ant-of-a-test"
 FAILED = {"status_code": 500, "body": {"error": {"message": "broken"}}}
 
 
@@ -35,6 +37,8 @@ class FakeProvider(FakeServer):
         refuse: returns the errors of a batch that fails as a whole.
     """
 
+    after = "after"
+
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.billed: Counter[str] = Counter()
@@ -49,28 +53,22 @@ class FakeProvider(FakeServer):
         self.files: dict[str, bytes] = {}
         self.batches: dict[str, dict[str, Any]] = {}
         self.effects: list[str] = []
-        self.before_effect: Callable[[str], None] = lambda name: None
         self._numbers = itertools.count(1)
         self._looks: Counter[str] = Counter()
         self._listed: dict[str, float] = {}
 
-    async def _start(self) -> web.AppRunner:
-        app = web.Application(client_max_size=2**30)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/files", self._upload)
-        app.router.add_delete("/v1/files/{id}", self._delete)
-        app.router.add_get("/v1/files/{id}/content", self._content)
-        app.router.add_post("/v1/batches", self._create)
-        app.router.add_get("/v1/batches", self._list)
-        app.router.add_get("/v1/batches/{id}", self._retrieve)
-        app.router.add_post("/v1/batches/{id}/cancel", self._cancel)
-        app.router.add_post("/{path:.*}", self._answered)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
-        await site.start()
-        self._port = runner.addresses[0][1]
-        return runner
+    def _route(self, router: web.UrlDispatcher) -> None:
+        router.add_post("/v1/files", self._upload)
+        router.add_delete("/v1/files/{id}", self._delete)
+        router.add_get("/v1/files/{id}/content", self._content)
+        self._route_batches(router, "/v1/batches")
+        super()._route(router)
+
+    def _route_batches(self, router: web.UrlDispatcher, path: str) -> None:
+        router.add_post(path, self._create)
+        router.add_get(path, self._list)
+        router.add_get(f"{path}/{{id}}", self._retrieve)
+        router.add_post(f"{path}/{{id}}/cancel", self._cancel)
 
     def _reply(self, request: web.Request, content: Any) -> web.Response:
         if self.lose[request.path] > 0:
@@ -160,11 +158,12 @@ class FakeProvider(FakeServer):
     async def _list(self, request: web.Request) -> web.Response:
         now = time.monotonic()
         names = [name for name in reversed(self.batches) if self._listed[name] <= now]
-        after = request.query.get("after")
+        after = request.query.get(self.after)
         if after:
             names = names[names.index(after) + 1 :]
         page = names[: int(request.query["limit"])]
-        content = {"data": [self.batches[name] for name in page], "has_more": page != names}
+        listed = [self._shown(self.batches[name]) for name in page]
+        content = {"data": listed, "has_more": page != names}
         return self._reply(request, content)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -182,3 +181,57 @@ class FakeProvider(FakeServer):
     def restore(self, state: Any) -> None:
         self.billed, self.files, self.batches, self._looks = copy.deepcopy(state)
         self._listed = {name: time.monotonic() + self.list_lag for name in self.batches}
+
+
+class FakeMessages(FakeProvider):
+    """The batches of Anthropic's API, whose key it wants."""
+
+    after = "after_id"
+
+    def _route(self, router: web.UrlDispatcher) -> None:
+        self.paths["/v1/messages"] = self._message
+        router.add_get("/v1/messages/batches/{id}/results", self._content)
+        self._route_batches(router, "/v1/messages/batches")
+        FakeServer._route(self, router)
+
+    def _message(self, payload: dict[str, Any]) -> dict[str, Any]:
+        content = [{"type": "text", "text": self._answer(payload, 0)}]
+        usage = {"input_tokens": 3, "output_tokens": 2}
+        return {"id": "msg", "type": "message", "content": content, "usage": usage}
+
+    async def _create(self, request: web.Request) -> web.Response:
+        if request.headers.get("x-api-key") != KEY or "anthropic-version" not in request.headers:
+            return web.json_response({"error": "no key"}, status=401)
+        name = f"msgbatch_{next(self._numbers)}"
+        self.effects.append("create")
+        requests = (await request.json())["requests"]
+        self.files[name] = b"".join(map(self._result, reversed(requests)))
+        self.batches[name] = {
+            "id": name,
+            "processing_status": "in_progress",
+            "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+            "request_counts": {"processing": len(requests), "succeeded": 0},
+            "status": "in_progress",
+        }
+        self._listed[name] = time.monotonic() + self.list_lag
+        return self._reply(request, self.batches[name])
+
+    def _result(self, asked: dict[str, Any]) -> bytes:
+        """``outcome``: the type of a result, or the type of an error."""
+        outcome = self.outcome(asked)
+        result = {"type": outcome}
+        if outcome is None:
+            tag, _, rest = asked["custom_id"].partition("-")
+            assert len(tag) == 6
+            self.billed[rest.rpartition("-")[0]] += 1
+            result = {"type": "succeeded", "message": self._message(asked["params"])}
+        elif outcome.endswith("_error"):
+            error = {"type": outcome, "message": "in the words of the provider"}
+            result = {"type": "errored", "error": {"type": "error", "error": error}}
+        return orjson.dumps({"custom_id": asked["custom_id"], "result": result}) + b"\n"
+
+    def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+        super()._shown(batch)
+        if batch["status"] != "in_progress":
+            batch["processing_status"] = "ended"
+        return batch

@@ -12,8 +12,9 @@ The order of effects, each safe to repeat, and what the next attempt does after 
     4. "uploaded"; sync               create
     5. "creating"; sync; mirror       look for the batch; see 6
     6. create                         the money: look in the provider's list, for ``list_lag``
-                                      seconds; not found: delete the input file, so that a late
-                                      request fails, and go back to 2
+                                      seconds, and in Anthropic's form until each batch of the same
+                                      size has ended; not found: delete the input file, so that a
+                                      late request fails, and go back to 2
     7. "created"; sync                wait
     8. rows of the request cache      read again, put again
     9. "read"; sync; remove the file  the next pass
@@ -43,11 +44,13 @@ ANSWER = "batch_answer"
 """In the JSON of a row: the body of an answer that no rollout has used yet."""
 FAILURE = "batch_failure"
 """Likewise: why there is no answer, for a request that is to be sent again."""
-_ID = re.compile(r"(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
+OF_BATCH = frozenset({ANSWER, FAILURE})
+_ID = re.compile(r"(?:[0-9a-f]{6}-)?(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
 
 
 class RequestId(NamedTuple):
-    """The custom id of a request, at most 64 characters of ``[0-9a-f-]``.
+    """The custom id of a request, at most 64 characters of ``[0-9a-f-]`` with the tag of its batch,
+    which ``MessageBatches`` writes before it.
 
     ``attempt``: how often the request was in a batch, from 1.
     """
@@ -95,6 +98,7 @@ class Batch:
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.
         at: when it came to this state, in Unix seconds.
+        url, key_env: of the endpoint that has it, as the config names them.
     """
 
     number: int
@@ -107,6 +111,8 @@ class Batch:
     file: str = ""
     id: str = ""
     at: float = 0.0
+    url: str = ""
+    key_env: str = ""
 
     @property
     def is_open(self) -> bool:

@@ -4,7 +4,6 @@ A chunk is complete when this process has admitted all its documents and its jou
 them. An earlier attempt may have finished a chunk without committing it.
 
 A ``Chunk`` belongs to one thread at a time: event loop, storage thread, publisher, storage thread.
-Each thread passes the chunk on through a queue.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class ChunkTracker:
         self._on_complete = on_complete
         self._committed = point.done
         self._recovered = {index: journal.recovered for index, journal in point.journals.items()}
-        self._cached = set(point.cached)
+        self._last_cached = point.last_cached
         self._next_chunk = point.next_chunk
         self._next_ordinal = point.next_ordinal
         self._current: Chunk | None = None
@@ -123,9 +122,7 @@ class ChunkTracker:
             self._expect(known, fingerprint, ordinal)
             self.document_finished(chunk)
             return None
-        cached = ordinal in self._cached
-        self._cached.discard(ordinal)
-        return ChunkSlot(ordinal, chunk, cached)
+        return ChunkSlot(ordinal, chunk, ordinal <= self._last_cached)
 
     def document_finished(self, chunk: Chunk) -> None:
         chunk.finished += 1
@@ -163,7 +160,7 @@ class ChunkTracker:
         return (
             any(index >= first_unread for index in (*self._recovered, *self._committed))
             or any(chunk.recovered for chunk in self._open.values())
-            or any(ordinal >= self.documents for ordinal in self._cached)
+            or self._last_cached >= self.documents
         )
 
     def _begin_chunk(self) -> Chunk:

@@ -422,13 +422,9 @@ class Lock:
         self._fd = self._acquire()
         _held.add(self)
         holder = orjson.dumps(this_process())
-        try:
-            with explained("write to", path):
-                os.ftruncate(self._fd, 0)
-                os.pwrite(self._fd, holder, 0)
-        except BaseException:
-            self.release()
-            raise
+        with suppress(OSError):  # on a full disk, it has no name; its owner may make room
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, holder, 0)
 
     def _acquire(self) -> int:
         deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -71,7 +71,7 @@ class AttemptSummary:
             self.what = record.what
             self.in_flight = self.in_flight or 0  # an attempt that could write its end had none
         elif isinstance(record, Progress):
-            if record.own.sent:  # else the attempt has just begun
+            if record.own.sent:
                 self.in_flight = record.in_flight
             self.own = record.own.documents
 

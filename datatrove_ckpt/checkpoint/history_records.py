@@ -50,12 +50,14 @@ class InputPosition(NamedTuple):
     """How much of its input a rank has read.
 
     ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
-    is None if not even the position is, and then ``done`` is 0.
+    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
+    have no input; None if it is not known.
     """
 
     done: int = 0
     total: int | None = None
     unit: Literal["bytes", "rows"] | None = None
+    tasks: int | None = None
 
     @property
     def share(self) -> float | None:
@@ -68,14 +70,15 @@ class InputPosition(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[object]) -> Self:
-        done, total, unit = values
+        done, total, unit, *rest = values
+        tasks = rest[0] if rest else None
         if (
             not is_count(done)
-            or not (total is None or is_count(total))
+            or not all(number is None or is_count(number) for number in (total, tasks))
             or unit not in (None, "bytes", "rows")
         ):
             raise ValueError("a position is damaged")
-        return cls(done, total, unit)  # type: ignore[arg-type]
+        return cls(done, total, unit, tasks)  # type: ignore[arg-type]
 
 
 class Silence(NamedTuple):
@@ -214,7 +217,7 @@ class _Record:
 
 @dataclass(slots=True, kw_only=True)
 class Start(_Record):
-    """An attempt starts: it has the rank's lock, and its checkpoint is open.
+    """The start of an attempt, which has locked the rank and opened its checkpoint.
 
     Attributes:
         job: of Slurm, as its commands name it.

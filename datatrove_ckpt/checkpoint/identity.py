@@ -1,9 +1,9 @@
 """One run, one identity, one owner: ``run.json``.
 
-The identity is a flat dict of plain JSON values, which the caller makes. If another release
-describes the user's code in another way, the code is not compared before the next start.
-``run.json`` is replaced atomically, so a crash leaves either description, and both are accepted.
-Secrets are compared as hashes, because earlier releases wrote some of them in plain text.
+The identity is a flat dict of JSON values. If another release describes the user's code
+differently, the code is not compared before the next start. ``run.json`` is replaced atomically, so
+a crash leaves either description, and both are accepted. Secrets are compared as hashes, because
+earlier releases wrote some of them in plain text.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
 that finds another owner in the file stops before its next write. The fence serves where locks

@@ -257,6 +257,13 @@ class ChunkJournal:
     def size(self) -> int:
         return self._file.size
 
+    @property
+    def ordinals(self) -> Iterator[int]:
+        """Of its documents."""
+        for index, offset in enumerate(self._offsets):
+            if offset >= 0:
+                yield self.first_ordinal + index
+
     def read_in_order(self) -> Generator[Finished, None, None]:
         """Yields every document of the chunk, by ordinal.
 

@@ -115,7 +115,6 @@ def _refuse_other_settings(root: Path, kept: Json, identity: RunIdentity) -> Non
 
 
 def _accepted(kept: Json) -> list[str]:
-    """Returns the fields that the user changed during the old run."""
     return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
 
 

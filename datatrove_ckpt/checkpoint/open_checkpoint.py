@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
@@ -135,8 +136,13 @@ class OpenCheckpoint:
     def _close(self, completed: bool) -> None:
         self._output.stop()
         self._publisher.stop()
-        self.note(*self.last_records(completed))
+        last = self.last_records(completed)
+        self.note(*last)
         self._storage.stop()
+        if self._storage.error is not None:
+            # Also on a full disk the last block of the history often has room for the cause.
+            with suppress(CkptError, OSError):
+                self._files.note(last[-1:])
         self.error = self.error or self._storage.error
         if self.lease.mirror is not None:
             self.lease.mirror.stop(completed and self.error is None)
@@ -284,9 +290,6 @@ class OpenCheckpoint:
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
         storage thread.
-
-        Raises:
-            Fenced: another process has taken the rank over.
         """
         return self._storage.ask(partial(self._files.snapshot, since))
 

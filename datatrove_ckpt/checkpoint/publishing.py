@@ -1,7 +1,6 @@
 """The publisher thread turns complete journals into output files (steps 2 and 3 of a commit).
 
-Publishing reads a journal that no longer grows, and may take minutes (gzip, uploads), so it runs
-beside the storage thread, which does the commit.
+Publishing may take minutes (gzip, uploads), so it runs beside the storage thread, which commits.
 """
 
 from __future__ import annotations

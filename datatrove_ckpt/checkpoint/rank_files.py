@@ -98,9 +98,6 @@ class Mirror(Protocol):
             first: nothing is committed yet: output may appear only once the mirror has a copy of
                 the rank, so that a start on another node knows that the rank has begun.
             stopping: when set, the caller has given up.
-
-        Raises:
-            Fenced: another process has taken the rank over.
             StorageFailed: no copy can be made.
             Stopping: the rank ends.
         """
@@ -125,7 +122,7 @@ class RankFiles:
 
     Methods belong to the storage thread; before its start and after its end, to the thread that
     opens and closes the checkpoint. Other threads may read ``counts``, ``committed``, and whether
-    ``old`` is None.
+    ``old`` is None. Methods that write raise ``Fenced`` if another process has taken the rank over.
 
     Args:
         cache, log: the rank's, open and recovered.
@@ -157,8 +154,6 @@ class RankFiles:
         self.clock = RankClock(point.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
-        self.unfinished = set(point.cached)
-        """Ordinals of documents that have answers and are not finished."""
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(self.folder / DEAD_LETTERS)
         self._history = HistoryLog(self.folder / HISTORY, self.fence.number)
@@ -192,30 +187,20 @@ class RankFiles:
     def write(
         self, answers: list[CachedRequest], documents: Mapping[Chunk, list[Finished]]
     ) -> None:
-        """Writes one group: one SQLite transaction, and one write per journal.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Writes one group: one SQLite transaction, and one write per journal."""
         self.fence.check()
         self._plan_sync()
         if answers:
             self.cache.put(answers)
-            self.unfinished.update(request.ordinal for request in answers)
         for chunk, group in documents.items():
             journal = self._journal(chunk)
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
             self.finished.count([finished.took for finished in group])
-            self.unfinished.difference_update(finished.ordinal for finished in group)
 
     def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
-        """Returns a document's cached answers. Answers of an old run become answers of this run.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Returns a document's cached answers. Answers of an old run become answers of this run."""
         found = self.cache.answers(slot.ordinal)
         if self.old is None:
             return found
@@ -260,11 +245,7 @@ class RankFiles:
         return journal
 
     def commit(self, chunk: Chunk) -> None:
-        """Steps 4 and 5: appends the commit line, then drops the journal and the answers.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Steps 4 and 5: appends the commit line, then drops the journal and the answers."""
         self.fence.check(thorough=True)
         if chunk.dead_letters:
             self._dead_letters.append(bytes(chunk.dead_letters))
@@ -303,11 +284,7 @@ class RankFiles:
         self.cache.drop_chunk(chunk.index)
 
     def write_shard(self, shard: Json) -> None:
-        """Keeps what the rank has read.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Keeps what the rank has read."""
         self.fence.check(thorough=True)
         files.disk.replace(self.folder / SHARD, sealed_shard(shard))
         self._shard_written = True
@@ -325,11 +302,7 @@ class RankFiles:
         self.note([start, Progress()])
 
     def note(self, records: Sequence[Record]) -> None:
-        """Appends to the history, with the time and the documents of all attempts.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
         is_done = any(isinstance(record, End) and record.why == "done" for record in records)
         for record in records:
@@ -360,11 +333,7 @@ class RankFiles:
     # the mirror ----------------------------------------------------------------------------------
 
     def snapshot(self, since: int) -> Snapshot:
-        """Describes the checkpoint at this instant, with the answers put after number ``since``.
-
-        Raises:
-            Fenced: another process has taken the rank over.
-        """
+        """Describes the checkpoint at this instant, with the answers put after number ``since``."""
         self.fence.check(thorough=True)
         sizes = {journal.path.name: journal.size for journal in self._journals.values()}
         sizes |= {
@@ -380,7 +349,8 @@ class RankFiles:
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size
-        unfinished = frozenset(self.unfinished)
+        unfinished = frozenset(ordinal for ordinal, _ in self.cache.answer_counts())
+        unfinished = unfinished.difference(*(one.ordinals for one in self._journals.values()))
         generation = self._history.generation
         return Snapshot(
             run=(self.folder / RUN).read_bytes(),

@@ -60,7 +60,7 @@ class ResumePoint:
         milestones: fingerprints of the last document of each chunk of the unbroken run, by ordinal.
         done: commits beyond the unbroken run, by chunk index.
         journals: journals of uncommitted chunks, by chunk index.
-        cached: ordinals of unfinished documents that have answers.
+        last_cached: the highest ordinal of the unfinished documents that have answers; -1: none.
         answers: number of their answers.
         counts, work: what all earlier attempts committed.
         finished: their finished documents, in commits and journals.
@@ -74,7 +74,7 @@ class ResumePoint:
     milestones: dict[int, str] = field(default_factory=dict)
     done: dict[int, Commit] = field(default_factory=dict)
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
-    cached: set[int] = field(default_factory=set)
+    last_cached: int = -1
     answers: int = 0
     counts: DocumentCounts = field(default_factory=DocumentCounts)
     finished: DocumentCounts = field(default_factory=DocumentCounts)
@@ -102,7 +102,7 @@ class ResumePoint:
 
     @property
     def is_fresh(self) -> bool:
-        return not (self.next_chunk or self.done or self.journals or self.cached)
+        return not (self.next_chunk or self.done or self.journals or self.answers)
 
 
 def recover(
@@ -129,13 +129,15 @@ def recover(
             point.journals[chunk_index] = journal
         else:
             journal.remove()  # a kill came before its first line was written
-    answers = cache.answer_counts()
+    finished = set[int]()
     for journal in point.journals.values():
         point.seconds = point.seconds.or_later(journal.seconds)
-        for ordinal in journal.recovered:
-            answers.pop(ordinal, None)
-    point.cached = set(answers)
-    point.answers = sum(answers.values())
+        finished.update(journal.recovered)
+    # Not all at once: of provider batches, a million documents may have answers.
+    for ordinal, number in cache.answer_counts():
+        if ordinal not in finished:
+            point.last_cached = max(point.last_cached, ordinal)
+            point.answers += number
     return point
 
 

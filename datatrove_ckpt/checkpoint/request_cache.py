@@ -1,9 +1,9 @@
 """RequestCache: every answer of an uncommitted document, so that no request is sent twice.
 
 The storage thread owns the only SQLite connection. ``locking_mode=EXCLUSIVE`` before WAL mode needs
-no shared memory, so it works on network file systems, where plain WAL does not.
-``synchronous=NORMAL`` writes the log at every commit and rarely syncs it: a commit survives kill -9
-at once, and power loss after ``sync``. Losing the last commits loses answers, never consistency.
+no shared memory, so it works on network file systems. ``synchronous=NORMAL`` writes the log at
+every commit and rarely syncs it: a commit survives kill -9 at once, and power loss after ``sync``.
+Losing the last commits loses answers, never consistency.
 
 An empty cache replaces a damaged one, which is set aside with a warning. A row that does not fit
 its checksum is ignored, with a warning, until its chunk is committed or an equal request replaces
@@ -219,17 +219,23 @@ class RequestCache:
     def count(self) -> int:
         return sum(number for (number,) in self._read("SELECT count(*) FROM request_cache"))
 
-    def answer_counts(self) -> dict[int, int]:
-        """Returns the number of answers of each document.
+    def answer_counts(self) -> Iterator[tuple[int, int]]:
+        """Yields the ordinal of each document, the highest first, and the number of its answers.
 
         A damaged row may add an ordinal, but none above the highest intact row, which shows whether
         the input has shrunk.
         """
-        rows = self._read("SELECT ordinal, count(*) FROM request_cache GROUP BY ordinal")
-        found = {ordinal: number for ordinal, number in rows if isinstance(ordinal, int)}
-        while found and not self.answers(highest := max(found)):
-            del found[highest]
-        return found
+        query = (
+            "SELECT ordinal, count(*) FROM request_cache WHERE ordinal < ? GROUP BY ordinal "
+            f"ORDER BY ordinal DESC LIMIT {_DOCUMENTS_AT_ONCE}"
+        )
+        below = 2**63 - 1
+        is_intact = False
+        while rows := self._read(query, (below,)):
+            for below, number in rows:
+                is_intact = is_intact or bool(self.answers(below))
+                if is_intact:
+                    yield below, number
 
     def chunks(self) -> set[int]:
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")

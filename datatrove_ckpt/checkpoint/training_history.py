@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,7 +90,8 @@ class TrainingHistory:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["step", *columns])
         for step, metrics in rows:
-            table.writerow([step, *(metrics.get(name) for name in columns)])
+            metrics |= {name: math.nan for name, value in metrics.items() if value is None}
+            table.writerow([step, *(metrics.get(name, "") for name in columns)])
         files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
 
     def last(self, event: str) -> float:

@@ -32,6 +32,7 @@ class Moment:
     """The end of a step, at which a policy decides.
 
     Attributes:
+        last_step: the step that was saved or restored last.
         seconds: since the last save. Ranks agree on it a few times a second; between that, and
             while a save is written, it is -inf.
         pause_seconds: how long the last save stopped the training; 0: none was timed.
@@ -39,6 +40,7 @@ class Moment:
     """
 
     step: int
+    last_step: int = 0
     seconds: float = -math.inf
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
@@ -51,7 +53,11 @@ class Policy:
 
 
 class SavePolicy(Policy):
-    """Decides when to save. ``a | b`` saves when one of them does."""
+    """Decides when to save. ``a | b`` saves when one of them does.
+
+    A subclass decides by the moment alone: by a clock or a number of its own, one rank would save,
+    and wait for the others for ever.
+    """
 
     def is_due(self, moment: Moment) -> bool:
         raise NotImplementedError
@@ -89,7 +95,7 @@ class AnyOf(SavePolicy, KeepPolicy):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """Saves at multiples of ``steps``."""
+    """Saves at multiples of ``steps``, or at the first step after one that the loop skips."""
 
     steps: int
 
@@ -97,7 +103,7 @@ class EverySteps(SavePolicy):
         _check_number("EverySteps", self.steps, 1)
 
     def is_due(self, moment: Moment) -> bool:
-        return moment.step % self.steps == 0
+        return moment.step // self.steps > moment.last_step // self.steps
 
 
 @dataclass(frozen=True)

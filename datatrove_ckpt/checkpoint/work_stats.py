@@ -1,7 +1,7 @@
 """Statistics of a rank's requests, tokens and rollouts, over all attempts.
 
-Each commit holds the sums of its chunk, so a kill loses both or neither. Mean and variance are
-computed from the integer sums, once, at the end. Commits of earlier releases hold only totals.
+Each commit holds its chunk's integer sums, from which mean and variance are computed at the end.
+Commits of earlier releases hold only totals.
 """
 
 from __future__ import annotations

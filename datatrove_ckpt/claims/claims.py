@@ -1,8 +1,8 @@
 """Which process works on which rank: hints in ``logging_dir/claims``, beside datatrove's
 ``completions``.
 
-The rank's lock, its fence and its mirror's owner stay the truth: two processes on one rank are
-waste, never damage. So no clock and no listing has to be right.
+Lock, fence and mirror's owner stay the truth: two processes on one rank are waste, never damage. So
+no clock or listing has to be right.
 
     a mark          rank, number, owner: the mark with the largest number counts, of these the
                     smallest owner
@@ -11,8 +11,8 @@ waste, never damage. So no clock and no listing has to be right.
     a run           an owner that runs all ranks, without marks: beside it no worker takes any
     a record        the content of a mark
 
-A process that dies leaves its marks behind. If it had a single rank, which may have been the cause,
-the next owner counts an attempt. The next owner therefore runs the rank alone.
+A process that dies leaves its marks behind. The next owner runs such a rank alone; a death with a
+single rank, the possible cause, counts as an attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ The next launch tries again what one gives up.
 """
 _RUN = "-run"  # the end of the name of an owner that runs all ranks
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
-_open_here: set[str] = set()  # the owners that are this process
+_open_here: set[str] = set()
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 
 
@@ -81,7 +81,7 @@ class Claimant(NamedTuple):
 class Free(NamedTuple):
     """The ranks that a process may take.
 
-    ``are_left``: by dead processes, so that each is run alone.
+    ``are_left``: by dead processes; each is run alone.
     """
 
     ranks: list[int]
@@ -98,8 +98,10 @@ class ClaimReader(Protocol):
 
 
 class ClaimStore(ClaimReader, Protocol):
-    """Attributes:
-    beat_seconds: an owner without a beat for five times as long is dead.
+    """Stores marks and beats.
+
+    Attributes:
+        beat_seconds: an owner without a beat for five times as long is dead.
     """
 
     beat_seconds: float
@@ -169,7 +171,7 @@ class Claims:
         self._max_attempts = max_attempts
         self._alone = alone
         self._has_time = has_time
-        self._took: list[float] = []  # seconds, of the ranks in ``done``
+        self._took: list[float] = []
         self._taken_at: dict[int, float] = {}
         self.failures = 0
         """How often in a row ``next`` could not read or write the store."""
@@ -178,7 +180,7 @@ class Claims:
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
         self._held: dict[int, tuple[Mark, Record]] = {}
-        # Ranks whose lock another process holds, with the time of the next try.
+        # Ranks with foreign locks, with the time of the next try.
         self._locked: dict[int, float] = {}
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
@@ -275,7 +277,7 @@ class Claims:
 
     @property
     def locked(self) -> set[int]:
-        """Ranks whose lock another process holds, as far as this process has tried."""
+        """Returns ranks whose lock another process held at this process's last try."""
         return set(self._locked)
 
     def _free(self, look: Look) -> Free:
@@ -386,10 +388,10 @@ class Claims:
         while not self._closed.wait(self._store.beat_seconds):
             try:
                 self._beat_once(self._store.beat)
-                # Shows what others have completed, while this process takes no rank.
+                # Looks for completed ranks while this process takes none.
                 self._beat_once(self._incomplete)
             except Exception as error:
-                # Of a store's library, too: without beats, others would take its ranks.
+                # Also a store library's errors: without beats, others would take the ranks.
                 logger.warning(
                     f"The beat of this process's claims failed: {error}. Other workers may take "
                     "its tasks."
@@ -403,9 +405,7 @@ class Claims:
 
 @contextmanager
 def _hint() -> Iterator[None]:
-    """Logs errors: a claim that cannot be changed costs time, and must not hide why a rank has
-    ended.
-    """
+    """Logs errors: a claim that cannot be changed must not hide why a rank ended."""
     try:
         yield
     except Exception as error:  # of a store's library, too
@@ -473,7 +473,7 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int:
-    """Returns when a process has started: its id may be reused.
+    """Returns a process's start time, because its id may be reused.
 
     0 if there is none, or no ``/proc``.
     """

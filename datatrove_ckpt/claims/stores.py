@@ -112,10 +112,7 @@ class DiskReader:
         return now - changed < _BEATS * self.beat_seconds
 
     def _now(self) -> float | None:
-        """Returns the time by the clock that has stamped the beats.
-
-        None: unknown until the next beat.
-        """
+        """Returns the time of the clock that stamps beats; None until the next beat."""
         return time.time()
 
     def _has_ended(self, owner: str) -> bool:
@@ -183,7 +180,7 @@ def _named(process: bytes) -> str:
     try:
         return files.name_holder(orjson.loads(process))
     except (ValueError, AttributeError):
-        # It has just begun, or ended; or a power loss has cut the file.
+        # It has just begun or ended, or a power loss has cut the file.
         return "another process"
 
 
@@ -259,7 +256,7 @@ class ObjectClaims:
         if self._owner:
             now = beats.get(self._owner, 0.0)
         dead_seconds = _BEATS * self.beat_seconds
-        # In a store that keeps no times, the difference is NaN: then every owner is alive.
+        # Without times the difference is NaN, and every owner is alive.
         alive = {
             owner for owner, at in signs if not now - at >= dead_seconds and not has_ended(owner)
         }

@@ -132,7 +132,7 @@ def _checked_run(
     except KeyboardInterrupt:
         return _interrupted(interruption)
     except SystemExit as exit:
-        # Datatrove's requeue handler leaves with 15; a step may leave with 0.
+        # datatrove's requeue handler exits with 15; a step may exit with 0.
         if exit.code:
             raise
         return fail(
@@ -220,10 +220,10 @@ def _interrupted(interruption: Interruption) -> int:
 
 
 def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
-    """Executors of datatrove return normally although tasks failed.
+    """Checks that all tasks are complete, because datatrove's executors hide failures.
 
     Args:
-        marked: before it ran. A task that ran once more was marked once more.
+        marked: the markers before the run; a task that ran again has a new marker.
 
     Raises:
         CkptError: some tasks are not complete.

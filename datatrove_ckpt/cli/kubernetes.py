@@ -8,9 +8,8 @@ apply -f -``.
                         volume
     podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
 
-The controller starts an index's next pod when the last one has ended, with the same host name: so
-others see at once that its claims are free. If a node only seems to be gone, the mirror or the lock
-decides which pod resumes.
+The next pod of an index has the same host name, and starts after the last pod ended, so its claims
+are free at once. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
 """
 
 from __future__ import annotations
@@ -37,14 +36,12 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
 
 _SECTION = "kubernetes"
-# Where the pod finds things. A working folder of the submitting machine that is on a volume is the
-# pod's, too.
+# The pod's working folder, also if the submitter's folder is on a volume.
 _WORK = "/work"
 _CONFIG = "/etc/datatrove-ckpt"
-# Seconds after the drain, besides those of the servers: rollouts end, the last upload of a mirror
-# (5).
+# Seconds after the drain for rollouts and the mirror's last upload (5), besides the servers'.
 _TO_SAVE = 10.0
-# ``kubectl apply`` keeps a copy of the whole object in an annotation, and annotations have 256 KiB.
+# ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
 _MOST_BYTES = 200_000
 _KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
 _NAME_LENGTH = 56  # with the number of a pod at most the 63 of a label
@@ -55,7 +52,7 @@ def _on_exit(action: str, *codes: int) -> Node:
     return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
 
 
-# The first rule that fits counts. Without one, a failure is one of ``backoff``.
+# The first matching rule counts. Other failures are those of ``backoff``.
 _RULES: list[Node] = [
     # Evicted, node lost.
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -239,7 +236,7 @@ def _job(plan: RunPlan, job: KubernetesJob, config_map: Node, workers: int) -> N
     pod: Node = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_seconds,
-        # The kernel keeps from process 1 each signal that it has no handler for yet.
+        # The kernel drops signals without a handler for process 1.
         "shareProcessNamespace": True,
         "automountServiceAccountToken": False,
         "containers": [container],

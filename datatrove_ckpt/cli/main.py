@@ -1,9 +1,9 @@
 """``datatrove-ckpt``: every command with its options and its help; parses the command line and
 calls the command.
 
-A command is a function below ``_command``: its docstring is its ``--help``. The function of the
-same name in the module that ``_command`` names carries it out, and is imported only then:
-``--help`` and ``status`` start without datatrove.
+A command is a function below ``_command``: its docstring is its ``--help``. The module that
+``_command`` names carries it out, and is imported only then: ``--help`` and ``status`` start
+without datatrove.
 
 No traceback of an error of this package reaches the terminal. The task's log file keeps one.
 """
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rest, overrides = split_overrides(given)
     parser = make_parser()
     arguments = parser.parse_args(rest)
-    # Not for --help: loguru takes longer than all else.
+    # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
@@ -149,8 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits the arguments into plain ones and overrides: flags that the command does not have
-    itself.
+    """Splits the arguments into plain arguments and overrides, which are unknown flags.
 
     ``--model=m`` and ``--model m`` are overrides; the second list has them as ``path=value``, those
     without a value as they are.
@@ -183,9 +182,6 @@ def _takes_overrides(arguments: argparse.Namespace) -> bool:
     return is_config(arguments.what)
 
 
-# kinds of values ---------------------------------------------------------------------------------
-
-
 def _count(text: str) -> int:
     if text.isdecimal() and 0 < int(text) < 10**7:
         return int(text)
@@ -207,9 +203,6 @@ def parse_seconds(text: str) -> float:
     return parse_time(text)
 
 
-# arguments ---------------------------------------------------------------------------------------
-
-
 def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
     return names or (metavar.lower(),), {"metavar": metavar, "help": help, **options}
 
@@ -226,7 +219,6 @@ _JSON = _flag("--json", "print one JSON object instead of text")
 _OUTPUT = _argument("FOLDER", "the output folder, if it isn't where job.json says", "--output")
 _FULL = _flag("--full", "read all output and compare its content, too")
 
-# commands ----------------------------------------------------------------------------------------
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
 _OF_TRAININGS = ("status", "show", "verify", "doctor")
@@ -395,6 +387,30 @@ def status() -> None:
     exit codes:
       0  no rank is damaged; of a training: a step is whole
       1  a rank is damaged; of a training: no step is whole
+      2  WHAT is no checkpoint, or a mistake on the command line
+    """
+
+
+@_command(
+    "batches",
+    _argument("ACTION", "list, or cancel", choices=("list", "cancel")),
+    _WHAT,
+)
+def batches() -> None:
+    """List or cancel the batches that a run has at a provider.
+
+    examples:
+      datatrove-ckpt batches list quickstart/checkpoints
+
+    (WHAT)
+
+    Stop the run before you cancel its batches. Their key is read from the variable that api_key_env
+    of the run names. Answers that they have are kept: the next run collects them, and sends the
+    rest, as a batch or one by one, as provider_batches says.
+
+    exit codes:
+      0  the batches are listed, or are being canceled
+      1  a batch could not be canceled
       2  WHAT is no checkpoint, or a mistake on the command line
     """
 

@@ -1,7 +1,7 @@
 """``datatrove-ckpt plan``: prints how often a training should save, and how much time is lost then.
 
-The model is that of ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the
-training stops; what is written beside the training is not in the model.
+The model is in ``checkpoint/interval.py``. A save costs the ``pause_seconds`` in which the training
+stops, not the time of writes beside it.
 """
 
 from __future__ import annotations

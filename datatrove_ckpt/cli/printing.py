@@ -43,13 +43,13 @@ def say(text: str) -> None:
 def write_out(text: str, raw: bool = False) -> bool:
     """Prints the text, without secrets and control characters unless it is ``raw``.
 
-    Returns False if the reader has gone (``status | head``): the rest is dropped without a word.
+    Returns False if the reader has gone (``status | head``), and drops the rest.
     """
     try:
         sys.stdout.write(text if raw else printable(redact(text)))
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer would fail again when Python ends.
+        # The buffer's rest would fail again when Python ends.
         with suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
@@ -59,10 +59,7 @@ def write_out(text: str, raw: bool = False) -> bool:
 
 
 def fail(error: BaseException, code: int) -> int:
-    """Prints an error as one message, with notes of one line, and returns the exit code.
-
-    No traceback.
-    """
+    """Prints an error as one message, with notes of one line, and returns the exit code."""
     from datatrove_ckpt.common.retrying import hub_refusal  # loguru is slow to import
 
     text = str(error)

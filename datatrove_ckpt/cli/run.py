@@ -1,5 +1,4 @@
-"""``datatrove-ckpt run`` and ``doctor``: what takes a YAML file, builds its executor, and is slow
-to import.
+"""``datatrove-ckpt run`` and ``doctor``, which build executors of YAML files, and import slowly.
 
 ``execution.py`` does the rest of ``run``.
 """
@@ -77,7 +76,7 @@ def _as_worker(
 
 def doctor(arguments: argparse.Namespace) -> int:
     _, executor = make_executor(arguments.config, arguments.overrides)
-    # A file with a mistake needs none of it.
+    # Not imported for a file with a mistake.
     from datatrove_ckpt.preflight.doctor import doctor as examine
 
     checks = examine(executor)

@@ -149,9 +149,6 @@ OURS = (
 )
 
 
-# reading a job -----------------------------------------------------------------------------------
-
-
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
     """Returns the job of a file in the long form, with the overrides (``path=value``) applied.
 
@@ -203,9 +200,6 @@ def make_executor(path: str | None, overrides: list[str]) -> tuple[Node, Any]:
     return content, build(content)
 
 
-# the long form -----------------------------------------------------------------------------------
-
-
 def expand(content: Node, source: str, only_look: bool = False) -> Node:
     """Returns the long form.
 
@@ -240,7 +234,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     rollout = _rollout(job, source)
     config = _server(job, content, source)
     answer = begun.get("answer")
-    # The files of a run that began elsewhere cannot be seen here.
+    # This machine cannot see the files of a run that began elsewhere.
     if not begun and not url and job.task != "batch":
         answer = _answer(content, rollout)
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
@@ -287,7 +281,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
 
 
 def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> ShortJob:
-    """Returns the job with its task and model, where the input is a batch file; its reader, too."""
+    """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
     if not is_told and (job.prompt or job.rollout or job.task):
         return job
@@ -310,7 +304,6 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
 
 
 def _first_row(reader: Node, source: str) -> Node:
-    """Returns the first object of JSON lines; empty if there is none."""
     if reader["class_path"] == "JsonlReader":
         lines = import_name("JsonlReader", source)(**reader["init_args"])
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
@@ -502,7 +495,6 @@ def _flags(task: str, config: Node) -> Node:
 
 
 def _rollout(job: ShortJob, source: str) -> object:
-    """Returns the node of a ready-made rollout, or the user's function."""
     prompt = job.prompt
     name = job.rollout
     if prompt is None:
@@ -552,7 +544,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
-        # It is quantised, so its name differs: the same run must not continue on GPUs.
+        # A quantised model has another name, because the same run must not continue on GPUs.
         on_hub = (
             re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
             and not Path(job.model).exists()
@@ -569,15 +561,13 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     return config
 
 
-# the input ---------------------------------------------------------------------------------------
-
 _DATASET = re.compile(r"hf://datasets/([^/@*]+/[^/@*]+)/?")
 
 
 def _reader(given: str, source: str, only_look: bool) -> Node:
     """Returns the reader of an input.
 
-    Lists the input only if its own name does not tell its format.
+    Lists the input only if its name does not show its format.
     """
     found = _DATASET.fullmatch(given)
     if found is not None:
@@ -592,7 +582,7 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
             f"{source}: input: {given}: a folder with *, ? or [ in its name cannot be read. Rename "
             "it."
         )
-    # What comes before an "@" may be a password, which is refused below.
+    # Text before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
         kind = _SUFFIXES.get(_suffix(given), "")
@@ -653,7 +643,7 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Returns whether a file may have been meant as one of these, as ``b.jsonl.bak``."""
+    """Returns whether a file resembles a supported one, as ``b.jsonl.bak``."""
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
@@ -701,7 +691,7 @@ def _split(given: str) -> tuple[str, str]:
         return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
-        # As it stands, it would fit all names that end so.
+        # The name itself would match all names with this end.
         exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly
     return given, ""

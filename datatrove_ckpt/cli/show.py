@@ -76,7 +76,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     from datatrove_ckpt.preflight.sample import take_sample
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 
-    # Its lines tell of a run that can be resumed.
+    # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")
     with (
         Interruption(STOP_SIGNALS),

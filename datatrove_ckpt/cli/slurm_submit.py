@@ -70,7 +70,7 @@ def submit(executor: SlurmPipelineExecutor, what: list[list[str]], command: str)
     Raises:
         CkptError: sbatch failed.
     """
-    # Jobs inherit PYTHONPATH: a node must find the rollout's module, which may be in this folder.
+    # Jobs inherit PYTHONPATH, so that a node finds the rollout's module.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
     )

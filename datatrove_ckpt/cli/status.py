@@ -28,21 +28,17 @@ from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_o
 def status(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
+        bars = takes_unicode()
+        shown = list(describe(state, bars))
     if arguments.json:
         say(to_json(state).decode())
     else:
-        bars = takes_unicode()
-        lines = describe(state, bars)
         if sys.stdout.isatty():
-            lines = wrapped(lines, shutil.get_terminal_size().columns)
-        shown = list(lines)
+            shown = list(wrapped(shown, shutil.get_terminal_size().columns))
         if arguments.all:
             shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
         say("\n".join(shown))
     return int(state.is_damaged)
-
-
-# text --------------------------------------------------------------------------------------------
 
 
 MAX_TROUBLED = 20
@@ -119,9 +115,6 @@ def _full_disk(state: RunState) -> Iterator[str]:
             )
 
 
-# exceptions --------------------------------------------------------------------------------------
-
-
 def _describe_trouble(state: RunState) -> Iterator[str]:
     troubled = state.troubled
     if troubled:
@@ -162,8 +155,6 @@ def _places(ranks: Sequence[RankState]) -> str:
         return f"{ranks[0].root}, {numbers}"
     return numbers
 
-
-# table -------------------------------------------------------------------------------------------
 
 _TABLE_BAR = 10
 

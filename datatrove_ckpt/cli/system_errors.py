@@ -1,7 +1,6 @@
 """Errors of the system outside checkpoints and output: what happened, where, and what to do.
 
-They come from ``logging_dir`` above all: datatrove writes it, and an error of a full disk names no
-file.
+Most come from ``logging_dir``, which datatrove writes: an error of a full disk names no file.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def explain(error: OSError, plan: RunPlan) -> Exception:
-    """Returns the error as a message for the user, with the folders of the job; itself if there is
-    nothing to add.
-    """
+    """Returns the error as a message with the job's folders; unchanged if these add nothing."""
     logs = plan.logging_dir
     refused = hub_refusal(error)
     if refused:
@@ -56,13 +53,6 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     )
     setting = next(near, "")
     shown = written(setting)
-    if error.errno == errno.ENOENT:
-        gone = (
-            "it was removed during the run, or its file system takes no files there. Choose another"
-        )
-        if setting:
-            return StorageFailed(f"{path} ({shown}): {error.strerror}: {gone} {shown}.")
-        return error
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
         return StorageFailed(
             f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}."

@@ -19,8 +19,6 @@ from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 
-# verify ------------------------------------------------------------------------------------------
-
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
@@ -80,9 +78,6 @@ def _verdict(report: Report, full: bool) -> str:
         f"{plural(counts.dead, 'dead letter')}) in {plural(sums.numbers.files, 'file')} of "
         f"{report.output} (checked: {checked})"
     )
-
-
-# repair ------------------------------------------------------------------------------------------
 
 
 def repair(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ def place_of(
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     trusted: bool = False,
 ) -> AbstractContextManager[Place]:
-    """Returns the place that ``arguments.what`` names, with what stands behind it if it is a file.
+    """Opens the place that ``arguments.what`` names, with its overrides.
 
     See ``open_place``.
     """

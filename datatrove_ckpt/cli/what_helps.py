@@ -12,7 +12,7 @@ from datatrove_ckpt.preflight.run_plan import RunPlan
 
 
 def advise(error: Exception, plan: RunPlan) -> None:
-    """Adds the whole commands to an error that says what helps."""
+    """Adds complete commands to an error that names helpful settings."""
     if not isinstance(error, CkptError):
         return
     settings = [remedy for remedy in error.remedies if isinstance(remedy, ChangeSetting)]

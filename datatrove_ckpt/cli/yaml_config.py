@@ -1,5 +1,5 @@
-"""Builds an executor from a YAML file. Each mistake is one line that names step, key, value and
-what is allowed.
+"""Builds an executor from a YAML file. A mistake is one line with step, key, value and
+alternatives.
 
     executor:
       class_path: LocalPipelineExecutor       a short name of SHORT_NAMES, or any import path
@@ -9,8 +9,8 @@ what is allowed.
           - class_path: JsonlReader
             init_args: {data_folder: documents}
 
-YAML is read and written by the rules of 1.2. Those of 1.1, which PyYAML follows, break datatrove's
-values: ``no`` is a language, ``20:00:00`` a Slurm time limit, ``1e-5`` a number.
+Reads and writes YAML 1.2, because PyYAML's 1.1 breaks datatrove's values: ``no`` is a language,
+``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 from __future__ import annotations
@@ -59,15 +59,13 @@ MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-# Of ``default_generation_params``. The short form has them as settings.
+# Of ``default_generation_params``; settings in the short form.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
-# With 0 of these, datatrove reports success and does nothing. The values say what -1 stands for.
+# With 0, datatrove reports success and does nothing. The values explain -1.
 _NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
-
-# a file ------------------------------------------------------------------------------------------
 
 
 def load(path: str | Path) -> JsonObject:
@@ -381,12 +379,9 @@ def show(value: object) -> str:
     return f"{text[:57]}..."
 
 
-# overrides ---------------------------------------------------------------------------------------
-
-
 def read_argument(text: str, kinds: Sequence[object]) -> object:
-    """Reads a value of the command line as in the file. For an argument that takes text,
-    ``Summarise: {text}`` is no mapping, and ``# {text}`` no comment.
+    """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
+    no mapping, and ``# {text}`` no comment.
     """
     value = read_value(text)
     if isinstance(value, dict | list):
@@ -477,9 +472,6 @@ def _hint_of(cls: type, key: str) -> object:
     return parameters_of(cls)[0].get(key, ANYTHING).annotation
 
 
-# annotations -------------------------------------------------------------------------------------
-
-
 Parameter = inspect.Parameter
 REQUIRED = Parameter.empty
 ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
@@ -534,8 +526,8 @@ def item_hint(kinds: Sequence[object]) -> object:
 
 
 def named_hint(kinds: Sequence[object], value: JsonObject) -> type | None:
-    """Returns the dataclass of which the value is a mapping by name (models): all its values are
-    mappings, and no key is a field. Else None.
+    """Returns the dataclass if the value maps names to it (models): all values are mappings, and no
+    key is a field; else None.
     """
     named = [
         inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))
@@ -613,9 +605,6 @@ def _word(kind: object) -> str:
     return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 
-# YAML as text ------------------------------------------------------------------------------------
-
-
 def read_value(text: str) -> object:
     try:
         return yaml.load(text, Loader)
@@ -626,8 +615,7 @@ def read_value(text: str) -> object:
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one.
 
-    A file is small: nine aliases of ten items each, one within the other, would be a billion
-    values.
+    The number of values is limited: nine nested aliases of ten items would be a billion.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
@@ -682,7 +670,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-# PyYAML writes those unescaped in keys, and reads them as spaces.
+# PyYAML writes these unescaped in keys, and reads them as spaces.
 _ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")
 
 

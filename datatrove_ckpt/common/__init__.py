@@ -1,4 +1,4 @@
-"""What every room uses: texts for people, secrets kept out of them, calls that are made again."""
+"""Shared by every room: texts for people, redaction of secrets, retries."""
 
 from __future__ import annotations
 

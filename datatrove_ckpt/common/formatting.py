@@ -39,7 +39,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def plural_or_no(number: int, noun: str) -> str:
-    """The same, but "no chunk" for 0."""
+    """Like ``plural``, but "no chunk" for 0."""
     if number:
         return plural(number, noun)
     return f"no {noun}"
@@ -57,7 +57,7 @@ def number_range(start: int, end: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Runs of numbers: "3-7, 9"."""
+    """Returns the numbers as ranges: "3-7, 9"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -78,7 +78,7 @@ def percent(share: float) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits, or a whole number in full: "0.123", "12.3", "1,234"."""
+    """Returns three digits, or a whole number in full: "0.123", "12.3", "1,234"."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -113,7 +113,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(size: float) -> str:
-    """In steps of 1024: "64 kB", "1.5 GB"."""
+    """Returns a size in steps of 1024: "64 kB", "1.5 GB"."""
     for unit, factor in (("TB", 2**40), ("GB", 2**30), ("MB", 2**20), ("kB", 2**10)):
         if size >= factor:
             return f"{_digits(size / factor)} {unit}"
@@ -129,7 +129,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def safe_text(value: object) -> str:
-    """``str(value)`` as text that every file and terminal takes.
+    """Returns ``str(value)`` as text for every file and terminal.
 
     Never raises, whatever a user's ``__str__`` does.
     """
@@ -137,13 +137,13 @@ def safe_text(value: object) -> str:
 
 
 def forgotten_await(error: BaseException) -> str:
-    """Returns a hint for an error that a coroutine in place of its result has caused; else ""."""
+    """Returns a hint if a missing ``await`` caused the error; else ""."""
     is_told = isinstance(error, AttributeError | TypeError) and "coroutine" in safe_text(error)
     return " (was `await` forgotten, as in `await generate(...)`?)" * is_told
 
 
 def safe_repr(value: object) -> str:
-    """``repr(value)``, for error messages. Never raises, and has at most 200 characters."""
+    """Returns ``repr(value)``, cut to 200 characters, for error messages. Never raises."""
     text = _safe(repr, value)
     if len(text) <= 200:
         return text
@@ -165,8 +165,8 @@ def error_text(error: BaseException) -> str:
 
 
 def missing_package(text: str) -> str | None:
-    """What to install, for a package's name or a text that names one; None if it is installed, or
-    no extra of ours has it.
+    """Returns the install command for a package in the text; None if it is installed or in no
+    extra.
     """
     named = (name for name in _EXTRAS if re.search(rf"\b{name}\b", text))
     found = next((name for name in named if find_spec(name) is None), None)
@@ -187,7 +187,7 @@ def _digits(number: float) -> str:
 
 
 def no_bars_in_logs() -> None:
-    """huggingface_hub draws progress bars for each file, also where standard error is a log."""
+    """Disables huggingface_hub's progress bars, which it also draws into logs."""
     if "huggingface_hub" in sys.modules and not sys.stderr.isatty():
         from huggingface_hub.utils.tqdm import disable_progress_bars
 

@@ -1,12 +1,12 @@
 """Secrets: which names and values are secret, and values that no log, file, pickle or traceback
 shows.
 
-loguru's ``diagnose`` (on by default, and datatrove logs every failed task with it) prints the value
-of each name on each line of a traceback. The classes here print ``***``.
+loguru's ``diagnose`` (on by default) prints the values of names in tracebacks. The classes here
+print ``***``.
 
-One classifier has two thresholds. Hiding a value costs little, so ``is_secret`` hides what may be a
-secret; refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. ``run.json``
-holds hashes of what ``is_secret`` finds, so old files fit if it never finds less.
+There are two thresholds. Hiding a value costs little, so ``is_secret`` hides possible secrets;
+refusing a job costs more, so ``is_surely_secret`` is exact, and finds no more. ``is_secret`` must
+never find less, because ``run.json`` holds hashes of what it finds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
-# Least characters that a Redactor looks for, of a secret that we send, and of one that was found.
+# Minimum lengths that a Redactor looks for: secrets that we send, and found secrets.
 _MIN_GIVEN = 4
 _MIN_FOUND = 8
 
@@ -53,25 +53,24 @@ _MAYBE_NAME = re.compile(r"secret|passw|credential|cookie|keys?$|tokens?$", re.I
 _SECRET_WORD = re.compile(
     "key|secret|passw|credential|authorization|cookie|(?<!per_)token$", re.IGNORECASE
 )
-# Of OpenAI and those who copied its form, of hubs, clouds and services; JSON web tokens; HTTP's two
-# schemes.
+# OpenAI and imitators, hubs, clouds and services; JSON web tokens; HTTP's two schemes.
 _SECRET_VALUE = re.compile(
     r"\b(sk-[\w-]{12,}|hf_\w{12,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|github_pat_\w{20,}|gsk_\w{12,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}|xox[a-z]-[\w-]{10,}|(?i:bearer|basic)\s+[\w.+/=~-]{8,})"
 )
-# A digit tells a key from the name of a function (hf_hub_download) and from a sentence ("basic
+# A digit distinguishes a key from a function (hf_hub_download) or a sentence ("basic
 # understanding").
 _SURE_VALUE = re.compile(
     r"\b(?=[\w-]*\d)(sk-[\w-]{16,}|hf_[A-Za-z0-9]{16,}|A[KS]IA[A-Z0-9]{12,}|AIza[\w-]{20,}|gh[a-z]_\w{20,}|"
     r"(glpat|nvapi|pplx)-[\w-]{16,}|github_pat_\w{20,}|gsk_\w{12,}|xox[a-z]-[\w-]{10,})|\b(?i:bearer|basic)\s+(?=\S*\d)[\w.+/=~-]{16,}"
 )
-# A user alone is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host).
+# A lone user is a token with http (https://TOKEN@host), and a name elsewhere (sftp://me@host).
 _SURE_URL = re.compile(
     r"\b[a-z][\w+.-]*://[^\s/@:{}$<]*:[^\s/@{}$<]+@|\b([\w.-]+\+)?https?://[^\s/?#@{}$<]+@",
     re.IGNORECASE,
 )
 _URL = re.compile(r"^\s*([a-z][\w+.-]*:)?//[^/?#]+@|://[^\s/?#]+@|://\[[^]]*$", re.IGNORECASE)
-# Signatures of S3, Google and Azure, tokens and keys: they open a URL to its bearer.
+# Signatures of S3, Google and Azure, tokens and keys, which open a URL.
 _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
@@ -95,7 +94,7 @@ def names_secret(name: str) -> bool:
     """Whether a value with this name is a secret: "api_key", "config.hf_token", "--auth-token"; not
     "max_tokens".
 
-    Exact: such a storage option is refused, such a constant of a rollout is hashed.
+    Exact, because such storage options are refused.
     """
     name = name.replace("-", "_")
     return _SECRET_NAME.search(name) is not None or _SURE_NAME.search(name) is not None
@@ -103,9 +102,7 @@ def names_secret(name: str) -> bool:
 
 @functools.lru_cache(1024)
 def may_name_secret(name: str) -> bool:
-    """Whether to hide a value with this name: hiding too much ("--keyboard") costs less than
-    showing "--hftoken".
-    """
+    """Whether to hide a value with this name: better "--keyboard" hidden than "--hftoken" shown."""
     return names_secret(name) or _SECRET_WORD.search(name) is not None
 
 
@@ -139,7 +136,7 @@ def _is_by_chance(value: str) -> bool:
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether a value is not to be shown. A dict or list may hold a secret although it is none."""
+    """Whether to hide a value. A dict or list may hold a secret although it is none."""
     if names_secret(name) or is_surely_secret(name, value):
         return True
     if not isinstance(value, str):
@@ -168,7 +165,7 @@ def holds_credentials(url: str) -> bool:
 
 
 def secrets_among(name: str, value: object) -> Iterator[object]:
-    """The secrets in plain values. Of a long text the start is looked at."""
+    """Yields the secrets in plain values; of long texts, only from the start."""
     if is_secret(name, value[:_LOOKED_AT] if isinstance(value, str) else value):
         yield value
     elif isinstance(value, dict):
@@ -218,9 +215,9 @@ def hashed(name: str, value: object) -> str:
     """Returns the hash that stands for a secret: slow and different for each field, against word
     lists.
 
-    Each kind is made of the kind before, so that old hashes can be compared: the unsalted hash of
-    earlier releases, the slow hash, and, where the mirror has a key, the keyed hash, which names
-    its key. Only that key is on all nodes.
+    Each kind is made from the previous kind, so that old hashes can be compared: the unsalted hash
+    of earlier releases, the slow hash, and, with a mirror's key, the keyed hash, which names its
+    key.
     """
     kept = _HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None
@@ -244,13 +241,13 @@ def hashed(name: str, value: object) -> str:
 
 @functools.cache
 def _slow_hash(name: str, digest: str) -> str:
-    """Takes 50 ms and 16 MB, once for each password of a process; 6 ms for random keys."""
+    """Takes 50 ms and 16 MB, once per password and process; 6 ms for random keys."""
     cost = 2**14 if _SURE_NAME.search(name.replace("-", "_")) else 2**11
     return hashlib.scrypt(digest.encode(), salt=name.encode(), n=cost, r=8, p=1, dklen=16).hex()
 
 
 class Veil:
-    """Shows a user's value without its secrets: datatrove writes the attributes of a step to
+    """Hides the secrets of a user's value: datatrove writes a step's attributes to
     ``executor.json``.
     """
 
@@ -322,6 +319,8 @@ class Key:
         return self._value
 
     def headers(self) -> HiddenDict:
+        if self._value.startswith("sk-ant-"):  # the API of Anthropic
+            return HiddenDict({"x-api-key": self._value, "anthropic-version": "2023-06-01"})
         return HiddenDict(Authorization=f"Bearer {self._value}")
 
     def __repr__(self) -> str:
@@ -345,9 +344,8 @@ class HiddenBytes(bytes):
 
 
 class Redactor:
-    """Replaces secrets in text that comes from outside: those that we sent, those of the
-    environment (HF_TOKEN), what ``note_sent`` has noted, and signatures in URLs. A very short value
-    is left: text would become unreadable.
+    """Replaces secrets in foreign text: sent secrets, those of the environment (HF_TOKEN) and of
+    ``note_sent``, and signatures in URLs. Very short values stay, to keep text readable.
     """
 
     __slots__ = ("_given", "has_sent")
@@ -379,8 +377,8 @@ redact = Redactor()
 
 
 def log_text(text: str) -> str:
-    """Foreign text for a log or a screen: no secret, no control character, no line of its own
-    (further lines are indented).
+    """Returns foreign text for a log or a screen, without secrets and control characters; further
+    lines are indented.
     """
     return printable(redact(text)).replace("\n", "\n  ")
 
@@ -401,8 +399,8 @@ def note_sent(payload: object) -> None:
 
 
 class frames_cut:
-    """Removes from an exception the frames of the libraries that the block has called: aiohttp's
-    hold URLs and headers in plain variables, which a CancelledError would carry into a log.
+    """Removes library frames from exceptions of the block: aiohttp's hold URLs and headers, which a
+    CancelledError would carry into a log.
     """
 
     __slots__ = ("_outer",)
@@ -430,8 +428,8 @@ class frames_cut:
 
 
 class EnvironmentSecret:
-    """A secret in this process's environment. What gets copied, pickled, printed or written is the
-    name of the variable, which child processes and cluster jobs inherit.
+    """A secret in this process's environment. Copies, pickles and texts hold only the variable's
+    name.
     """
 
     __slots__ = ("variable",)
@@ -488,7 +486,7 @@ def check_options(options: object, url: str, where: str) -> None:
 
 
 def refuse_variables(setting: str, path: str) -> None:
-    """For a folder that datatrove opens: it expands only a ``~`` at the beginning.
+    """Refuses variables in a folder that datatrove opens, which expands only a leading ``~``.
 
     Raises:
         ConfigError: there is a variable in the path, or another ``~``.

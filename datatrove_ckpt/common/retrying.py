@@ -1,4 +1,4 @@
-"""What errors of servers, S3, the hub and others mean, and when a call that failed is made again.
+"""Classifies errors of servers, S3, the hub and others, and decides about retries.
 
 The table at the end has waiting times for each service. Only this module reads the error classes of
 the libraries below fsspec.
@@ -59,7 +59,7 @@ _LOG_IN = "log in (hf auth login, or export HF_TOKEN)"
 _OF_HUB = re.compile(
     r"/(?:api/)?(bucket|dataset|model|space)s/([^/?]+/[^/?]+?)(?:\.git)?(?:[/?]|$)|/api/(?:jobs/([^/?]+))?"
 )
-# The hub refuses these with a final status, and accepts them a moment later.
+# The hub's final status for a passing problem.
 _PASSING = re.compile(
     "commit has happened since|queue size|time in concurrency queue|lfs-verify|merkledb",
     re.IGNORECASE,
@@ -84,11 +84,10 @@ class FileSystemFailed(OSError):
 
 
 class file_system_call(frames_cut):
-    """Put around calls into fsspec, and around nothing else: whatever the library raises leaves as
-    an ``OSError``.
+    """Wraps calls into fsspec, and nothing else: all errors leave as an ``OSError``.
 
-    So ``except OSError`` handles what a file system did, and a bug of ours surfaces. The libraries'
-    frames are cut, because they hold tokens.
+    So ``except OSError`` handles file systems, and our bugs surface. Library frames are cut,
+    because they hold tokens.
 
     Raises:
         FileSystemFailed: for an error that is no ``OSError``.
@@ -108,13 +107,13 @@ class file_system_call(frames_cut):
 
 
 def failure_line(error: BaseException) -> str:
-    """One line: what the hub refuses, and what to do about it; of other errors ``library_line``."""
+    """Returns one line: the hub's refusal with advice; ``library_line`` of other errors."""
     return hub_refusal(error) or library_line(error)
 
 
 def hub_refusal(error: BaseException) -> str | None:
-    """Returns what the hub refuses until a person acts (token, rights, name), and how, in one line;
-    or None.
+    """Returns in one line what the hub refuses until a person acts (token, rights, name), with
+    advice; else None.
     """
     for one in causes(error):
         response = getattr(one, "response", None)
@@ -171,8 +170,7 @@ def library_line(error: BaseException) -> str:
     """Class and message of the error as the library raised it, in one line, without links and URL
     signatures.
 
-    huggingface_hub wraps what happened to an upload in an error that only names the file: both are
-    shown.
+    Shows huggingface_hub's upload error, which only names the file, with its cause.
     """
     if isinstance(error, FileSystemFailed) and error.__cause__:
         found = error.__cause__
@@ -187,7 +185,7 @@ def library_line(error: BaseException) -> str:
 
 
 def is_permanent(error: BaseException | None) -> bool:
-    """Whether another attempt cannot succeed, whatever the HTTP status."""
+    """Whether no further attempt can succeed, whatever the HTTP status."""
     return isinstance(_unwrapped(error), _PERMANENT_ERRORS) or lacks_credentials(error)
 
 
@@ -285,7 +283,6 @@ def _headers(error: BaseException) -> dict[str, str]:
 
 
 def _s3_response(error: BaseException | None) -> JsonObject:
-    """S3's response as botocore parsed it. s3fs raises Python's own errors from botocore's."""
     raised = _unwrapped(error)
     for found in (raised, getattr(raised, "__cause__", None)):
         response = getattr(found, "response", None)
@@ -295,9 +292,7 @@ def _s3_response(error: BaseException | None) -> JsonObject:
 
 
 def _unwrapped(error: BaseException | None) -> BaseException | None:
-    """Returns the error as the file system raised it. huggingface_hub wraps one in a
-    ``RuntimeError``.
-    """
+    """Returns the file system's error, which huggingface_hub may wrap in a ``RuntimeError``."""
     while isinstance(error, FileSystemFailed) or type(error) is RuntimeError:
         if error.__cause__ is None:
             break
@@ -306,7 +301,9 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
 
 
 def _of_reading(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """An unknown error stays: a damaged file would be read for minutes."""
+    """Judges reading: an unknown error is permanent, because a damaged file would be read for
+    minutes.
+    """
     for one in causes(error):
         status = http_status(one)
         if status is not None:
@@ -318,8 +315,10 @@ def _of_reading(error: BaseException, retried: frozenset[int], failures: int) ->
 
 
 def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """An unknown error may pass: libraries have many names for a lost connection."""
-    # Aborted, or completed by an attempt whose answer got lost.
+    """Judges writing: an unknown error may pass, because libraries have many names for a lost
+    connection.
+    """
+    # Aborted, or completed by an attempt without an answer.
     if s3_code(error) == "NoSuchUpload":
         return True
     status = http_status(error)
@@ -336,7 +335,7 @@ def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> boo
         and "/api/" not in url
         and ".git/info/lfs" not in url
     ):
-        # The storage refused content, not the hub: its signed URLs expire.
+        # The storage, not the hub, refused content: signed URLs expire.
         return failures <= _STORAGE_ATTEMPTS
     return isinstance(error, OSError) and _of_writing(error, retried, failures)
 
@@ -465,13 +464,10 @@ class Attempts:
         return seconds
 
 
-# The table. All times are in seconds. ------------------------------------------------------------
-
 _ALL = frozenset(range(300, 600))
 _5XX = frozenset(range(500, 600))
 
-# Requests to an inference server. ``server_patience_seconds`` is the patience
-# (``inference/client/client.py``).
+# Requests to an inference server; the patience is ``server_patience_seconds``.
 SERVER = RetryPolicy(
     # "not implemented" is no state that passes.
     retried=frozenset({408, 409, 425, 429, 498}) | _5XX - {501},
@@ -490,8 +486,7 @@ No other status does.
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 
-# Until an endpoint answers; until a server of ours is ready; after a failed start (its GPU memory
-# becomes free); before a restart.
+# Waits for endpoints and our servers, for GPU memory after a failed start, and before restarts.
 ENDPOINT = RetryPolicy(first=0.25, longest=5.0)
 READY = RetryPolicy(first=0.05, longest=math.inf, growth=1.2)
 RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
@@ -523,7 +518,7 @@ STORAGE = RetryPolicy(
     longest_advice=300.0,
 )
 
-# Output on the hub; and what is asked of it before and after generation.
+# Output on the hub, and requests before and after generation.
 HUB = RetryPolicy(
     retried=STORAGE.retried - {400, 410, 413, 422},
     limited=frozenset({429}),
@@ -543,8 +538,8 @@ def code_of_rank(error: BaseException) -> int:
     """Returns the exit code of a rank or worker that an error stopped, for a scheduler such as
     Kubernetes.
 
-    2 stops all, 3 this one; 143 starts it again, as often as it comes; 1 starts it again, for a few
-    times; 75 means "later", as in sysexits.
+    2 stops all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as in
+    sysexits.
     """
     if isinstance(error, Preempted):  # a time limit or a notice
         return 128 + signal.SIGTERM

@@ -1,5 +1,5 @@
-"""Parameters of requests, such as ``temperature``: refused where no server takes them, doubted
-where none is known.
+"""Parameters of requests, such as ``temperature``: refuses impossible ones, and warns of unknown
+ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 _FIELD = re.compile(
     r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*"
 )
-# Of vLLM, SGLang, llama.cpp and OpenAI: those that people set, and those with similar names.
+# Common parameters of vLLM, SGLang, llama.cpp and OpenAI, and those with similar names.
 _KNOWN = frozenset(
     """
     add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt

@@ -1,7 +1,6 @@
-"""InferenceConfig: datatrove 0.10's fields, with its defaults and checks, and then ours. Each error
-names its field.
+"""InferenceConfig: datatrove 0.10's fields, defaults and checks, then ours. Errors name the field.
 
-And ``Engine``: what a ``server_type`` is. The engines are in ``engines``.
+``Engine`` describes a ``server_type``; see ``engines``.
 """
 
 from __future__ import annotations
@@ -104,10 +103,11 @@ class InferenceConfig:
         prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
             "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
             from its cache; they cost as the others unless said. "tiers": by how much the prices of
-            an answer in this ``service_tier`` are multiplied.
-        provider_batches: requests go to the provider as files (``/v1/batches``), for half the
-            price, and are answered within a day. Needs checkpoints; each request in a row is
-            another pass over the input.
+            an answer in this ``service_tier`` are multiplied; "batch", of ``provider_batches``, is
+            0.5 unless said.
+        provider_batches: requests go to the provider as batches (OpenAI's ``/v1/batches``,
+            Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
+            day. Needs checkpoints; each request in a row is another pass over the input.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -179,8 +179,8 @@ class InferenceConfig:
             )
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
-        # The key between the nodes of the tasks that this process submits. On a node of a task,
-        # each would make another one.
+        # The link key of the tasks that this process submits; nodes of a task must not make their
+        # own.
         if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(
             LINK_KEY_VARIABLE
         ):
@@ -281,7 +281,7 @@ class InferenceConfig:
         price: float = prices.get("prompt", 0)
         total: float = (prompt - cached) * price + cached * prices.get("cached", price)
         total += completion * prices.get("completion", 0)
-        factor: float = prices.get("tiers", {}).get(tier, 1)
+        factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
         return min(round(1000 * total * factor), _MOST_COST)
 
     def _check_context(self) -> None:
@@ -337,9 +337,9 @@ class InferenceConfig:
 
     @property
     def server_drain_sec(self) -> float:
-        """Seconds that a server has to finish its requests after Slurm's SIGTERM to all processes
-        of a task. SIGKILL comes after KillWait (30 s), and a runner that drains needs the server
-        until then.
+        """Seconds in which a server can finish requests after Slurm's SIGTERM to all processes of a
+        task. SIGKILL comes after KillWait (30 s), and a draining runner needs the server until
+        then.
         """
         return max(self.engine.drain_seconds, self.server_stop_timeout_sec)
 
@@ -382,6 +382,8 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
+BATCH = "batch"
+"""The ``service_tier`` of answers of provider batches."""
 _MOST_TEXTS = 10_000
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
@@ -415,7 +417,7 @@ _MINIMA = {
 
 
 def _check_flags(flags: JsonObject) -> None:
-    """Raises ConfigError if a flag is a secret: every user of the node can read command lines."""
+    """Raises ConfigError for a secret in a flag: every user of the node can read command lines."""
     for name in flags:
         # Models have tokens, too: "<|end|>", "[SEP]".
         if (
@@ -449,7 +451,7 @@ def _check_url(url: Key) -> None:
             f"{written.endpoint_url}: contains a user or a password, which would be written to "
             "files; use api_key_env."
         )
-    # Of a part without "=", the name may be the secret.
+    # In a part without "=", the name may be the secret.
     unhidden = [
         f" of {name!r}" if value else ""
         for name, value in parse_qsl(url.reveal().partition("?")[2], keep_blank_values=True)
@@ -464,9 +466,9 @@ def _check_url(url: Key) -> None:
         )
 
 
-# Three rules hold for every command line: the server listens on 127.0.0.1, on a port that we
-# choose; its API key is in the environment, never in argv, which every user of the machine can
-# read; ``model_kwargs`` come last and override our flags, except for the address and the key.
+# Rules for every command line: the server listens on 127.0.0.1, on our port; its API key is in the
+# environment, because every user can read argv; ``model_kwargs`` come last and override our flags,
+# except address and key.
 
 
 HOST = "127.0.0.1"
@@ -558,7 +560,7 @@ class Launch:
 
     @property
     def schema(self) -> str:
-        """The JSON schemas of the answers, as far as the settings name them."""
+        """The known JSON schemas of the answers."""
         schema = self.config.answer_schema
         asked = self.config.default_generation_params.get("response_format")
         if asked is not None:

@@ -1,8 +1,8 @@
 """Several models in one rollout: ``config={"writer": InferenceConfig(...), "judge":
 InferenceConfig(...)}``.
 
-The first one is the rollout's ``generate``, the others are ``generate.judge`` and so on. Each has
-its own servers.
+The first is the rollout's ``generate``, the others are ``generate.judge`` and so on, each with its
+own servers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Paths in settings, where ``~`` and ``$NAME`` are expanded where the task runs; and the file of a
-job.
+"""Expands ``~`` and ``$NAME`` in paths of settings where the task runs, and names a job's
+folders.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def existing_part(path: Path) -> Path:
 
 
 def default_mirror(logging_dir: str, runner: int = 0) -> str:
-    """On Hugging Face Jobs, the mirror of a runner that names none, by its number among the
+    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
     runners.
     """
     return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -46,21 +46,18 @@ from pathlib import Path
 
 from datatrove_ckpt.errors.doors import Remedy
 
-# Control characters except line break and tab, what turns text around, line separators, lone
+# Control characters except line break and tab, bidirectional marks, line separators, lone
 # surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Returns the text as a terminal may take it: control characters as JSON writes them."""
+    """Returns the text for a terminal, with control characters escaped as in JSON."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and everything that it was raised from or made of, exception groups included.
-
-    Each once.
-    """
+    """Yields the error, its causes and the members of groups, each once."""
     waiting: list[object] = [error]  # keeps them alive, so that no other object gets their ids
     seen: set[int] = set()
     for found in waiting:
@@ -146,8 +143,8 @@ class CheckpointMismatch(CheckpointError):
 
 
 class VersionMismatch(CheckpointMismatch):
-    """A version of this package wrote the checkpoint, or its mirror, that this version cannot go on
-    with.
+    """Another version of this package wrote the checkpoint or its mirror; this version cannot
+    continue it.
 
     The message names that version. Install it, or a newer one. Nothing was changed.
     """
@@ -253,8 +250,8 @@ class UnexpectedExit(CkptError):
 
 
 class GivenUp(CkptError):
-    """Tasks that no process tries again before somebody corrects their cause, which the message
-    names.
+    """Tasks were given up; no process retries them until their cause, which the message names, is
+    corrected.
     """
 
 
@@ -340,7 +337,7 @@ class RequestRejected(RequestError):
 
     @property
     def cause(self) -> str:
-        """The server's message first."""
+        """The cause; the server's message comes first."""
         code, _, message, _ = self.args
         return f"{message} ({code})"
 
@@ -358,6 +355,6 @@ class RequestFailed(RequestError):
 
 
 class RequestPoisoned(RequestError):
-    """This request kills servers: it was in flight when several died, and one died while it had no
-    other request.
+    """This request kills servers: several died with it in flight, one of them with no other
+    request.
     """

@@ -1,9 +1,9 @@
 """The door through which a job came, the names of settings there, and what helps against an error.
 
 A door is the Python API, the command line, or ``run()``; the short form has other names for some
-settings. So a message marks a setting (``f"Correct {written.data_folder}."``), and has what helps
-as an object among the arguments of its error: ``CheckpointMismatch("Restore it, or start with ",
-StartOver(), ".")``.
+settings. So a message marks a setting (``f"Correct {written.data_folder}."``), and an error has
+remedies among its arguments: ``CheckpointMismatch("Restore it, or start with ", StartOver(),
+".")``.
 
 The door belongs to the process: threads of a rank share it. A step carries it into worker processes
 and jobs.
@@ -121,7 +121,7 @@ def command() -> str:
 
 
 def _command_of_all() -> list[str]:
-    """Without ``--worker``: a run of all tasks can do more."""
+    """Returns the command without ``--worker``, because a run of all tasks can do more."""
     return [word for word in _words if word != "--worker"]
 
 
@@ -158,8 +158,6 @@ def setting_of(setting: str, place: str) -> str:
 
 
 class _Names:
-    """The names of settings, as attributes; called with the path of a setting, its name."""
-
     def __getattr__(self, name: str) -> str:
         if name != "executor" and name not in {**_SHORT, **_PHRASES, **_ACTS}:
             raise AttributeError(name)
@@ -188,17 +186,17 @@ class ChangeSetting(Remedy):
 
     def __str__(self) -> str:
         if self.door.is_command:
-            return f"add {self._flag} to the command"
+            return f"add {self.flag} to the command"
         return f"pass {self.name}={self.value!r} to {self.door.form or 'InferenceRunner'}"
 
     @property
     def command(self) -> str:
         if not _words:
             return ""
-        return f"{shlex.join(_command_of_all())} {self._flag}"
+        return f"{shlex.join(_command_of_all())} {self.flag}"
 
     @property
-    def _flag(self) -> str:
+    def flag(self) -> str:
         value = str(self.value).lower()
         if self.door.form:
             return f"--{self.name.replace('_', '-')} {value}"
@@ -216,6 +214,19 @@ class SetTasks(Remedy):
         if self.door.form:
             return f"{without} --tasks {self.number}"
         return f"{without} --executor.tasks={self.number}"
+
+
+@dataclass(frozen=True)
+class LowerMaxTokens(Remedy):
+    """Continue with a smaller ``max_tokens``, which is a change of the run."""
+
+    number: int
+
+    def __str__(self) -> str:
+        accept = ChangeSetting("accept_changes", door=self.door)
+        if not (_words and self.door.form):
+            return f"lower it, to {self.number} for example, and {accept}"
+        return f"{_command_without('max-tokens')} --max-tokens {self.number} {accept.flag}"
 
 
 @dataclass(frozen=True)

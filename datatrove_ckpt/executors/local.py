@@ -311,7 +311,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     @property
     def _identities(self) -> list[RunIdentity]:
-        """Of the runners with checkpoints."""
         return [
             runner.identity(self.world_size)
             for runner in self._runners
@@ -662,7 +661,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 def _work(
     pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
-    """Runs ranks in a worker. ``identities``: ``_identities`` of the parent."""
+    """Runs ranks in a worker, with the parent's ``identities``."""
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
     executor = make_executor()
     _check_code(executor, identities)

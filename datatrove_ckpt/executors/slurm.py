@@ -7,8 +7,7 @@
     the last job               starts when the array has ended, makes the checks, and writes
                                ``stats.json``
 
-Several nodes of a task must all know which task it is, and tasks that retry dead letters are
-complete. datatrove deals such tasks out to the elements.
+datatrove deals tasks out to elements if tasks have several nodes, or retry dead letters.
 """
 
 from __future__ import annotations

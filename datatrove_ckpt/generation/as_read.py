@@ -1,8 +1,8 @@
 """Identifies a document before its rollout by its bytes as it was read, whatever it holds.
 
-A document may come with an image, a tensor or a file that the rollout uses and removes. So each
-value that ``documents.encode`` cannot write is replaced by a text: its type, and a hash of its
-content if the content is known to be equal after each start:
+A document may come with an image, a tensor or a file that the rollout removes. A text replaces each
+value that ``documents.encode`` cannot write: its type, and a hash of content that is equal after
+each start:
 
 - PIL images: mode, size and pixels of the first frame. Most images have no encoded bytes any more.
 - numpy arrays of objects or records, torch tensors: type, shape and content

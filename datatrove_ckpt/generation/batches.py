@@ -163,7 +163,6 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
 
 
 def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Text], Request]]:
-    """Divides a shared request."""
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2

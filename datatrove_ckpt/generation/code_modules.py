@@ -147,7 +147,7 @@ class CodeSource:
 
     @functools.cache  # noqa: B019 (source_of keeps it, too)
     def _definitions(self, lambdas: bool) -> dict[str, list[tuple[str, int, ast.AST]]]:
-        """Functions and classes, or lambdas, too, by name, with file and first line."""
+        """Returns nodes of functions and classes, or of lambdas too, by name."""
         found: dict[str, list[tuple[str, int, ast.AST]]] = {}
         for file, tree in self._trees.items():
             waiting: list[ast.AST] = [tree]

@@ -4,8 +4,7 @@
 that parse at once fail with ``SystemError``. So all parsing happens here, behind one lock, and is
 retried, because other code (loguru) may parse, too.
 
-The modules ``code_*`` import only the standard library, so that a test can run them on every
-Python.
+The modules ``code_*`` import only the standard library: a test runs them on every Python.
 """
 
 from __future__ import annotations

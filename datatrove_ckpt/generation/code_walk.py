@@ -93,8 +93,6 @@ class Description(NamedTuple):
 
 
 class _Found:
-    """A definition, a variable, or a function that is a value."""
-
     def __init__(self, label: str, where: str, own: bool) -> None:
         self.label = label
         self.where = where

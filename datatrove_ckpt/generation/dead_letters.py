@@ -12,7 +12,7 @@ would be in the output twice.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -116,9 +116,9 @@ Attempt = tuple[int, int]
 
 
 class TakenLetters:
-    def __init__(self, root: Path, rank: int) -> None:
+    def __init__(self, retries: Sequence[Path], rank: int) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
-        for folder in retry_folders(root):
+        for folder in retries:
             path = rank_folder(folder, rank) / RETRY_INPUT
             for letter in read_letters(path):
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)

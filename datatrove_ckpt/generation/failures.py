@@ -31,7 +31,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     causes,
 )
-from datatrove_ckpt.errors.doors import ChangeSetting, written
+from datatrove_ckpt.errors.doors import ChangeSetting, LowerMaxTokens, written
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
@@ -173,8 +173,7 @@ def _stop(
 ) -> NoReturn:
     if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
         raise error
-    way = _way_out(error)
-    way += ["Fix the cause and run the same command again.", *rule.if_corrected]
+    way = [*_way_out(error), *rule.if_corrected]
     if (
         rule.kept
         and not rule.if_corrected
@@ -200,6 +199,9 @@ _TOO_LONG = re.compile(
 )
 
 
+_RUN_AGAIN = "Fix the cause and run the same command again."
+
+
 def offer_skipping(error: BaseException) -> None:
     """Adds to the error how to continue without documents whose requests are rejected.
 
@@ -215,25 +217,25 @@ def offer_skipping(error: BaseException) -> None:
 
 
 def _way_out(error: BaseException) -> list[object]:
-    """Returns advice on a rejected request, as parts of a message that end with a blank."""
+    """Returns what to do about a document that failed, as parts of a message."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None:
-        return []
+        return [_RUN_AGAIN]
     way: list[object] = []
     if too_long := _TOO_LONG.search(rejected.body):
         context = int(too_long[1] or 0)
         asked = max_tokens_of(getattr(error, "payload", None) or {})
         if asked >= context > 0:
-            way.append(f"max_tokens is {asked}, and the model's context {context}: lower it. ")
-        else:
-            way.append(
-                "The prompt is longer than the model's context. ChunkedRollout splits long "
-                "documents. "
-            )
+            way.append(f"max_tokens is {asked}, and the model's context {context}. To continue: ")
+            return [*way, LowerMaxTokens(context // 2)]
+        way.append(
+            "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
+        )
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
         fault = "The server was not asked this time"
-    return [*way, f"{fault}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "]
+    again = f"{fault}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
+    return [*way, again, _RUN_AGAIN]
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:

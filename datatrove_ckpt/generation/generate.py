@@ -18,6 +18,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
@@ -33,6 +34,7 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
     warn_of_unknown,
 )
+from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -80,9 +82,6 @@ if TYPE_CHECKING:
     from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
 
 _Arguments = TypeVarTuple("_Arguments")
-_ANSWER = "batch_answer"
-_OF_BATCH = frozenset({_ANSWER, "batch_failure"})
-"""See ``checkpoint/batch_log.py``."""
 _PARKED_SECONDS = 0.05
 _CANCELLED_AGAIN_SECONDS = 1.0
 # An answer that calls a tool has no text.
@@ -109,6 +108,7 @@ class Model:
 
     Attributes:
         client: ready once its servers are.
+        usual: the way of a payload without a path.
         batches: None: texts share no requests.
         sizes: length of the first vector, or number of the first classes, for each set of params.
         is_dead: a drain does not wait for its requests in flight.
@@ -117,6 +117,7 @@ class Model:
     config: InferenceConfig
     observer: ModelObserver
     client: asyncio.Future[CompletionClient]
+    usual: Way
     batches: Batches | None
     sizes: dict[bytes, int] = field(default_factory=dict)
     is_dead: bool = False
@@ -261,19 +262,22 @@ class Answers:
         for answer in self._cached.result().values():
             if answer.result is not None:
                 fields = orjson.loads(answer.result)
-                if not _OF_BATCH.isdisjoint(fields) and fields["run"] == run:
+                if not OF_BATCH.isdisjoint(fields) and fields["run"] == run:
                     return False
         return True
 
     def request_started(self) -> None:
         self._pending += 1
         if self._pending == 1:
-            self._rank.drain.request_started()
+            drain = self._rank.drain
+            drain.waiting += 1
+            if drain.is_active:
+                drain.check_soon()
 
     def request_finished(self) -> None:
         self._pending -= 1
         if not self._pending:
-            self._rank.drain.request_finished()
+            self._rank.drain.waiting -= 1
 
 
 T = TypeVar("T")
@@ -298,7 +302,6 @@ class Requests:
         self._rollout_idx = rollout_idx
         self._model = model or rank.model
         self._config = self._model.config
-        self._usual = CHAT if self._config.use_chat else COMPLETIONS
 
     def __getattr__(self, name: str) -> Requests:
         """``generate.judge``: sends to the model of this name."""
@@ -319,7 +322,7 @@ class Requests:
     ) -> Asked[Result]:
         """Checks the arguments before any await, while the caller is known."""
         wrong = ""
-        way = self._usual
+        way = self._model.usual
         if type(payload) is not dict and not isinstance(payload, Mapping):
             example = '{"messages": [{"role": "user", "content": document.text}]}'
             wrong = (
@@ -380,7 +383,7 @@ class Requests:
         if generates:
             warn_of_unknown(sent)
         request = rollout_idx, digest
-        key = AnswerKey(*request, answers.occurrences.get(request, 0))
+        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
@@ -416,7 +419,7 @@ class Requests:
     def count_finished(self, result: object) -> None:
         if isinstance(result, Result):
             self._rank.observer.own.cached += 1
-            self._count(result, self._usual)
+            self._count(result, self._model.usual)
 
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
@@ -514,15 +517,15 @@ class Requests:
         if cached is not None and cached.result is not None:
             fields = orjson.loads(cached.result)
         attempts = 0
-        if not _OF_BATCH.isdisjoint(fields):
+        if not OF_BATCH.isdisjoint(fields):
             answers.batch_answers += 1
             attempts = fields["attempt"]
-            cause = fields.get("batch_failure")
-            if _ANSWER in fields:
+            cause = fields.get(FAILURE)
+            if ANSWER in fields:
                 try:
-                    completion = way.parse(orjson.dumps(fields[_ANSWER]))
+                    completion = way.parse(orjson.dumps(fields[ANSWER]))
                     if completion.finish_reason or config.accept_null_finish_reason:
-                        completion.service_tier = "batch"  # its price
+                        completion.service_tier = BATCH  # its price
                         return completion
                     raise unfinished(None)
                 except RetryableError as error:
@@ -552,7 +555,7 @@ class Requests:
         """
         if not NOT_ANSWERING.isdisjoint(payload) and way.path in _IN_TIERS:
             payload = {name: value for name, value in payload.items() if name not in NOT_ANSWERING}
-        if way.name != self._usual.name:
+        if way.name != self._model.usual.name:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
             payload = {**payload, _QUERY: way.extras["extra_query"]}
@@ -773,7 +776,7 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
     """
     if answer.result is not None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
-        if not _OF_BATCH.isdisjoint(fields):
+        if not OF_BATCH.isdisjoint(fields):
             return None
         result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
         if result.finish_reason or config.accept_null_finish_reason:
@@ -843,27 +846,19 @@ _GRACE_SECONDS = 2.0
 
 
 class Drain:
-    """Counts the documents that wait for an answer."""
+    """``waiting``: how many documents wait for an answer."""
 
     def __init__(self, documents: Sized) -> None:
+        self.is_active = False
+        self.waiting = 0
         self._documents = documents
-        self._active = False
-        self._waiting = 0
         self._models: Sequence[Model] = ()
         self._over = asyncio.Event()
         self._grace_started = False
 
-    def request_started(self) -> None:
-        self._waiting += 1
-        if self._active:
-            self.check_soon()
-
-    def request_finished(self) -> None:
-        self._waiting -= 1
-
     async def until_over(self, models: Sequence[Model]) -> None:
         """Returns when no more document can finish. ``models``: whose servers run."""
-        self._active = True
+        self.is_active = True
         self._models = models
         for model in models:
             model.client.result().sender.on_release = self.check_soon
@@ -871,8 +866,9 @@ class Drain:
         await self._over.wait()
 
     def check_soon(self) -> None:
-        if self._active:
-            # A request that has just ended must still pass its answer to the rollout.
+        if self.is_active:
+            # A request whose last attempt has just ended still has to pass its answer to the
+            # rollout.
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
@@ -880,7 +876,7 @@ class Drain:
             model.client.result().sender.in_flight and not model.is_dead for model in self._models
         ):
             return
-        if self._waiting == len(self._documents):
+        if self.waiting == len(self._documents):
             self._over.set()
         elif not self._grace_started:
             self._grace_started = True

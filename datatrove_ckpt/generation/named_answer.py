@@ -18,20 +18,22 @@ class NamedAnswer:
     """Puts the answers of a document into its metadata, beside the whole results.
 
     Attributes:
-        name: None: nothing is put there, and the results replace what stands at ``metadata_key``,
-            as datatrove's do.
+        name: without one there is no such object, and the results replace what stands at
+            ``metadata_key``, as datatrove's do.
         taken_by_columns: metadata keys that would replace the text or the id of a document.
         value_of: what a result puts into the column.
     """
 
-    name: str | None
+    name: str
     metadata_key: str
     taken_by_columns: Sequence[str]
     is_list: bool
     value_of: Callable[[object], object]
 
     @classmethod
-    def of(cls, step: Step) -> NamedAnswer:
+    def of(cls, step: Step) -> NamedAnswer | None:
+        if step.answer is None:
+            return None
         return cls(
             step.answer,
             step.metadata_key,
@@ -42,8 +44,6 @@ class NamedAnswer:
 
     def check(self, document: Document) -> None:
         """Raises ConfigError if the run would replace what a document holds."""
-        if self.name is None:
-            return
         names = {self.name: "answer", self.metadata_key: "metadata_key"}
         taken = [name for name in names if name in document.metadata]
         if taken:
@@ -62,7 +62,7 @@ class NamedAnswer:
 
     def put(self, document: Document, results: Sequence[object]) -> None:
         """Puts the answers into the metadata. A value that the rollout put there stays."""
-        if self.name is None or self.name in document.metadata:
+        if self.name in document.metadata:
             return
         values = [self.value_of(result) for result in results]
         if self.is_list:

@@ -1,6 +1,6 @@
 """Null checkpoint: writes finished documents to the user's writer, and keeps nothing for a resume.
 
-It has the methods of ``OpenCheckpoint``, so a caller need not know whether there is a checkpoint.
+It has the methods of ``OpenCheckpoint``.
 """
 
 from __future__ import annotations

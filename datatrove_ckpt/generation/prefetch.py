@@ -1,7 +1,6 @@
 """Reads a rank's documents in a thread, ahead of the event loop, and passes them on in batches.
 
-Switching threads costs more than reading a document (90 % of datatrove's resume time), so the event
-loop takes a small buffer whole.
+Switching threads costs more than reading a document, so the event loop takes a buffer whole.
 
 A resume may seek to a position only if earlier documents came before it and later ones come after
 it. A step that reorders or splits documents breaks this order. So a position is used only after the

@@ -270,6 +270,7 @@ class RankReporter:
             position.unit,
             *self._state(),
             sum(client.stats.in_flight for client in self.clients),
+            position.tasks,
         )
 
     def _state(self) -> tuple[str, float, bool]:
@@ -409,4 +410,4 @@ def input_position(source: DocumentSource, first: int, finished: int) -> InputPo
     done = round(done * finished / max(known, 1))
     if reached.total is not None:
         done = min(done, reached.total)
-    return InputPosition(done, reached.total, reached.unit)
+    return InputPosition(done, reached.total, reached.unit, reached.tasks)

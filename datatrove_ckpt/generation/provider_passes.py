@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import orjson
 from loguru import logger
@@ -30,7 +31,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
-from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -43,10 +44,15 @@ from datatrove_ckpt.inference.client.answers import RetryableError, Way
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.provider_batches import (
+    CUSTOM_ID,
     ENDED,
+    MESSAGES,
+    BatchAnswer,
     BatchProvider,
     FileGone,
+    MessageBatches,
     RemoteBatch,
+    Undecided,
 )
 from datatrove_ckpt.inference.client.urls import needs_proxy
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
@@ -55,6 +61,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 T = TypeVar("T")
 
 MOST_REQUESTS = 50_000  # of a batch
+_SIZES = 1000  # of batches in Anthropic's form, which are found by their size
 MOST_BYTES = 190_000_000
 POLL_SECONDS = 60.0
 LIST_LAG_SECONDS = 60.0
@@ -66,7 +73,6 @@ _BACKLOG_SECONDS = 0.05
 _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
-_NEVER_SENT = frozenset({"batch_expired", "batch_cancelled"})
 _FULL = "token_limit_exceeded"
 
 
@@ -75,6 +81,7 @@ class _RequestFile:
     number: int
     model: str
     path: str
+    most: int
     requests: int = 0
     size: int = 0
     block: bytearray = field(default_factory=bytearray)
@@ -116,14 +123,16 @@ class Parking:
         path = f"/v1/{way.path}"
         content = b"".join(body) if isinstance(body, Body) else body
         request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempt)
-        line = b'{"custom_id":"%s","method":"POST","url":"%s","body":%s}\n' % (
-            str(request_id).encode(),
-            path.encode(),
-            content,
-        )
+        most = MOST_REQUESTS
+        if path == MESSAGES:
+            before = b'","params":'
+            most -= secrets.randbelow(min(most, _SIZES))
+        else:
+            before = b'","method":"POST","url":"%s","body":' % path.encode()
+        line = b"%s%s%s%s}\n" % (CUSTOM_ID, str(request_id).encode(), before, content)
         file = self._open.get((model, path))
-        if file is None or file.requests >= MOST_REQUESTS or file.size + len(line) > MOST_BYTES:
-            file = self._open[model, path] = _RequestFile(self._next_number, model, path)
+        if file is None or file.requests >= file.most or file.size + len(line) > MOST_BYTES:
+            file = self._open[model, path] = _RequestFile(self._next_number, model, path, most)
             self._files.append(file)
             self._next_number += 1
         file.block += line
@@ -152,6 +161,36 @@ class Parking:
         self._checkpoint.change_later(write)
 
 
+async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
+    """``path``: of the requests."""
+    servers = ExternalServers(config)
+    await servers.start()
+    url = servers.urls[0]
+    kind = MessageBatches if path == MESSAGES else BatchProvider
+    return kind(url, servers.api_key, needs_proxy([url]))
+
+
+async def cancel(batch: Batch) -> str:
+    """Cancels a batch, in no run. Returns why it could not; "" if it could.
+
+    Raises:
+        CkptError: the provider cannot be reached, or refuses.
+    """
+    if batch.state != "created":
+        return f"Number {batch.number} is not known by the provider's id. The next run finds it."
+    config = InferenceConfig(
+        "endpoint", batch.model or "-", endpoint_url=batch.url, api_key_env=batch.key_env or None
+    )
+    provider = await open_provider(config, batch.path)
+    try:
+        await provider.cancel(batch.id)
+    except RetryableError as error:
+        return f"{batch.id} is not canceled: {error}"
+    finally:
+        await provider.close()
+    return ""
+
+
 class ProviderPasses:
     """The batches of one rank.
 
@@ -177,9 +216,11 @@ class ProviderPasses:
         self._run = run
         self._no_wait = no_wait
         self._watch = watch
-        self._providers: dict[str, BatchProvider] = {}
+        self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
+        self._undecided: set[int] = set()
         self._gone_since: dict[int, float] = {}
+        self._collected: set[str] = set()
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
@@ -227,7 +268,9 @@ class ProviderPasses:
                     await self._failed(error, batch)
             if has_advanced:
                 continue
-            created = all(batch.state == "created" for batch in batches)
+            created = all(
+                batch.state == "created" or batch.number in self._undecided for batch in batches
+            )
             if self._no_wait and created:
                 raise WaitsForBatches(
                     f"{_said(batches)} The same command collects the answers (--no-wait)."
@@ -243,7 +286,8 @@ class ProviderPasses:
         await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
-        provider = self._providers.get(batch.model)
+        form = batch.model, batch.path == MESSAGES
+        provider = self._providers.get(form)
         if provider is None:
             config = self._configs.get(batch.model)
             if config is None or config.server_type != "endpoint":
@@ -251,11 +295,7 @@ class ProviderPasses:
                     f"Batch {batch.id or batch.number} of this run is at a provider, and the "
                     "config has no endpoint for it. Restore that, and run the same command again."
                 )
-            servers = ExternalServers(config)
-            await servers.start()
-            url = servers.urls[0]
-            provider = BatchProvider(url, servers.api_key, needs_proxy([url]))
-            self._providers[batch.model] = provider
+            provider = self._providers[form] = await open_provider(config, batch.path)
         return provider
 
     # one batch -----------------------------------------------------------------------------------
@@ -269,7 +309,7 @@ class ProviderPasses:
             return True
         provider = await self._provider(batch)
         if batch.state == "filled":
-            return await self._upload(provider, batch)
+            return await self._send(provider, batch)
         if batch.state == "uploaded":
             return await self._create(provider, batch)
         if batch.state == "creating":
@@ -281,21 +321,25 @@ class ProviderPasses:
             return await self._refused(batch, remote)
         return await self._collect(provider, batch, remote)
 
-    async def _upload(self, provider: BatchProvider, batch: Batch) -> bool:
+    async def _send(self, provider: BatchProvider, batch: Batch) -> bool:
         path = await self._change(lambda rank: rank.batches.path(batch.number))
         if not path.exists():  # another node has it
             await self._note(batch, "dropped")
             return True
         with await asyncio.to_thread(path.open, "rb") as content:
+            if not provider.takes_files:
+                return await self._create(provider, batch, content)
             file = await provider.upload(content, f"{batch.tag}.jsonl")
         await self._note(batch, "uploaded", file=file)
         return True
 
-    async def _create(self, provider: BatchProvider, batch: Batch) -> bool:
+    async def _create(
+        self, provider: BatchProvider, batch: Batch, content: IO[bytes] | None = None
+    ) -> bool:
         await self._note(batch, "creating")
         await asyncio.to_thread(self._checkpoint.lease.check_spending)
         try:
-            remote = await provider.create(batch.file, batch.path, batch.tag)
+            remote = await provider.create(batch, content)
         except RetryableError as error:  # a gateway's 429, too, may come after the batch
             logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
             return False
@@ -306,14 +350,26 @@ class ProviderPasses:
         return True
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
-        await self._note(batch, "created", id=remote.id)
+        config = self._configs[batch.model]
+        place = {"url": config.endpoint_urls[0], "key_env": config.api_key_env or ""}
+        await self._note(batch, "created", id=remote.id, **place)
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 
     async def _find(self, provider: BatchProvider, batch: Batch) -> bool:
         """Looks for a batch that may have been created."""
         now = time.monotonic()
         since = self._unknown_since.setdefault(batch.number, now)
-        remote = await provider.find(batch.tag, batch.file, batch.at)
+        known = await self._change(lambda rank: {each.id for each in rank.batches.batches.values()})
+        try:
+            remote = await provider.find(batch, known)
+        except Undecided as other:
+            if batch.number not in self._undecided:
+                logger.info(
+                    f"Whether batch {batch.number} was created is known once {other} has ended."
+                )
+            self._undecided.add(batch.number)
+            return False
+        self._undecided.discard(batch.number)
         if remote is not None:
             del self._unknown_since[batch.number]
             await self._created(batch, remote)
@@ -350,15 +406,16 @@ class ProviderPasses:
         rows: list[CachedRequest] = []
         gone = ""
         for file in remote.files:
+            if file in self._collected:
+                continue
             try:
-                async for line in provider.lines(file):
-                    row = _row(line, batch.run)
-                    if row is None:
-                        continue
-                    rows.append(row)
-                    if len(rows) >= _ROWS:
-                        await self._change(partial(_put, rows))
-                        rows = []
+                async with aclosing(provider.answers(file)) as answers:
+                    async for answer in answers:
+                        rows += _rows(answer, batch.run)
+                        if len(rows) >= _ROWS:
+                            await self._change(partial(_put, rows))
+                            rows = []
+                self._collected.add(file)
             except FileGone as error:
                 gone = f"{file} ({error})"
         await self._change(partial(_put, rows))
@@ -397,32 +454,22 @@ def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
     rank.write([row for row in rows if row.chunk_index not in rank.log.commits], {})
 
 
-def _row(line: bytes, run: str) -> CachedRequest | None:
-    """Returns the row for a line of a batch's files; None if the request was not sent."""
-    content: object = None
-    with suppress(orjson.JSONDecodeError):
-        content = orjson.loads(line)
-    if not isinstance(content, dict):
-        if line.strip():
-            logger.warning("A line of a batch's answers is not JSON. Its request is sent again.")
-        return None
-    request = RequestId.parse(content.get("custom_id"))
+def _rows(answer: BatchAnswer, run: str) -> list[CachedRequest]:
+    """Returns the row for an answer; none if the request was not sent."""
+    request = RequestId.parse(answer.custom_id)
     if request is None:
-        logger.warning(f"A batch has an answer that is not of this run: {line[:100]!r}")
-        return None
-    response: JsonObject = content.get("response") or {}
-    error: JsonObject = content.get("error") or {}
-    status = response.get("status_code")
-    body = response.get("body")
-    if status == 200 and isinstance(body, dict):
-        return request.row(kept_for_rollout(ANSWER, body, request.attempt, run))
-    if error.get("code") in _NEVER_SENT:
-        return None
-    text = orjson.dumps(body or error).decode()[:_SHOWN]
+        logger.warning(f"A batch has an answer that is not of this run: {answer.custom_id!r:.100}")
+        return []
+    status = answer.status
+    if status == 0:
+        return []
+    if status == 200 and isinstance(answer.body, dict):
+        return [request.row(kept_for_rollout(ANSWER, answer.body, request.attempt, run))]
+    text = orjson.dumps(answer.body).decode()[:_SHOWN]
     if status in retrying.REJECTED:
-        return request.row(Answer(None, f"{status} {text}"))
+        return [request.row(Answer(None, f"{status} {text}"))]
     cause = f"HTTP {status}: {text}"
-    return request.row(kept_for_rollout(FAILURE, cause, request.attempt, run))
+    return [request.row(kept_for_rollout(FAILURE, cause, request.attempt, run))]
 
 
 def _said(batches: list[Batch]) -> str:

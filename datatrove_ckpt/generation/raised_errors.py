@@ -1,7 +1,7 @@
 """The errors of a rank that ends, as scripts for datatrove's runner expect them.
 
-Such a script catches datatrove's ``InferenceError`` and ``ServerError``. ``errors`` imports nothing
-of datatrove, so these subclasses inherit from both sides.
+Scripts catch datatrove's ``InferenceError`` and ``ServerError``, which ``errors`` does not import:
+these subclasses inherit from both sides.
 
 A pickled error lacks document and payload: a document may not be picklable, and a payload may hold
 a secret.

@@ -21,7 +21,13 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import BATCHES, SHARD, rank_folder, refuse_resharded
+from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
+    SHARD,
+    rank_folder,
+    refuse_resharded,
+    retry_folders,
+)
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -153,6 +159,10 @@ class _Run:
             self._take(data, root, prefix)
             return
         again = repeatable(data)
+        logger.info(
+            "provider_batches: a rollout that sends k requests in a row takes k passes over the "
+            "input, and each pass waits for its batches, a day at most."
+        )
         is_first = True
         while self._take(again(), root, prefix, is_first):
             is_first = False
@@ -334,7 +344,6 @@ class _Run:
         names: FileNames,
         identity: str,
     ) -> bool:
-        """Returns whether requests were parked."""
         step = self.step
         rank = self.rank
         preemption = self.preemption
@@ -358,8 +367,8 @@ class _Run:
         kept = step.checkpoints_local_dir is not None
         taken = None
         corrected: list[object] = []
-        if kept:
-            taken = TakenLetters(step.checkpoints_root, rank)
+        if kept and (retries := retry_folders(step.checkpoints_root)):
+            taken = TakenLetters(retries, rank)
         if kept and not step.accept_changes:
             corrected = correction(step.rollout_fn)
         settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters

@@ -5,9 +5,9 @@ Everything here runs on one event loop, which never waits on a disk or a reader.
 back new documents: ``max_concurrent_documents``, the bounded queue of the storage thread, and the
 number of complete chunks that wait to be published.
 
-A failing document or server stops the rank with a drain (``Shutdown.fail``), whatever rollouts do
-with the error: ``except Exception: return None`` in a user's code must not turn an outage into
-dropped documents. If nothing more can be saved, all work ends at once (``Shutdown.abort``).
+A failing document or server stops the rank with a drain (``Shutdown.fail``), even if a rollout
+swallows the error, which must not turn an outage into dropped documents. If nothing can be saved,
+all work ends at once (``Shutdown.abort``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
@@ -162,7 +162,7 @@ class Scheduler:
     connect: Connect
     observer: RankReporter
     metadata_key: str
-    answer: NamedAnswer
+    answer: NamedAnswer | None
     failures: Failures
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
@@ -194,6 +194,7 @@ class Scheduler:
                 config,
                 self.observer.of(config),
                 self._loop.create_future(),
+                usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
             )
             for name, config in self.configs.items()
@@ -271,7 +272,8 @@ class Scheduler:
                 self.documents.start(slot.ordinal, self._process(source, slot))
 
     def _look_at_first(self, document: Document) -> None:
-        self.answer.check(document)
+        if self.answer is not None:
+            self.answer.check(document)
         if self.metadata_key in document.metadata:
             logger.warning(
                 f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
@@ -339,7 +341,7 @@ class Scheduler:
         try:
             self.checkpoint.finish(slot, await self._run_document(source, slot))
             self.observer.own.documents += 1
-            if self._dropped == self.observer.own.documents == _MANY:
+            if self._dropped == _MANY == self.observer.own.documents:
                 logger.warning(f"The rollout dropped all of {_MANY} documents. {WHY_DROPPED}")
         except Parked:
             self.parked += 1
@@ -368,7 +370,8 @@ class Scheduler:
         ):
             return answers.finished("dead", source.fingerprint, letter)
         try:
-            self.answer.check(document)
+            if self.answer is not None:
+                self.answer.check(document)
             if source.finished is not None:
                 document.metadata = source.finished
                 results = source.finished[self.metadata_key]
@@ -387,7 +390,8 @@ class Scheduler:
             document.metadata[self.metadata_key] = kept
             data = b"null"
             if kept:
-                self.answer.put(document, kept)
+                if self.answer is not None:
+                    self.answer.put(document, kept)
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.metadata_key)
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):

@@ -231,8 +231,6 @@ def secrets_in(name: str, value: object) -> list[str]:
 
 
 class _Look:
-    """Sees each object that a pickle writes."""
-
     def __init__(self, name: str) -> None:
         self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
@@ -272,7 +270,6 @@ class _Look:
             self._of_object(thing)
 
     def places(self) -> Iterator[str]:
-        """Yields where the secrets are."""
         found = list(self._places)
         for function in self._functions:
             if id(function.__code__) in self._codes:  # else its name alone is written

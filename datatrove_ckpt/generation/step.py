@@ -332,9 +332,7 @@ class Step(PipelineStep):
         return copied
 
     def _check_submission(self, sent: bool) -> None:
-        """Datatrove copies what it submits, and then opens ``executor.pik``: a refusal must come
-        before that.
-        """
+        """Refuses a submission before datatrove copies it and opens ``executor.pik``."""
         names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
         if names is not None:
             script_names.say_left(names)

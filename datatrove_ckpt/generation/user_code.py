@@ -6,9 +6,7 @@ awaitable.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 import types
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -19,7 +17,6 @@ from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.generation.code_text import parse
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
@@ -36,12 +33,6 @@ SharedManager: TypeAlias = AbstractContextManager[Shared]
 SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
-# Expressions whose value is never awaitable.
-_VALUES = (
-    *(ast.Constant, ast.JoinedStr, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Compare),
-    *(ast.DictComp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.Lambda),
-)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class NotAwaitable(ConfigError):
@@ -201,43 +192,14 @@ def _function(rollout_fn: object) -> types.FunctionType | None:
 
 def _problem(function: types.FunctionType) -> str:
     """Returns why a call's result can never be awaited; "" if it may be."""
-    if inspect.isasyncgenfunction(function):
+    is_coroutine = function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
+    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if yields and not is_coroutine:
         return "yields, so it cannot be awaited: return the result"
-    if (
-        inspect.iscoroutinefunction(function)
-        or function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
-    ):
-        return ""
-    if inspect.isgeneratorfunction(function):
-        return "yields, so it cannot be awaited: return the result"
-    return "is not async" if _returns_values_only(function) else ""
-
-
-def _returns_values_only(function: types.FunctionType) -> bool:
-    """Returns whether all return statements of a plain ``def`` return dicts, texts or the like."""
-    try:
-        # The code object's: the function's would be that of what it wraps.
-        tree = parse(textwrap.dedent(inspect.getsource(function.__code__)))
-    except (OSError, SyntaxError, ValueError):
-        return False
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
-        return False
-    waiting: list[ast.AST] = [*tree.body[0].body]
-    while waiting:
-        node = waiting.pop()
-        if (
-            isinstance(node, ast.Return)
-            and node.value is not None
-            and not isinstance(node.value, _VALUES)
-        ):
-            return False
-        if not isinstance(node, _SCOPES):
-            waiting += ast.iter_child_nodes(node)
-    return True
+    return ""
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
-    """``complete``: ``shared`` holds all arguments besides the document and ``generate``."""
     try:
         signature = inspect.signature(rollout_fn)
     except (TypeError, ValueError):

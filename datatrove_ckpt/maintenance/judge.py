@@ -1,8 +1,8 @@
 """Decides what a rank does, whether it needs attention, and why. Limits are minutes: a line per
 minute is due.
 
-A running rank has a process that holds its lock. In a mirror's copy, and on some file systems from
-another node, locks cannot be seen: there, a rank runs as long as its history grows.
+A running rank has a process that holds its lock. Where locks are invisible (in a mirror's copy, and
+on some file systems), a rank runs as long as its history grows.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _judge(
         rank.killed += 1
         rank.lost_in_flight += attempt.in_flight or 0
         age = duration(max(0.0, now - attempt.last_seen))
-        how = "its last attempt was killed, or its node was lost"
+        how = "its last attempt was killed, its node was lost, or its disk was full"
         rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
     else:
         _judge_ended(rank, attempt, now)

@@ -140,7 +140,6 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
 
 
 def _first_run(ranks: list[RankState]) -> Json:
-    """Returns the first run.json, whose settings all ranks share."""
     for path in (rank.folder / layout.RUN for rank in ranks):
         with suppress(CheckpointError):
             if path.is_file():

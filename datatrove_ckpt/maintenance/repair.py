@@ -149,7 +149,6 @@ def _keep_damaged_log(path: Path) -> None:
 
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:
-    """Corrects last_chunk, and syncs it."""
     unbroken = count_unbroken(commits)
     if unbroken:
         files.disk.make_dirs(path.parent)

@@ -1,8 +1,7 @@
 """Decides what ``repair`` will do and what it leaves alone. Changes nothing.
 
-Chunks can be redone if the redone chunks end exactly where the next chunk starts. They do not for a
-short last chunk after which the input grew, or if records_per_chunk was changed in between: then
-the rank must start over.
+Chunks can be redone if they end exactly where the next chunk starts. Otherwise (the input grew
+after a short last chunk, or records_per_chunk changed) the rank must start over.
 """
 
 from __future__ import annotations

@@ -255,8 +255,6 @@ class RunState:
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 
-# as JSON -----------------------------------------------------------------------------------------
-
 VERSION = 2
 """Of the JSON. New keys may come without a new version."""
 

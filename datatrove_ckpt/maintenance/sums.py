@@ -123,7 +123,14 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
         return
     done = sum(rank.position.done for rank in known)
     total = sum(rank.position.total or 0 for rank in known)
-    others = len(ranks) - len(known) + totals.not_started
+    # A finished rank without a document had no input.
+    others = totals.not_started + sum(
+        rank.position.total is None and (rank.state != "finished" or rank.documents > 0)
+        for rank in ranks
+    )
+    with_input = max((rank.position.tasks or 0 for rank in known), default=0)
+    if with_input:
+        others = min(others, max(0, with_input - len(known)))
     if others:
         begun = sum(rank.documents for rank in ranks if rank.position.total is None)
         per_document = done / max(1, sum(rank.documents for rank in known))

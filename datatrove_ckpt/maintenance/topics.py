@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import Batch
 
 _SHOWN_CAUSES = 5
 _SHOWN_WORKERS = 20
@@ -38,7 +41,8 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "skipped", totals.skipped.text
     if totals.done.dead > 0:
         yield "dead", _dead(state, totals)
-    yield from _batches(state)
+    for rank, batch in open_batches(state):
+        yield "batches", describe_batch(rank, batch, state.read_at)
     if state.missing:
         yield "missing", f"not started: {ranges(state.missing)}"
     if state.gone:
@@ -59,19 +63,23 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "retries", text
 
 
-def _batches(state: RunState) -> Iterator[tuple[str, str]]:
+def open_batches(state: RunState) -> Iterator[tuple[int, Batch]]:
+    """Yields the batches at a provider, with the numbers of their tasks."""
     for rank in state.ranks:
         if (rank.folder / BATCHES).exists():
             from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
 
             for batch in read_batches(rank.folder).values():
                 if batch.is_open:
-                    yield (
-                        "batches",
-                        f"{batch.id or f'number {batch.number}'} of task {rank.rank}: "
-                        f"{plural(batch.requests, 'request')}, {batch.state} "
-                        f"{duration(max(1.0, state.read_at - batch.at))} ago",
-                    )
+                    yield rank.rank, batch
+
+
+def describe_batch(rank: int, batch: Batch, now: float) -> str:
+    return (
+        f"{batch.id or f'number {batch.number}'} of task {rank}: "
+        f"{plural(batch.requests, 'request')}, {batch.state} "
+        f"{duration(max(1.0, now - batch.at))} ago"
+    )
 
 
 def _workers(state: RunState) -> Iterator[tuple[str, str]]:

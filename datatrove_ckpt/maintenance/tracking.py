@@ -237,7 +237,7 @@ def _serve(
     send: Callable[[int, TrackedRun], None],
     status: str,
 ) -> list[str]:
-    """Sends to each service. Returns why not all have it."""
+    """Sends to each service, and returns why some lack the numbers."""
     problems = []
     for index, service in enumerate(services):
         try:
@@ -304,7 +304,6 @@ class TrainingTracker:
 
 
 def _times(state: TrainingState) -> list[float]:
-    """Of the saves that are kept."""
     return sorted(step.at for step in state.steps if step.at)
 
 

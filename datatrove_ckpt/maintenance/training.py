@@ -75,7 +75,7 @@ class TrainingState:
 
 
 def read_training(folder: Path, full: bool) -> TrainingState:
-    """Reads the folder. ``full``: reads each file of each step, too; else only its size."""
+    """Reads the folder; with ``full`` each file of each step, else only file sizes."""
     names = step_names(path.name for path in folder.iterdir())
     manifests: dict[StepName, Manifest] = {}
     damages: dict[StepName, str] = {}

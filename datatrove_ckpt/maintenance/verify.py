@@ -106,9 +106,6 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
     ) and "://" not in recorded
 
 
-# one rank ----------------------------------------------------------------------------------------
-
-
 def _check_rank(report: Report, rank: RankLedger) -> None:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
@@ -124,7 +121,6 @@ def _check_rank(report: Report, rank: RankLedger) -> None:
 
 
 def _check_ordinals(report: Report, rank: RankLedger) -> None:
-    """Checks that the commits together cover every document once."""
     start_over = (
         "Restore commits.jsonl from a copy, or start this task over: remove "
         f"{rank.folder} and its output."
@@ -194,11 +190,8 @@ def _list_unfinished(report: Report, rank: RankLedger) -> None:
         )
 
 
-# all ranks ---------------------------------------------------------------------------------------
-
-
 def _check_settings(report: Report) -> None:
-    """The most frequent identity counts as right."""
+    """Compares identities with the most frequent one."""
     roots: dict[str, list[RankLedger]] = defaultdict(list)
     for rank in report.ranks:
         if rank.settings:

@@ -66,7 +66,6 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
 
 
 def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
-    """None: the folder cannot be listed."""
     committed: dict[str, OutputFile] = {
         plain(file.path): file for chunk in report.chunks for file in chunk.files
     }

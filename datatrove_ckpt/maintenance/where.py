@@ -175,8 +175,6 @@ def _looks_like_mirror(folder: Path) -> bool:
         return False
 
 
-# changing a mirror -------------------------------------------------------------------------------
-
 # ``repair`` changes a restored copy of a mirror, and uploads it. After a crash in between, the same
 # command finds the old commits' files missing, and takes the commits back.
 
@@ -207,9 +205,6 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)
-
-
-# YAML --------------------------------------------------------------------------------------------
 
 
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
@@ -257,7 +252,7 @@ def _text(value: object) -> str | None:
 
 
 def _runs_as_jobs(config: JsonObject) -> bool:
-    """On Hugging Face Jobs, whose disks are not seen from elsewhere."""
+    """Whether ranks run on Hugging Face Jobs, whose disks are invisible here."""
     executor = config.get("executor")
     return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
         "JobsPipelineExecutor"

@@ -1,7 +1,7 @@
 """Restores ranks from their mirror and uploads them again, for ``repair``.
 
-The upload is a new version of a new owner. A node that still has the rank's folder restores the
-version at its next start. A process that still works on the rank stops when it sees the new owner.
+The upload is a new version of a new owner: a node with the old folder restores it at its next
+start, and a process that still works on the rank stops.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _snapshot(folder: Path) -> Snapshot:
     last = 0
     if (folder / layout.CACHE).exists():
         with closing(RequestCache(folder / layout.CACHE)) as cache:
-            unfinished = frozenset(cache.answer_counts())
+            unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
             answers = cache.answers_since(0, unfinished)
             last = cache.last_answer
     run = (folder / layout.RUN).read_bytes()

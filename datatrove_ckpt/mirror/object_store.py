@@ -2,7 +2,7 @@
 
 Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` where a put is
 not atomic (local files; not S3), which a kill may cut. ``testing`` replaces ``effects`` to crash
-before or within any effect. Credentials come from the environment; a URL holds none.
+before or within any effect. Credentials come from the environment.
 
 On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds objects only in listings,
 which it caches and which may lag; so no known name is looked up there. A mirror in a repository can
@@ -61,7 +61,6 @@ class Effects:
 
 
 def _put_on_hub(fs: AbstractFileSystem, path: str, content: bytes | str) -> None:
-    """``content``: bytes, or the path of a file."""
     from huggingface_hub import HfApi
 
     _, owner, name, key = path.split("/", 3)

@@ -2,8 +2,8 @@
 
 Files only grow, so their new bytes become a new object, and so do new answers of unfinished
 documents. Then the manifest completes the version, and objects that the last three versions do not
-need are removed. A kill in between leaves the version before intact, and unneeded objects, which
-the next process removes.
+need are removed. A kill leaves the previous version intact, and unneeded objects for the next
+process to remove.
 """
 
 from __future__ import annotations
@@ -66,8 +66,6 @@ class Uploads:
         self._number_floor: int | None = None
         """The numbers of this owner's versions are larger."""
 
-    # objects -------------------------------------------------------------------------------------
-
     def uploaded_bytes(self, name: str) -> int:
         return sum(part.size for part in self._files.get(name, ()))
 
@@ -109,7 +107,7 @@ class Uploads:
         self._answers = [(part, of) for part, of in self._answers if of & snapshot.unfinished]
 
     def _take_ownership(self) -> None:
-        """Retries reuse the number, so they never outrank a newer owner."""
+        """Takes ownership. Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
         if self._ownership is None:
             self._ownership = Ownership(
@@ -147,8 +145,6 @@ class Uploads:
     @property
     def _nonce(self) -> str:
         return str(self._run["owner"]["nonce"])
-
-    # versions ------------------------------------------------------------------------------------
 
     def publish(self, finished: bool) -> bool:
         """Makes a version of the uploaded parts, unless nothing has changed, and removes what is no

@@ -4,9 +4,9 @@ dataset.
 datatrove's ParquetWriter takes the schema of a file's first document, and the columns of each
 batch's first document: a column that is None at first fails later, and a new column is dropped
 silently. Here a chunk's schema is the union over all its documents: null with any type is that
-type, integers with floats are float64, dicts have the keys of all. It depends on nothing else,
-because chunks finish in any order and may be rewritten. Loaders (``pyarrow.dataset``, ``datasets``)
-take the columns of the first file, and convert other files (measured, Arrow 26 and datasets 5.2):
+type, integers with floats are float64, dicts have the keys of all. Loaders (``pyarrow.dataset``,
+``datasets``) take the columns of the first file, and convert other files (measured, Arrow 26 and
+datasets 5.2):
 
 - A column without any value is written as text, also inside lists and dicts: only null could follow
   Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first

@@ -312,9 +312,7 @@ class OutputCheck:
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
-        """Refuses if the output was in another folder before, which exists: nothing is lost
-        then.
-        """
+        """Refuses if a former output folder still exists."""
         recorded = _recorded_folder(self.root, [RankCommits(self.root, one.rank)])
         if recorded and stands_elsewhere(recorded, self.writer.output_folder):
             raise OutputMismatch(

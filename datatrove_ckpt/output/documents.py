@@ -497,7 +497,6 @@ def as_plain(value: object) -> object:
 
 
 def _wrapped(value: object) -> dict[str, list[object]] | None:
-    """None: the value has no form here."""
     # Only pandas knows them.
     if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):
         return {TAG: ["timestamp", value.isoformat()]}

@@ -102,7 +102,6 @@ def _is_same(value: object, kept: Any, rounded: bool) -> bool:
 
 
 def _with_time(value: object) -> object:
-    """Returns a date as its midnight."""
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return datetime.datetime.combine(value, datetime.time())
     return value

@@ -1,5 +1,4 @@
-"""Checks, before anything is paid for and without a trace, whether a job may write to its folder on
-the hub.
+"""Checks without a trace whether a job may write to its folder on the hub.
 
     question                                    asked by
     is there a token?                           no request

@@ -1,9 +1,9 @@
 """Limits how often the ranks of a job together commit to one repository of the hub.
 
-The hub allows a free account 128 commits per hour and repository, and then refuses all commits for
-up to an hour. So each rank counts the last hour's commits in the repository's history, and waits
-once there are ``per_hour``. A commit succeeds only if no other commit followed the count, so the
-ranks together keep the limit.
+The hub allows a free account 128 commits per hour and repository, and then refuses commits for up
+to an hour. So each rank counts the last hour's commits in the repository's history, and waits once
+there are ``per_hour``. A commit succeeds only if no other commit followed the count, so the ranks
+together keep the limit.
 
 A rank with more documents waits at half of the number without loss: the other half is for ranks at
 their end, which block GPUs.

@@ -1,7 +1,7 @@
 """Reads from a folder on the hub, and uploads files' content before the commit that names them.
 
 ``preupload_lfs_files`` reads the staged file itself, and does not send content that the hub has.
-Small text files are no LFS objects: they travel inside the commit.
+Small text files travel inside the commit, outside LFS.
 """
 
 from __future__ import annotations
@@ -201,7 +201,6 @@ class HubUploads(HubReads):
         return [UploadedFile(name, operation) for name, operation in added.items()]
 
     def _put_in_bucket(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """A bucket has no commits: its files are in place when this returns."""
         folder = self.folder
         folder.api().batch_bucket_files(
             folder.repo, add=[(path, folder.full_name(name)) for name, path in files.items()]

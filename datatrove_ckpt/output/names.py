@@ -1,8 +1,8 @@
 """The names of output files: filled in from documents, checked, and recognised in a listing.
 
-``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Other fields come from a
-document's metadata, which is not trusted: the name must stay inside the output folder, outside our
-own folders, and must fit a file system; "/" in a value makes a subfolder.
+``${rank}``, ``${chunk_index}`` and ``${id}`` of a template are ours. Other fields come from
+untrusted metadata: the name must stay inside the output folder, outside our folders, and fit a file
+system; "/" in a value makes a subfolder.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@ the folder.
 
 The file is made before the first request, so that only one of several runs succeeds: by a link on a
 disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent on the hub. On
-other stores and in buckets of the hub, the file is written, and read again a second later. Two runs
-that start within that second may both continue, until the first run publishes and reads the file
-once more.
+other stores and in buckets of the hub, the file is written, and read again a second later and at
+the first publication: until then, two runs that start within that second may both continue.
 
 The file is not in the folder, because datatrove's readers take every file there for data. If it
 cannot be written, only ``Target.publish`` separates two runs.
 
-A file that names another run refuses this run, even if the other run is gone: a person must remove
-the file. The exception is a removed run that had its checkpoints in this run's place.
+A file that names another run refuses this run until a person removes the file, except for a removed
+run with checkpoints in this run's place.
 
 A run is known by its mirror, or by its ``checkpoints_local_dir`` and its identity, as of its first
 start. The file ``home`` in that folder keeps them, in case the folder is moved or copied, or the
@@ -243,7 +242,7 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
 
 
 def _beside(root: str, path: str, name: str) -> str:
-    """The root of a bucket or of a repository has nothing beside it."""
+    """Returns the path beside the root; a bucket's or repository's root has none."""
     parent, last = posixpath.split(path)
     if last:
         last = f".{last}"
@@ -251,8 +250,6 @@ def _beside(root: str, path: str, name: str) -> str:
 
 
 class _OwnerRecord:
-    """The file that names the owner. ``place``: its path or URL."""
-
     place: str
 
     def read(self) -> OutputOwner | None:
@@ -269,7 +266,6 @@ class _OwnerRecord:
         self._create(orjson.dumps(owner._asdict()))
 
     def remove(self) -> None:
-        """Another rank may do so at the same moment."""
         raise NotImplementedError
 
     def _read(self) -> bytes | None:

@@ -1,8 +1,8 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
 datatrove opens a file with the schema of its first document, and a dictionary for each column. Here
-pyarrow writes the rows. For an equal schema the bytes equal datatrove's, except for vectors, whose
-dictionary would be larger than they are.
+pyarrow writes the rows. For an equal schema the bytes equal datatrove's, except for vectors, which
+get no dictionary.
 """
 
 from __future__ import annotations

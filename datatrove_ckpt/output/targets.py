@@ -12,8 +12,8 @@ the first byte is sent.
                                                  upload is aborted; the rank's next process aborts
                                                  it, for the names that are still staged
 
-Only S3 (s3fs) can list open uploads, and can show without a trace whether it may be written to. On
-other file systems of fsspec, only ``put_file`` and ``info`` are used.
+Only S3 (s3fs) can list open uploads, and show without a trace whether it is writable. Other file
+systems need only ``put_file`` and ``info``.
 """
 
 from __future__ import annotations
@@ -108,11 +108,10 @@ class OutputTarget:
         return published
 
     def _create(self, staged: Path, name: str) -> bool:
-        """Publishes one file, unless there is a file of its name. Returns whether it did."""
+        """Publishes one file and returns True, unless a file has its name."""
         raise NotImplementedError
 
     def _replace(self, staged: Path, name: str) -> None:
-        """Publishes one file in place of another one."""
         raise NotImplementedError
 
     def _settle_names(self, names: Iterable[str]) -> None:
@@ -122,7 +121,6 @@ class OutputTarget:
         raise NotImplementedError
 
     def _stamp(self, name: str) -> int:
-        """Returns ``OutputFile.stamp``."""
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
@@ -248,7 +246,7 @@ class RemoteTarget(OutputTarget):
         return True
 
     def _put(self, local: Path, name: str, **options: object) -> bool:
-        """Returns whether it did; with the mode "create", an existing file stays."""
+        """Uploads and returns True; with the mode "create", an existing file stays."""
         self._folder.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 (a remote path)
         try:
             self._folder.put_file(str(local), name, **options)
@@ -274,7 +272,7 @@ class RemoteTarget(OutputTarget):
         return remote_stamp(self._look_up(name))
 
     def _look_up(self, name: str, may_be_missing: bool = False) -> Info:
-        """Empty: there is no file, which ``may_be_missing``."""
+        """Returns the file's attributes; empty if it is missing and ``may_be_missing``."""
 
         def look() -> Info:
             try:

@@ -210,7 +210,9 @@ def _skipped(plan: RunPlan) -> list[int]:
 
 
 def _check_tasks(plan: RunPlan) -> None:
-    """Without a checkpoint, datatrove's file from each start has the number of tasks."""
+    """Compares the number of tasks with datatrove's file of the last start, where no checkpoint has
+    it.
+    """
     if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
         return
     with plan.logging_dir.open("executor.json") as file:

@@ -399,12 +399,8 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     return result.result()
 
 
-# Which file system a folder is on ----------------------------------------------------------------
-#
-# Read from /proc/mounts, with what it means for checkpoints. SQLite in its usual WAL mode shares
-# memory between processes, which no network file system offers. The request cache takes its lock
-# once and keeps it (``locking_mode=EXCLUSIVE``), so it needs no shared memory. A file system must
-# offer four things: locks, appends, renames, and syncs that reach permanent storage.
+# Which file system a folder is on, read from /proc/mounts. A checkpoint needs locks, appends,
+# renames, and syncs that reach permanent storage.
 
 MOUNTS = Path("/proc/mounts")
 

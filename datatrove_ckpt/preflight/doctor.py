@@ -16,9 +16,10 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.formatting import duration, error_text, plural
+from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
+from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
@@ -56,6 +57,8 @@ _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
 
+_COSTED_DOCUMENTS = 1000
+_CHARACTERS_PER_TOKEN = 4
 _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
 
@@ -130,6 +133,8 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
         yield from about(
             f"{place}{config.server_name('server')}", _check_server(plan, step, config)
         )
+        if config.prices and sample.number and config.server_type == "endpoint":
+            yield _costs(config, sample)
     yield from about(f"{place}checkpoints", _check_checkpoints(plan, step))
     yield from about(f"{place}output", _check_output(runner))
     yield from about(f"{place}output", _check_writer(runner, sample))
@@ -143,11 +148,27 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
 def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     if sample.first and runner.index == 1:
         first = decode(sample.first)
-        NamedAnswer.of(runner.step).check(first)
+        answer = NamedAnswer.of(runner.step)
+        if answer is not None:
+            answer.check(first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
             asyncio.run(try_media(runner.step.rollout_fn, first))
     yield from ()
+
+
+def _costs(config: InferenceConfig, sample: Sample) -> Finding:
+    """Estimates what documents cost, from the texts of the first ones."""
+    prompt = sample.characters // sample.number // _CHARACTERS_PER_TOKEN
+    answer = max_tokens_of(config.default_generation_params)
+    number = _COSTED_DOCUMENTS * config.rollouts_per_document
+    plain, batch = (number * config.cost(prompt, 0, answer, tier) / 1e9 for tier in ("", BATCH))
+    text = (
+        f"{_COSTED_DOCUMENTS:,} documents cost about {figure(plain)}, and with provider_batches "
+        f"{figure(batch)}: {plural(prompt, 'token')} of their text and {answer} of an answer "
+        "(max_tokens) each, in one request. A longer prompt costs more, and a shorter answer less."
+    )
+    return Finding("ok", "costs", text, config.server_name("server"))
 
 
 def _check_server(

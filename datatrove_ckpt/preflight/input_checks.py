@@ -58,11 +58,13 @@ class Sample:
         number: how many were read.
         refused: why a file that was read gave no document, by the file's index.
         first: the first one, encoded; empty if there is none.
+        characters: of all their texts.
     """
 
     number: int = 0
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
+    characters: int = 0
 
 
 def check_input(
@@ -157,7 +159,8 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
     found: list[Document] = []
     refused: dict[int, NoDocument] = {}
     _read_files(reader, files, found, refused)
-    return Sample(len(found), refused, as_read(found[0]).data if found else b"")
+    characters = sum(len(document.text) for document in found)
+    return Sample(len(found), refused, as_read(found[0]).data if found else b"", characters)
 
 
 def _read_files(
@@ -356,7 +359,7 @@ def _who(ranks: Sequence[int]) -> str:
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
 ) -> None:
-    # Of a dataset that would be downloaded, its name stands for it, and its commit is kept.
+    # The name and kept commit stand for a dataset that would be downloaded.
     is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
     if is_whole:
         inputs = None

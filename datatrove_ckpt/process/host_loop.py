@@ -1,9 +1,8 @@
 """Runs a rank inside a running event loop: ``await runner.run_async(data)``, or several ranks at
 once.
 
-``InferenceRunner.run`` runs in a thread, for blocking work (the checkpoint, output files, the end
-of the run). Rollouts, requests and servers run on the caller's loop, so a rollout may use objects
-of that loop.
+``InferenceRunner.run`` runs in a thread, for blocking work. Rollouts, requests and servers run on
+the caller's loop, whose objects a rollout may use.
 
 Cancellations of ``run_async`` act like signals to ``run``: the first cancellation starts the drain,
 a second ends it. Everything is saved before the cancellation is raised. A loop that ends cancels

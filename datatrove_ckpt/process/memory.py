@@ -1,4 +1,4 @@
-"""How much memory this process may use, and budgets of it for media."""
+"""The memory that this process may use, and budgets for media."""
 
 from __future__ import annotations
 

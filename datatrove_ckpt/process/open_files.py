@@ -124,7 +124,7 @@ def is_caused_by_limit(error: BaseException) -> bool:
 
 
 def limit_reached(what: str) -> TooManyOpenFiles:
-    """Returns the error; ``what`` is the clause that names the failed action."""
+    """Makes the error for an action (a clause) that the limit prevented."""
     return TooManyOpenFiles(
         f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
     )

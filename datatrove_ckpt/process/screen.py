@@ -50,6 +50,7 @@ class RankProgress(NamedTuple):
         state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
         in_flight: requests.
+        tasks: ranks from this one on have no input; None if it is not known.
     """
 
     attempt: int
@@ -62,6 +63,7 @@ class RankProgress(NamedTuple):
     seconds: float = 0.0
     is_outage: bool = False
     in_flight: int = 0
+    tasks: int | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -110,8 +112,8 @@ class RunProgress:
         # When each rank was first at work, and its share then.
         self._begun: dict[int, tuple[float, float]] = {}
         self.work = [0, 0, 0]  # documents, requests, tokens
-        self._gained = 0.0  # shares of ranks
-        self._shares: dict[int, float] = {}  # of each rank, as far as they are counted
+        self._gained = 0.0
+        self._shares: dict[int, float] = {}
         self._samples = deque([_Sample(clock(), self.work, 0.0)])
         self._newest_at = clock()  # when something was finished or answered
 
@@ -153,7 +155,8 @@ class RunProgress:
         if rank not in self._last and rank not in self._done:
             self._documents_before += documents
         self._done.add(rank)
-        self._gain(rank, 1.0, 0.0)
+        if rank < self._with_input:
+            self._gain(rank, 1.0, 0.0)
 
     def is_complete(self, rank: int) -> bool:
         return rank in self._done
@@ -187,7 +190,9 @@ class RunProgress:
         A rank that has not begun counts as large as the average of the others.
         """
         begun = {
-            rank: one for rank, one in self._last.items() if one.has_begun or rank in self._done
+            rank: one
+            for rank, one in self._last.items()
+            if rank < self._with_input and (one.has_begun or rank in self._done)
         }
         complete = self._complete_elsewhere
         if not begun:
@@ -204,18 +209,28 @@ class RunProgress:
                 return None
             done += share * size
         mean = sum(sizes) / len(sizes)
-        return min(1.0, (done + complete * mean) / (mean * max(self.ranks, complete + len(sizes))))
+        ranks = max(self._with_input, complete + len(sizes))
+        return min(1.0, (done + complete * mean) / (mean * ranks))
+
+    @property
+    def _with_input(self) -> int:
+        """The ranks from this one on have no input."""
+        known = [one.tasks for one in self._last.values() if one.tasks is not None]
+        return min([self.ranks, *known])
 
     @property
     def is_estimated(self) -> bool:
         begun = sum(
-            progress.has_begun or rank in self._done for rank, progress in self._last.items()
+            rank < self._with_input and (progress.has_begun or rank in self._done)
+            for rank, progress in self._last.items()
         )
-        return begun < self.ranks - self._complete_elsewhere
+        return begun < self._with_input - self._complete_elsewhere
 
     @property
     def _complete_elsewhere(self) -> int:
-        return self._complete + len(self._done - self._last.keys())
+        elsewhere = self._done - self._last.keys()
+        complete = self._complete + sum(rank < self._with_input for rank in elsewhere)
+        return min(complete, self._with_input)
 
     @property
     def rates(self) -> ScreenRates:
@@ -240,7 +255,7 @@ class RunProgress:
         first = self._since(now - _TIME_LEFT_SECONDS)
         if share is None or self._outages or self._gained <= first.share or now <= first.at:
             return None
-        rate = (self._gained - first.share) / (now - first.at) / self.ranks
+        rate = (self._gained - first.share) / (now - first.at) / self._with_input
         left = (1.0 - share) / rate
         for rank, (at, before) in self._begun.items():
             moved = (self._last[rank].share or 0.0) - before

@@ -65,9 +65,9 @@ class _Process:
         self.is_ready = False  # for a task
         self.was_ready = False
         self.is_ending = False  # it gets no more tasks
-        self.is_failing = False  # a task of it has failed, and the others drain
+        self.is_failing = False
         self.stopped = ""  # by which signal
-        self.ends_by: float | None = None  # it is killed then
+        self.ends_by: float | None = None
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.

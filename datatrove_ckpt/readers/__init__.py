@@ -3,10 +3,9 @@
 Start at ``base.py`` (SeekingReader: files, resuming, positions, for all formats) and
 ``positions.py`` (how a position gets from a document to the checkpoint and back).
 
-A position is where its reader stands right after the document. Its state is plain JSON, below 1 kB
-however many files there are. In a pipeline ``InferenceRunner`` finds the positions on the
-documents, and hands the saved state back through ``Reading``. Elsewhere use ``state_dict()`` and
-``load_state_dict()``, as in torchdata:
+A position is the reader's place right after a document. Its state is plain JSON below 1 kB. In a
+pipeline ``InferenceRunner`` takes positions from documents, and returns a saved state through
+``Reading``. Elsewhere use ``state_dict()`` and ``load_state_dict()``, as in torchdata:
 
     state = reader.state_dict()        # after any document
     reader.load_state_dict(state)      # the next run() yields the documents after it

@@ -94,8 +94,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _next_state: State | None = None
     _start_state: State | None = None
     _position: Position | None = None
-    _resolved: tuple[str, str] = ("", "")
     _file_extent: FileExtent = FileExtent()
+    _resolved: dict[str, str] | None = None
 
     def __init__(
         self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object
@@ -116,8 +116,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
 
-    # Stateful ------------------------------------------------------------------------------------
-
     def state_dict(self) -> State:
         """Returns the position right after the last document that the reader yielded.
 
@@ -132,8 +130,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
-
-    # PipelineStep --------------------------------------------------------------------------------
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
@@ -183,17 +179,24 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 f"text_key{written.or_adapter} that gives one."
             )
         if fields.get("media"):
-            fields["media"] = [Media(**media) for media in fields["media"]]
+            try:
+                fields["media"] = [Media(**media) for media in fields["media"]]
+            except TypeError:
+                raise DocumentNotSerializable(
+                    f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
+                    "'media' that is no list of datatrove's media objects. Rename the "
+                    f"column{written.or_adapter}."
+                ) from None
         document = PositionedDocument(**fields)
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata
         if self.add_file_path:
-            if self._resolved[0] != source_file:  # once per file: nothing else here takes as long
-                self._resolved = (source_file, self.data_folder.resolve_paths(source_file))
-            document.metadata.setdefault("file_path", self._resolved[1])
+            if self._resolved is None:
+                self._resolved = {}
+            if source_file not in self._resolved:
+                self._resolved[source_file] = self.data_folder.resolve_paths(source_file)
+            document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
-
-    # One run -------------------------------------------------------------------------------------
 
     def _take_state(self) -> State | None:
         self._position = None
@@ -205,11 +208,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
+        tasks = min(len(names), world_size)
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
             names = shuffled_names(names, self.shuffle_seed)
         # The listing is kept, because a file may change before it is read.
-        return Inputs(self.data_folder, names)
+        inputs = Inputs(self.data_folder, names)
+        inputs.tasks = tasks
+        return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
         self._start_state = start.state
@@ -298,8 +304,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             inputs.note_size(index, extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
-    # States --------------------------------------------------------------------------------------
-
     def _reader_state(self, number: int) -> State:
         return {
             "version": READER_VERSION,
@@ -333,7 +337,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         for key in then | now:
             old = then.get(key, USUAL_KEYS.get(key))
             new = now.get(key, USUAL_KEYS.get(key))
-            # 0.1.0 did not keep these keys.
+            # 0.1.0 lacks these keys.
             if old == new or (key in USUAL_KEYS and "skipped" not in state):
                 continue
             if key != "default_metadata":
@@ -423,8 +427,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)
-
-    # Formats -------------------------------------------------------------------------------------
 
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import orjson
 from datatrove.data import Document
@@ -25,6 +27,7 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
+_LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
 
 
@@ -37,6 +40,16 @@ class BatchReader(JsonlReader):
     """
 
     _bad_line_advice: ClassVar[str] = "Correct or remove the line."
+
+    @staticmethod
+    def _loads(line: bytes) -> Any:
+        """Parses a line. Integers of more than 64 bits stay integers, which orjson makes floats
+        of.
+        """
+        data = orjson.loads(line)
+        if _LONG_INTEGER.search(line):
+            data = json.loads(line)
+        return data
 
     def check(self) -> None:
         """Reads the first 100,000 lines of all files together.
@@ -66,12 +79,17 @@ class BatchReader(JsonlReader):
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document:
         name = data.get("custom_id")
+        text = ""
         problem = _problem(data)
+        if not problem:
+            try:
+                text = orjson.dumps(data["body"]).decode()
+            except TypeError as error:
+                problem = f"its body cannot be sent as it is written: {error}"
         if problem:
             document = self._damaged(source_file, id_in_file, problem)
             document.metadata["custom_id"] = name
             return document
-        text = orjson.dumps(data["body"]).decode()
         return PositionedDocument(text, name, metadata={"url": data["url"]})
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document:

@@ -167,8 +167,6 @@ class DatasetInputs(Inputs):
         paths = dict(zip(self.names, map(_innermost, self.urls), strict=True))
         return {name: infos[path] for name, path in paths.items() if path in infos}
 
-    # Reading -------------------------------------------------------------------------------------
-
     def batches(
         self, index: int, first: int, size: int, count: Count
     ) -> Iterator[dict[str, list[object]]]:
@@ -237,9 +235,6 @@ def _paths(found: Sequence[object]) -> list[str]:
     return paths
 
 
-# What is known of a file -------------------------------------------------------------------------
-
-
 def _sample_file(url: str, size: int, token: str | bool | None) -> str:
     fs, path = _file_system(_innermost(url), token)
     folder, _, name = path.rpartition("/")
@@ -265,9 +260,6 @@ def _sample_rows(dataset: Dataset) -> str:
         )
         content = dataset.with_format("arrow")[rows].to_pylist()
     return str(xxh3_64_hexdigest(repr((count, dataset.column_names, content)).encode()))
-
-
-# A stream from a row on --------------------------------------------------------------------------
 
 
 def _from_row(

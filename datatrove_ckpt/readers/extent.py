@@ -1,7 +1,7 @@
 """The size of a rank's input, and how much of it lies before a document, for percent and time left.
 
 The unit is stored bytes, because a listing has them; the format converts its places to bytes. This
-opens no file and costs nothing per document, because a position refers to its file's extent.
+opens no file, and costs nothing per document.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ _FINE = 20
 
 
 class Reached(NamedTuple):
-    """How much of an input is done, in ``unit``. None: not known."""
+    """How much of an input is done, in ``unit``. None: not known.
+
+    ``tasks``: ranks from this one on have no input.
+    """
 
     done: int
     total: int | None
     unit: Unit | None
+    tasks: int | None = None
 
 
 UNKNOWN = Reached(0, None, None)
@@ -41,6 +45,8 @@ class MeasuredInputs(Protocol):
 
     @property
     def names(self) -> Sequence[str]: ...
+    @property
+    def tasks(self) -> int | None: ...
     def size_for_people(self, index: int) -> int: ...
 
 
@@ -104,6 +110,7 @@ class InputExtent:
         self._limit = limit
         self._is_near = is_near
         self._is_measured = False
+        self.tasks = inputs.tasks
 
     def measure(self) -> None:
         """Looks the sizes up once, in a thread if that may take long."""

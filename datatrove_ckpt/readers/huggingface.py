@@ -164,8 +164,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         }
         return streamed
 
-    # SeekingReader -------------------------------------------------------------------------------
-
     def _options(self) -> State:
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
@@ -232,8 +230,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 f"The input {name!r} could not be read: {one_line(error)}. Run the same command "
                 "again; if that does not help, see whether the dataset is complete and readable."
             ) from error
-
-    # The dataset ---------------------------------------------------------------------------------
 
     def list_dataset(self, commit: str | None = None) -> DatasetInputs:
         """Opens the dataset at the commit of a saved position, or else at that of the job.
@@ -347,4 +343,4 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return getattr(self.adapter, "__func__", None) is BaseReader._default_adapter
 
     def _explain(self, error: Exception, commit: str | None) -> str:
-        return explain_hub_error(self.dataset, error, commit, self._repository() is not None)
+        return explain_hub_error(self.dataset, error, commit)

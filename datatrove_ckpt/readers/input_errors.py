@@ -16,14 +16,11 @@ _OF_S3 = ("botocore", "aiobotocore")
 _MISSING = (FileNotFoundError, PermissionError)
 
 
-def explain_hub_error(
-    dataset: str, error: BaseException, commit: str | None = None, on_hub: bool = True
-) -> str:
+def explain_hub_error(dataset: str, error: BaseException, commit: str | None = None) -> str:
     """Explains why a dataset cannot be opened or looked up.
 
     Args:
         commit: the one that the run reads; None: not known yet.
-        on_hub: the dataset is a repository on the hub.
     """
     if commit and type(error).__name__ == "RevisionNotFoundError":
         return (
@@ -32,21 +29,13 @@ def explain_hub_error(
             "Restore the commit (a branch or tag that holds it), or start from the beginning: "
             f"with another {written.folders}."
         )
-    what = f"The dataset {dataset!r} cannot be opened: {one_line(error)}."
-    if not on_hub:
-        return f"{what} Correct dataset and dataset_options."
     refused = hub_refusal(error)
     if refused:
         return f"The dataset {dataset!r} cannot be opened: {refused}."
-    token = (
-        "; for a private or gated dataset, set HF_TOKEN to a token of an account that may read it"
-    )
-    if http_status(error) is not None:
-        return f"{what} Correct dataset and dataset_options{token}."
-    if isinstance(error, ValueError):
-        return f"{what} Correct dataset_options."  # a split or a config that is not there
     return (
-        f"{what} Check the network and HF_ENDPOINT, and correct dataset and dataset_options{token}."
+        f"The dataset {dataset!r} cannot be opened: {one_line(error)}. Correct dataset and "
+        "dataset_options, or check the network and HF_ENDPOINT; for a private or gated dataset, "
+        "set HF_TOKEN to a token of an account that may read it."
     )
 
 
@@ -123,21 +112,13 @@ def _explain_folder(what: str, error: BaseException) -> str:
         return f"{what} cannot be read: {refused}."
     what += f" cannot be read: {one_line(error)}."
     kind = type(error).__name__
-    may_read = "set HF_TOKEN to a token of an account that may read it"
     if "Revision" in kind or "(revision not found)" in str(error):
         return f"{what} Correct the branch, tag or commit after the @ in {written.data_folder}."
-    if "EntryNotFound" in kind:
+    if "EntryNotFound" in kind or isinstance(error, _MISSING) or http_status(error) == 404:
         return (
-            f"{what} It was there when the folder was listed: restore it, and run the same command "
-            f"again; or start anew for the new input, with another {written.folders}."
+            f"{what} Correct {written.data_folder}, or restore what is gone; for a private or "
+            "gated repository, set HF_TOKEN to a token of an account that may read it."
         )
-    if isinstance(error, _MISSING):
-        return (
-            f"{what} Correct {written.data_folder}, or restore the repository; if it is private "
-            f"or gated, {may_read}."
-        )
-    if http_status(error) == 404:
-        return f"{what} Correct {written.data_folder}, or {may_read}."
     return (
         f"{what} Check the network, HF_ENDPOINT and https://status.huggingface.co, and run the "
         "same command again."

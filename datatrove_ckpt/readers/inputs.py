@@ -68,6 +68,8 @@ class Inputs:
     """
     commit: str | None = None
     """Of a dataset on the hub."""
+    tasks: int | None = None
+    """Ranks from this one on have no files. None: not known."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None
@@ -264,8 +266,6 @@ def _entry(index: int, name: str, size: int) -> int:
     return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
 
 
-# Records of what was read ------------------------------------------------------------------------
-
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
@@ -305,9 +305,6 @@ def _record(inputs: Inputs, index: int) -> FileRecord:
     return FileRecord(name, inputs.size(index), inputs.sample(index), float(modified))
 
 
-# The whole input ---------------------------------------------------------------------------------
-
-
 def check_reachable(folder: DataFolder) -> None:
     """Contacts a remote input. Errors that no retry can fix are left to the listing.
 
@@ -325,12 +322,11 @@ def check_reachable(folder: DataFolder) -> None:
 
 
 def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> Inputs:
-    """Lists all files of a reader's input, in the order in which datatrove deals them out to the
-    ranks.
+    """Lists all files of a reader's input, in datatrove's order.
 
     Args:
-        afresh: not from a listing that this process may keep.
-        of_rank: files that a rank does not read may be of any kind.
+        afresh: ignore cached listings.
+        of_rank: accept special files among those of other ranks.
 
     Raises:
         InputError: one of the files in the folder is a FIFO, a socket or a device.

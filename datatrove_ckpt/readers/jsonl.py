@@ -141,15 +141,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """
         began = time.perf_counter()
         try:
-            data = orjson.loads(line)
+            data = self._loads(line)
             if not isinstance(data, dict):
                 # Otherwise a whole file would be one damaged line.
                 if _holds_objects(data):
                     refuse_array(self, name)
                 return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
-            for media in data.get("media") or ():
-                if media.get("media_bytes") is not None:
-                    media["media_bytes"] = base64.decodebytes(media["media_bytes"].encode("ascii"))
+            if isinstance(data.get("media"), list):
+                _decode_media(data["media"])
             return (make or self.get_document_from_dict)(
                 data, name, id_in_file
             ) or Skipped.WITHOUT_TEXT
@@ -161,10 +160,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
             return self._damaged(name, id_in_file, error)
-        except DocumentNotSerializable as error:  # a number as text
+        except DocumentNotSerializable as error:  # a number as text, a text as media
             return self._damaged(name, id_in_file, error)
         finally:
             self._parsing += time.perf_counter() - began
+
+    @staticmethod
+    def _loads(line: bytes) -> Any:
+        return orjson.loads(line)
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
         """Yields the blocks, and adds the time of ``_parse`` to the stats by block, because timing
@@ -178,7 +181,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 self.stats.time_stats.update(self._parsing, "batch")
 
     def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document | Skipped:
-        """Counts a damaged line. Returns what stands for it."""
+        """Counts a damaged line, and returns its replacement."""
         self.stat_update("damaged_lines")
         if isinstance(id_in_file, int):
             where = f"line {id_in_file + 1}"
@@ -196,8 +199,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             advice += "; others are only counted"
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
         return Skipped.DAMAGED
-
-    # Files ---------------------------------------------------------------------------------------
 
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
@@ -279,6 +280,20 @@ class _Content(io.BufferedReader):
         self.stored = stored
 
 
+def _decode_media(media: Any) -> None:
+    """Makes bytes of the base64 in datatrove's media objects. Anything else is left to the adapter.
+
+    Raises:
+        DocumentNotSerializable: it is no base64.
+    """
+    for entry in media:
+        if isinstance(entry, dict) and isinstance(entry.get("media_bytes"), str):
+            try:
+                entry["media_bytes"] = base64.decodebytes(entry["media_bytes"].encode("ascii"))
+            except ValueError as error:
+                raise DocumentNotSerializable(f"media_bytes is no base64: {error}") from None
+
+
 def _holds_objects(data: object) -> bool:
     return isinstance(data, list) and any(isinstance(element, dict) for element in data)
 
@@ -320,7 +335,6 @@ def _rest_of_line(file: IO[bytes], name: str) -> bytes:
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
-    """Reads the late line end of a line that had none as the last line."""
     file.seek(offset - 1)
     last = file.read(1)
     following = file.read(2)

@@ -17,7 +17,7 @@ from datatrove.pipeline.readers import CSVReader, IpcReader, ParquetReader
 from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers.compressed import codec_of, decompressed
 
 if TYPE_CHECKING:
@@ -85,19 +85,24 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
         # The last one: a stream of Arrow.
         is_table = magic.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
         if is_table and isinstance(reader, IpcReader | ParquetReader):
-            return _explain_row(reader, _first_table_row(file, magic), damaged)
+            return _explain_row(reader, name, _first_table_row(file, magic), damaged)
         codec = codec_of(name, getattr(reader, "compression", "infer"))
         if codec is not None and magic:
             return _explain_text(
-                io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, damaged
+                io.BufferedReader(decompressed(file, codec, name), _BLOCK), reader, name, damaged
             )
-        return _explain_text(file, reader, damaged)
+        return _explain_text(file, reader, name, damaged)
 
 
-def _explain_row(reader: BaseDiskReader, row: JsonObject | None, damaged: bool) -> str:
+def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, damaged: bool) -> str:
     if row is None:
         return ""
     keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
+    if damaged:
+        try:
+            reader.get_document_from_dict(dict(row), name, 0)
+        except DocumentNotSerializable as error:
+            return f"{error} {_RUN_AGAIN}"
     if reader.adapter != reader._default_adapter:
         return (
             f"The adapter found no text in any row. The first row has the keys {keys}. {_RUN_AGAIN}"
@@ -110,10 +115,10 @@ def _explain_row(reader: BaseDiskReader, row: JsonObject | None, damaged: bool) 
     )
 
 
-def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str:
+def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: bool) -> str:
     if isinstance(reader, CSVReader):
         lines = codecs.iterdecode(file, "utf-8", "replace")
-        return _explain_row(reader, next(csv.DictReader(lines), None), damaged)
+        return _explain_row(reader, name, next(csv.DictReader(lines), None), damaged)
     while line := read_line(file, _BLOCK):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
@@ -121,7 +126,7 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, damaged: bool) -> str
     with suppress(orjson.JSONDecodeError):
         row = orjson.loads(line)
         if isinstance(row, dict):
-            return _explain_row(reader, row, damaged)
+            return _explain_row(reader, name, row, damaged)
     text = line.decode(errors="replace").strip()
     advice = (
         f"Write UTF-8 in a format that {type(reader).__name__} reads, choose another reader or "

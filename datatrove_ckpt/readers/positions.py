@@ -57,7 +57,8 @@ class FileState:
     def reached(self, position: Position) -> Reached:
         if self.input is None or self.file is None:
             return UNKNOWN
-        return self.input.reached(self.file, position[3], position[1])
+        reached = self.input.reached(self.file, position[3], position[1])
+        return reached._replace(tasks=self.input.tasks)
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self
@@ -242,8 +243,6 @@ class _ThreadReadings(threading.local):
 
 _thread = _ThreadReadings()
 
-
-# What formats give to ``SeekingReader`` ----------------------------------------------------------
 
 Row: TypeAlias = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""

@@ -1,7 +1,7 @@
 """Describes the steps before a runner, so that a finished rank notices other steps.
 
 A false alarm would refuse a good run, so the description has only a step's package and class, and
-plain settings of stateless steps. ``shard.py`` records the options and files of readers.
+plain settings of stateless steps.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ Rows become Python objects a thousand at a time, because a record batch may be a
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from itertools import accumulate
 from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -216,21 +218,30 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-            self._file_extent.set_groups([one.num_rows for one in groups])
-            for number in range(group, len(groups)):
-                rows = groups[number].num_rows
-                first = row if number == group else 0
-                if first >= rows:
-                    continue
-                # Large batches pass `row` faster.
-                most = max(self.batch_size, _SKIPPED_ROWS) if first else self.batch_size
-                size = _fitting(most, rows, groups[number].total_byte_size)
-                start = 0
-                for batch in file.iter_batches(size, [number], self._columns):
-                    end = start + batch.num_rows
-                    for begin in range(max(first, start), end, self.batch_size):
-                        yield number, begin, batch.slice(begin - start, self.batch_size)
-                    start = end
+            counts = [one.num_rows for one in groups]
+            self._file_extent.set_groups(counts)
+            starts = [0, *accumulate(counts)]
+            first = starts[group] + row
+            group = bisect_right(starts, first) - 1
+            place = starts[group]
+            # Large ones pass `first` faster.
+            most = max(self.batch_size, _SKIPPED_ROWS) if first > place else self.batch_size
+            sizes = [
+                _fitting(most, one.num_rows, one.total_byte_size)
+                for one in groups[group:]
+                if one.num_rows
+            ]
+            # All groups in one call, so a batch may span some: a call for each tiny group is slow.
+            following = range(group, len(groups))
+            for batch in file.iter_batches(min(sizes, default=most), following, self._columns):
+                end = place + batch.num_rows
+                begin = max(first, place)
+                while begin < end:
+                    number = bisect_right(starts, begin) - 1
+                    stop = min(end, starts[number + 1], begin + self.batch_size)
+                    yield number, begin - starts[number], batch.slice(begin - place, stop - begin)
+                    begin = stop
+                place = end
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]

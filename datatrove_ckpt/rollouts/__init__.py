@@ -1,11 +1,10 @@
 """What a rollout is, and ready-made rollouts for YAML files.
 
-The class of a ready-made rollout and its ``vars`` are part of the run's identity: another prompt is
-another run. So its attributes are plain values; each process parses a template, a schema or a
-tokenizer once. What a rollout takes from the model's files is an attribute, too
-(``ReadyMade.for_config``).
+A ready-made rollout's class and ``vars`` are part of the run's identity. So its attributes are
+plain values, also those from the model's files (``ReadyMade.for_config``); each process parses a
+template, a schema or a tokenizer once.
 
-The names below are of this module, whatever file they are in: pickles and identities hold them.
+The names below belong to this module, because pickles and identities hold them.
 """
 
 from datatrove_ckpt.rollouts.answers import InvalidAnswer
@@ -51,6 +50,6 @@ __all__ = [
 ]
 
 for _named in [globals()[name] for name in __all__]:
-    # Not Payload and Rollout, which are aliases.
+    # Not the aliases Payload and Rollout.
     if getattr(_named, "__module__", "").startswith(__name__):
         _named.__module__ = __name__

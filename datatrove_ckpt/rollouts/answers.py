@@ -1,7 +1,7 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field. Every answer is checked here as well: it may be cut off,
-and an endpoint may ignore the field.
+Each engine gets the form in its own field. Every answer is also checked: it may be cut off, and an
+endpoint may ignore the field.
 
     engine      JSON schema               regex                       choice
     vllm        structured_outputs.json   structured_outputs.regex    structured_outputs.choice
@@ -80,7 +80,7 @@ class AnswerForm:
                 raise ConfigError(f"choice: {texts!r} has a text twice.")
 
     def fields(self, engine: str) -> Payload:
-        """Returns the payload keys that make the engine keep to the form.
+        """Returns the payload keys that enforce the form.
 
         Raises:
             ConfigError: the engine has none for it.
@@ -121,9 +121,7 @@ class AnswerForm:
 
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
-    """Raises ConfigError if the engine behind an endpoint or a script is unknown, and it
-    matters.
-    """
+    """Returns the engine for the form. Raises ConfigError if it must be known and is not."""
     engine = ENGINES[server_type]
     if engine.is_canned:
         return CANNED
@@ -140,7 +138,7 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
 
 
 def ends_in_blanks(text: str) -> bool:
-    """Returns whether a model has written nothing but whitespace for some time."""
+    """Returns whether an answer ends in a long run of whitespace."""
     return len(text) - len(text.rstrip()) >= _MANY_BLANKS
 
 

@@ -1,6 +1,6 @@
 """The requests of batch files, and the lines of the output in OpenAI's form."""
 
-# No postponed annotations: the YAML loader checks values by them.
+# No postponed annotations: the YAML loader evaluates them.
 
 from dataclasses import dataclass
 

@@ -38,7 +38,7 @@ class _Splitter:
         self._starts = starts
 
     def fits(self, start: int, end: int) -> bool:
-        """White space at the end does not count."""
+        """Whether the part fits, without white space at its end."""
         while end > start and self._text[end - 1].isspace():
             end -= 1
         return bisect_left(self._starts, end) - bisect_left(self._starts, start) <= self._limit

@@ -21,9 +21,7 @@ def cut_to_chars(fill: Callable[[str], str], text: str, times: int, limit: int) 
 
 
 def fits_for_sure(content: str, limit: int) -> bool:
-    """Whether the content is so short that its tokens need no count: a token is at least one
-    byte.
-    """
+    """Whether the content is too short to need a count: a token has at least one byte."""
     return len(content) <= limit and (
         content.isascii() or len(content.encode("utf-8", "replace")) <= limit
     )
@@ -40,7 +38,7 @@ def cut_to_tokens(
     cut = text
     if end < len(text):
         cut = _whole_lines(text, end)
-    # The tokens of template and text are not exactly those of the two together.
+    # Tokens of template and text do not add up exactly.
     while cut:
         excess = counter.count(fill(cut)) - limit
         if excess <= 0:

@@ -1,6 +1,6 @@
 """Rollouts whose answer is no text: a vector, or the probabilities of labels."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
@@ -20,8 +20,6 @@ from datatrove_ckpt.rollouts.templates import check_template
 
 @dataclass
 class _NoText(WholeText):
-    """One text is sent, and nothing is generated."""
-
     prompt: str = "{text}"
     _: KW_ONLY
     params: Payload | None = None

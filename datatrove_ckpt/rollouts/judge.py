@@ -1,6 +1,6 @@
 """A model that scores documents or answers: the judge."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 import re
 from collections.abc import Sequence

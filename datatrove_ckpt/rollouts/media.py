@@ -1,8 +1,7 @@
 """Pictures, sound and files of documents as parts of a message, in OpenAI's form.
 
-The first bytes decide what a part is, never a name. A part holds a reference to the bytes, which
-become base64 while the request is sent (``inference/client/body.py``), and stand in its cache key
-as their hash.
+The first bytes, never a name, decide a part's type. A part refers to the bytes, which become base64
+during sending (``inference/client/body.py``), and a hash in the cache key.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _STARTS = (
     (b"%PDF-", "application/pdf"),
 )
 _MAX_FILE_BYTES = 2**28
-# No parser sees another host in such a URL.
+# All parsers see the same host in such a URL.
 _URL = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|\Z)", re.ASCII | re.IGNORECASE)
 _RIFF = {b"WEBP": "image/webp", b"WAVE": "audio/wav"}
 _DECODED_AT_ONCE = min(4, os.cpu_count() or 1)  # decoding a picture of 10 MB may take 500 MB
@@ -116,7 +115,7 @@ def split_media(payload: Payload, option: int) -> tuple[list[bytes], list[bytes]
 
 
 def kind_of(data: bytes) -> str | None:
-    """Returns the type that the first bytes tell, such as "image/png"; None: it cannot be sent."""
+    """Returns the type by the first bytes, such as "image/png"; None: it cannot be sent."""
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12])
     if data[:2] == b"BM" and data[6:10] == bytes(4):
@@ -267,7 +266,7 @@ class MediaSettings(Protocol):
 
 
 def check_media(settings: MediaSettings) -> None:
-    """Raises ConfigError if Pillow or the folder is missing here: no document is at fault."""
+    """Raises ConfigError if Pillow or the folder is missing, because no document is at fault."""
     if settings.max_image_side is not None:
         check_pillow()
     folder = settings.media_folder
@@ -320,7 +319,7 @@ async def parts_of(document: Document, settings: MediaSettings) -> AsyncIterator
 
 
 async def _made_in_thread(media: list[_Medium], settings: MediaSettings) -> list[Payload]:
-    # A thread that waits for an outage to end would hold up a rank that stops.
+    # A thread that waits for an outage's end would delay a stop.
     attempts = retrying.Attempts(retrying.READING)
     while True:
         try:
@@ -383,15 +382,14 @@ def _part(medium: _Medium, settings: MediaSettings) -> Payload:
         data = bytes(data)
         if side is None or not (kind_of(data) or "").startswith("image/"):
             return _made_part(data, posixpath.basename(medium.path or "") or "document.pdf", "")
-        # The key is of the original: another release of Pillow makes it smaller in another way.
+        # The key is the original's, because releases of Pillow scale differently.
         return _made_part(resized(data, side), "", f"{xxhash.xxh3_128_hexdigest(data)} {side}")
     except InvalidMedia as error:
         raise InvalidMedia(f"{medium.name} {error}") from error.__cause__
 
 
 def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system, and the path there. Documents are not trusted: no name leads out of
-    the folder.
+    """Returns file system and path. Documents are not trusted: no name leaves the folder.
 
     Raises:
         InvalidMedia: it does, or to a FIFO, a socket, a device or a folder.
@@ -417,7 +415,7 @@ def _open_at(medium: _Medium, settings: MediaSettings) -> tuple[AbstractFileSyst
 
 
 def _sizes(files: Iterable[_Medium], settings: MediaSettings) -> int:
-    """Returns bytes of the files. A missing one counts nothing, and is named when it is read."""
+    """Returns the files' bytes. A missing file counts 0, and fails when read."""
     total = 0
     for medium in files:
         with suppress(Exception):
@@ -500,7 +498,7 @@ def _as_png(image: Any) -> bytes:
 
 
 def without_bytes(value: object) -> object:
-    """Returns a column that was sent, without the bytes: paths, URLs and other values stay."""
+    """Returns a sent column without its bytes; paths, URLs and other values stay."""
     if isinstance(value, list | tuple):
         return [without_bytes(one) for one in value]
     if isinstance(value, dict):

@@ -85,7 +85,7 @@ def load_counter(name: str, revision: str | None, expected: str | None = None) -
         expected: the digest that it had when the run was made.
 
     Raises:
-        ConfigError: it is not there, cannot be read, or is another one than expected.
+        ConfigError: the tokenizer is missing, unreadable, or not the expected one.
     """
     with _loading:  # threads wait for the first load
         counter = _load(name, revision)

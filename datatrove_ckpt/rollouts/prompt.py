@@ -1,6 +1,6 @@
 """One request per document, made from a template."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -256,5 +256,5 @@ async def cut_to_limit(
         counter = rollout._counter()
         return cut_to_tokens(filled, text, times, limit - counter.count(system_prompt), counter)
 
-    # Counting takes milliseconds, and reading a tokenizer a second.
+    # Counting takes milliseconds, loading a tokenizer a second.
     return await asyncio.to_thread(cut)

@@ -1,6 +1,6 @@
 """What the ready-made rollouts have in common."""
 
-# No postponed annotations: the YAML loader checks values by them, also in subclasses.
+# No postponed annotations: the YAML loader evaluates them.
 
 import copy
 import dataclasses
@@ -35,8 +35,8 @@ ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 class ReadyMade:
     """The settings that all ready-made rollouts share. Subclasses document them.
 
-    Settings that are given by keyword only came after the first release. They are missing from
-    ``vars`` while they have their defaults, so that earlier runs are the same runs.
+    Keyword-only settings came after the first release. ``vars`` omits their defaults, so that the
+    identity of earlier runs stays.
     """
 
     prompt_column: str | None = None
@@ -68,11 +68,11 @@ class ReadyMade:
 
     @property
     def first_template(self) -> str:
-        """The setting that the first request is made of."""
+        """The setting with the first request's template."""
         return "prompt"
 
     def _own_params(self) -> Payload | None:
-        """A field of the subclasses, where it is positional."""
+        """The generation parameters, which are positional fields of subclasses."""
         params: Payload | None = getattr(self, "generation_params", None)
         return params
 
@@ -102,8 +102,8 @@ class ReadyMade:
                 del vars(self)[one.name]
 
     def for_config(self, config: InferenceConfig) -> Self:
-        """Returns a copy that knows what it needs of the config and the model's files, which is
-        part of its identity.
+        """Returns a copy with what it needs of the config and the model's files, as part of its
+        identity.
 
         Raises:
             ConfigError: a file of the model is missing, or the settings do not go together.
@@ -133,7 +133,7 @@ class ReadyMade:
         )
 
     def prepare(self) -> None:
-        """Reads the tokenizer here: if it is missing, no document is at fault.
+        """Reads the tokenizer before any document, which would not be at fault.
 
         Raises:
             ConfigError: it cannot be read, or is another one.
@@ -142,7 +142,7 @@ class ReadyMade:
             self._counter()
 
     def _counter(self) -> TokenCounter:
-        """May read a file: call it in a thread."""
+        """Returns the tokenizer. May read a file: call it in a thread."""
         if self.counted_by is None:
             if self.tokenizer is None:
                 raise ConfigError(
@@ -185,7 +185,7 @@ class WholeText(ReadyMade):
             self.prompt_tokens = self._left_for_the_prompt(config)
 
     def _left_for_the_prompt(self, config: InferenceConfig) -> int:
-        """Where the answer takes no tokens."""
+        """Returns the tokens for the prompt, if the answer takes none."""
         return max(1, config.model_max_context - _SPECIAL_TOKENS)
 
     def _limit(self) -> int | None:
@@ -220,7 +220,6 @@ class OneRequest(WholeText):
 
     @property
     def _is_free(self) -> bool:
-        """Asked for each request."""
         return self.json_schema is None and self.regex is None and self.choice is None
 
     @property

@@ -1,5 +1,5 @@
-"""For tests, of users too: a server that counts requests, and disks that crash a job wherever it
-can crash. Start at ``assert_same_output_after_crash``.
+"""For tests, also of users: a server that counts requests, and disks that crash a job at any
+effect. Start at ``assert_same_output_after_crash``.
 """
 
 from datatrove_ckpt.testing.crashes import CrashReport, assert_same_output_after_crash, outputs

@@ -1,6 +1,4 @@
-"""Crashes enumerated, not sampled: a job, and each of its recoveries, crashes at effect 0, 1, 2,
-... until it ends.
-"""
+"""Enumerates crashes: a job, and each recovery, crashes at effect 0, 1, 2, ... until it ends."""
 
 from __future__ import annotations
 

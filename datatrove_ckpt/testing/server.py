@@ -93,14 +93,17 @@ class FakeServer:
 
     async def _start(self) -> web.AppRunner:
         app = web.Application(client_max_size=2**30)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/{path:.*}", self._answered)
+        self._route(app.router)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0, reuse_address=True)
         await site.start()
         self._port = runner.addresses[0][1]
         return runner
+
+    def _route(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/v1/models", self._models)
+        router.add_post("/{path:.*}", self._answered)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})

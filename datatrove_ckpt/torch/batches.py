@@ -78,13 +78,15 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
     import pyarrow as pa
 
     group: list[pa.Table] = []
-    count = 0
+    size = count = 0
     for table in tables:
         group.append(table)
+        size += table.nbytes
         del table  # while the next one is read
-        if sum(one.nbytes for one in group) >= _JOINED:
+        if size >= _JOINED:
             joined = owned(pa.concat_tables(group, promote_options="permissive"))
             group = []
+            size = 0
             count = count + 1
             if count % _RELEASED == 0:
                 pa.default_memory_pool().release_unused()

@@ -78,12 +78,13 @@ from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,
+    check_fits,
     contents_of,
     give,
     load_parts,
     not_plain,
+    outline,
     save_parts,
-    shapes,
 )
 from datatrove_ckpt.torch.snapshot import StateSnapshot, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import StatefulIterable
@@ -179,6 +180,7 @@ class TrainingCheckpoints:
         self._told_epoch: int | None = None
         self._restored_input: tuple[int, list[Any]] | None = None  # until a later step
         self.metrics = dict[str, float]()
+        self._logged = set[str]()
         self._not_saved: Exception | None = None
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
@@ -304,11 +306,12 @@ class TrainingCheckpoints:
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
         stops = 0.0
-        moment = Moment(step)
+        times: list[float] = []
         again = False
         self._look_after -= 1
         if self._look_after <= 0:
-            stops, again, moment = self._look(step, now)
+            stops, again, times = self._look(now)
+        moment = Moment(step, self._last.step, *times)
         due = again or self._save_policy.is_due(moment)
         if stops:
             self.save(step, **what)
@@ -327,7 +330,7 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, step: int, now: float) -> tuple[float, bool, Moment]:
+    def _look(self, now: float) -> tuple[float, bool, list[float]]:
         """Lets all ranks agree on why to stop (0: they go on), whether a save that failed is tried
         again, and on what decides about the next save.
         """
@@ -349,8 +352,8 @@ class TrainingCheckpoints:
         if self._ranks.size > 1:
             self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
         if busy:
-            return all_stop, False, Moment(step)
-        return all_stop, bool(all_again), Moment(step, *times)
+            return all_stop, False, []
+        return all_stop, bool(all_again), times
 
     def log(self, step: int, **metrics: float) -> None:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is
@@ -359,6 +362,7 @@ class TrainingCheckpoints:
         The folder has them from its first save on: ``datatrove-ckpt status``. ``metrics.csv`` is
         written at the end, and each ten minutes.
         """
+        self._logged |= metrics.keys()
         self._log(step, {name: float(value) for name, value in metrics.items()})
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -391,10 +395,10 @@ class TrainingCheckpoints:
         A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
 
         Raises:
-            ConfigError: a state has no ``state_dict``, its tensors differ in shape between ranks,
-                or it holds what no restore takes; there is a writer or FSDP, and nodes have folders
-                of their own; the step is before the last one; or folder or remote hold steps, and
-                nothing was restored.
+            ConfigError: a state has no ``state_dict``; the shape of a tensor, a number or a text in
+                it differs between ranks; it holds what no restore takes; there is a writer or FSDP,
+                and nodes have folders of their own; the step is before the last one; or folder or
+                remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -429,12 +433,12 @@ class TrainingCheckpoints:
             raise ConfigError(
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
             )
-        own_shapes = {key: shapes(content) for key, content in alike.items()}
+        own_outlines = {key: outline(content) for key, content in alike.items()}
         gathered = self._ranks.gather(
-            (own, own_shapes, self._not_plain({"loader": own[1]} | alike | together))
+            (own, own_outlines, self._not_plain({"loader": own[1]} | alike | together))
         )
-        _check_alike(own_shapes, gathered)
-        if not self._agree(lambda: self._steps.begin(name) if self._is_owner else None, name):
+        _check_alike(own_outlines, gathered)
+        if not self._agree(partial(self._begin, name), name):
             return
         if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
             return
@@ -481,9 +485,11 @@ class TrainingCheckpoints:
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         best = self._best
-        if metrics and best is not None and best.count and best.name not in metrics:
+        names = metrics.keys() | self._logged
+        if names and best is not None and best.count and best.name not in metrics:
             logger.warning(
-                f"metrics has no {best.name!r}: no best step is kept. Set best=, or keep_best=0."
+                f"metrics= of the save has no {best.name!r}: no best step is kept. Give it to "
+                "maybe_save and save, as log chooses no step; or set best=, or keep_best=0."
             )
         if input_state is not None and input_state["epoch"] is None:
             logger.warning(
@@ -566,8 +572,6 @@ class TrainingCheckpoints:
     ) -> None:
         began = time.monotonic()
         try:
-            with suppress(Exception):  # the other ranks wait for the parts of this one
-                self._make_room(name)
             for key, content in parts.items():
                 folder = self._steps.folder / f".saving-{name}" / "states" / key
                 save_parts(content, folder, self._ranks.writing)
@@ -622,13 +626,19 @@ class TrainingCheckpoints:
                     self._note("damaged", name, error=str(error))
         self._note("checked", self._last)
 
-    def _make_room(self, name: StepName) -> None:
-        """Removes what the save would remove, but for what only its metrics would: it may fail."""
-        if not self._manifests:
+    def _begin(self, name: StepName) -> None:
+        """On a full disk, first removes what the save would remove, but for what only its metrics
+        would: it may fail.
+        """
+        if not self._is_owner:
             return
-        newest = max(self._manifests)
-        if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
-            self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
+        newest = max(self._manifests, default=None)
+        with suppress(Exception):
+            if newest is not None and shutil.disk_usage(self._steps.folder).free < size_of(
+                self._manifests[newest]
+            ):
+                self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
+        self._steps.begin(name)
 
     def _remove_old(
         self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
@@ -679,12 +689,13 @@ class TrainingCheckpoints:
     # restore -------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Returns the steps in the folder and in the remote, the oldest first.
+        """Returns the steps in the folder and in the remote, the oldest first. Of several with one
+        number, it counts the newest, as ``restore`` does.
 
         Raises:
             StorageFailed: the folder has none, and the remote cannot be listed.
         """
-        return [name.step for name in self._listed()]
+        return [*dict.fromkeys(name.step for name in reversed(self._listed()))][::-1]
 
     def latest_step(self) -> int | None:
         """Returns the newest step of ``steps``."""
@@ -710,7 +721,8 @@ class TrainingCheckpoints:
             weights_only: restore the given states alone, and no random numbers: the training does
                 not go on from there.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
-                given; not all of them need be given.
+                given; not all of them need be given. A tensor in a dict keeps its memory, which may
+                be a model's. Nothing is changed if a file, dict or optimizer does not fit.
 
         Returns:
             The step; None for "latest" if no step was saved, here or in the remote.
@@ -882,15 +894,18 @@ class TrainingCheckpoints:
         weights_only: bool = False,
     ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
-        for key, state in states.items():
+        calls = [(call, key) for call in (check_fits, give) for key in states]  # all before any
+        for call, key in calls:
             folder = f"states/{key}"
             is_whole = f"{folder}/{METADATA}" not in saved
             if is_whole:
-                found = self._steps.load(name, f"{folder}.pt", self._only_plain)
+                found = self._steps.load(
+                    name, f"{folder}.pt", self._only_plain, mapped=call is check_fits
+                )
             try:
                 if is_whole:
-                    give(state, found)
-                else:
+                    call(states[key], found)
+                elif call is give:
                     load_parts(
                         key,
                         states,
@@ -1075,7 +1090,7 @@ def _check_names(states: Iterable[str]) -> None:
             )
 
 
-def _check_alike(own_shapes: Mapping[str, str], gathered: Iterable[tuple[Any, Any, str]]) -> None:
+def _check_alike(own_outlines: Mapping[str, str], gathered: Iterable[tuple[Any, Any, str]]) -> None:
     """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
     for _, others, problem in gathered:
         if problem:
@@ -1083,10 +1098,11 @@ def _check_alike(own_shapes: Mapping[str, str], gathered: Iterable[tuple[Any, An
                 f"save: {problem}: no restore would take it, as such a file may run any code. "
                 "Save plain values and tensors, or set only_plain=False."
             )
-        for key in others.keys() | own_shapes.keys():
-            if others.get(key) != own_shapes.get(key):
+        for key in others.keys() | own_outlines.keys():
+            if others.get(key) != own_outlines.get(key):
                 raise ConfigError(
-                    f"save: {key} differs between the ranks. Give what belongs to one to a writer."
+                    f"save: {key} differs between the ranks, in the shape of a tensor, a number or "
+                    "a text. Give what belongs to one to a writer."
                 )
 
 

@@ -4,7 +4,7 @@ restored.
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     reader = ParquetReader("s3://bucket/corpus")
-    dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0)
+    dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0, columns=["text"])
     loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)
     first_epoch = 0
     if saved:                                                            # the files of all ranks
@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
-from datatrove_ckpt.torch.index import Index
+from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
 from datatrove_ckpt.torch.order import OPEN_BLOCKS
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file
@@ -117,8 +117,6 @@ class ReaderDataset(StatefulIterable):
             )
         if shuffle_seed is None:
             shuffle_seed = reader.shuffle_seed
-        if transform is None and columns is None:
-            transform = text_and_id
         batch = 1 if batch_size is None else batch_size
         self.reader = reader
         self.rank = int(rank)  # NumPy's integers are no JSON
@@ -130,8 +128,12 @@ class ReaderDataset(StatefulIterable):
         self._plain_reader = copy.copy(reader)
         self._plain_reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._plain_reader)
+        self._read_columns = columns
+        if transform is None and columns is None:
+            self.transform = text_and_id
+            self._read_columns = self._index.blocks.text_columns()
         if shuffle_seed is not None:  # rows of several files come together
-            self._index.blocks.unify(columns)
+            self._index.blocks.unify(self._read_columns)
             self._warn_of_small_window(shuffle_window)
 
     def _warn_of_small_window(self, given: int | str) -> None:
@@ -173,7 +175,8 @@ class ReaderDataset(StatefulIterable):
         if state is not None and not is_next:
             then = DatasetState.from_json(state)
         plan = EpochPlan(self._index.table, self.settings, slot, epoch, then)
-        return Epoch(self._index, plan, self._plain_reader, self.columns, self.transform, is_next)
+        source = RowSource(self._index, plan.order, self._read_columns)
+        return Epoch(source, plan, self._plain_reader, self.columns, self.transform, is_next)
 
     # States --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
-from datatrove_ckpt.torch.index import Index, Row, RowSource
+from datatrove_ckpt.torch.index import Row, RowSource
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.samples import json_row
 from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
@@ -177,18 +177,19 @@ class Epoch(Iterator[object]):
 
     def __init__(
         self,
-        index: Index,
+        source: RowSource,
         plan: EpochPlan,
         reader: SeekingReader,
         columns: Sequence[str] | None,
         transform: Callable[[Any], object] | None,
         after_end: bool = False,
     ) -> None:
-        self._index = index
+        self._source = source
         self._plan = plan
         self._reader = reader
         self._columns = columns
         self._after_end = after_end
+        index = source.index
         mean = int(index.table.bytes.sum()) // max(1, index.table.total)
         self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
         self._samples = plan.first
@@ -228,23 +229,22 @@ class Epoch(Iterator[object]):
             )
 
     def _read(self) -> Iterator[object]:
-        source = RowSource(self._index, self._plan.order, self._columns)
         while self._samples < self._plan.samples:
             first = self._samples
             last = min(first + self._chunk, self._plan.samples)
-            for number, sample in enumerate(self._samples_of(source, first, last), start=first):
+            for number, sample in enumerate(self._samples_of(first, last), start=first):
                 if sample is None:
-                    sample = self._instead_of(source, number)
+                    sample = self._instead_of(number)
                     self._missing += sample is None
                 self._samples = number + 1
                 if sample is not None:
                     yield sample
 
-    def _samples_of(self, source: RowSource, first: int, last: int) -> Iterable[object]:
+    def _samples_of(self, first: int, last: int) -> Iterable[object]:
         places = self._plan.places(first, last)
         if self._columns is None:
-            return map(self._make, source.rows(*places))
-        return source.samples(*places)
+            return map(self._make, self._source.rows(*places))
+        return self._source.samples(*places)
 
     def _make(self, row: Row) -> object:
         """Makes a document of a row, or returns the row if there are columns; None: damaged, or no
@@ -256,7 +256,7 @@ class Epoch(Iterator[object]):
             return json_row(row.data)
         return self._reader.get_document_from_dict(row.data, row.name, row.number)
 
-    def _instead_of(self, source: RowSource, number: int) -> object:
+    def _instead_of(self, number: int) -> object:
         """Returns a sample in place of the worker's row with this number, which holds no document.
 
         Ranks that must be even get the worker's next document twice, which depends on the order
@@ -264,7 +264,7 @@ class Epoch(Iterator[object]):
         """
         is_even = self._plan.settings.even is not None
         if not self._skipped:
-            [row] = source.rows(*self._plan.places(number, number + 1))
+            [row] = self._source.rows(*self._plan.places(number, number + 1))
             what = "this epoch has fewer samples than len() says"
             if is_even:
                 what = "another document comes twice"
@@ -275,7 +275,8 @@ class Epoch(Iterator[object]):
         self._skipped += 1
         if not is_even:
             return None
-        others = RowSource(self._index, self._plan.order, self._columns)
+        # Adapters take values out of the rows of a source.
+        others = RowSource(self._source.index, self._plan.order, self._source.columns)
         total = self._plan.samples
         # Those after it, then those before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):

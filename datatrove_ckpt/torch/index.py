@@ -115,15 +115,15 @@ class RowSource:
     def __init__(
         self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None
     ) -> None:
-        self._index = index
+        self.index = index
         self._order = order
-        self._columns = columns
+        self.columns = columns
         self._open: dict[int, _Loaded] = {}
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
         found: dict[int, Row] = {}
-        table = self._index.table
-        names = self._index.blocks.names
+        table = self.index.table
+        names = self.index.blocks.names
         for places, data, share, numbers in self._parts(shares, rows):
             block, in_block = self._open[share].origins(numbers)
             files = [names[file] for file in table.file[block].tolist()]
@@ -174,7 +174,7 @@ class RowSource:
         read = np.argsort(window.pieces.block, kind="stable")
         parts = self._read(window, read)
         loaded: RowBatches | list[JsonObject | None]
-        if self._index.blocks.gives_dicts:
+        if self.index.blocks.gives_dicts:
             loaded = list(chain.from_iterable(parts))
         else:
             loaded = RowBatches(parts, window.shuffled)
@@ -184,7 +184,7 @@ class RowSource:
         self._open[share] = _Loaded(number, window, loaded, moved - (np.cumsum(count) - count))
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Rows]:
-        blocks = self._index.blocks
+        blocks = self.index.blocks
         pieces = window.pieces
         last = -1
         for place in read.tolist():
@@ -197,11 +197,11 @@ class RowSource:
             blocks.let_go(last)
 
     def _piece(self, window: OpenWindow, place: int) -> Rows:
-        blocks = self._index.blocks
+        blocks = self.index.blocks
         pieces = window.pieces
         start = int(pieces.start[place])
         count = int(pieces.rows[place])
-        rows = blocks.read(blocks[int(pieces.block[place])], self._columns)
+        rows = blocks.read(blocks[int(pieces.block[place])], self.columns)
         if isinstance(rows, list):
             return rows[start : start + count]
         rows = rows.slice(start, count)

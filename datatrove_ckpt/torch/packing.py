@@ -1,6 +1,6 @@
 """Pack: rows of tokens, one after the other, cut into samples of one length.
 
-    rows = ReaderDataset(reader, rank, world_size, transform=tokenize)   # {"input_ids": [...]}
+    rows = ReaderDataset(reader, rank, world_size, columns=["input_ids"])
     loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
 
 No token is lost between two samples or at a stop: the tokens without a sample are part of the

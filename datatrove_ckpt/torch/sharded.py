@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -68,13 +69,51 @@ def _content(state: Any) -> object:
     return state.state_dict()
 
 
-def give(state: Any, content: Any) -> None:
-    """Restores a state whose content is known."""
+def check_fits(state: Any, content: Any) -> None:
+    """Raises ValueError if a dict or an optimizer cannot take the content."""
+    pairs: list[tuple[str, Any, Any]] = []
     if isinstance(state, dict):
-        state.clear()
-        state.update(content)
-    else:
+        if "param_groups" in state:
+            raise ValueError("this is what an optimizer's state_dict() gave. Give the optimizer")
+        own = dict(leaves(state, ""))
+        pairs = [(place, own.get(place), then) for place, then in leaves(content, "")]
+    elif isinstance(state, Optimizer):
+        groups = [group["params"] for group in state.param_groups]
+        numbers = [group["params"] for group in content["param_groups"]]
+        if list(map(len, groups)) != list(map(len, numbers)):
+            raise ValueError("its parameter groups have other numbers of parameters")
+        if type(state) in _SHAPED:
+            for number, own in zip(chain(*numbers), chain(*groups), strict=True):
+                for place, then in leaves(content["state"].get(number, {}), str(number)):
+                    pairs.append((place, own, then))
+    for place, now, then in pairs:
+        are_tensors = isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor)
+        if are_tensors and then.ndim and then.shape != now.shape:
+            raise ValueError(f"{place} was {list(then.shape)}, and this is {list(now.shape)}")
+
+
+_SHAPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers whose states have the shapes of the parameters."""
+
+
+def give(state: Any, content: Any) -> None:
+    """Restores a state whose content is known. Tensors in a dict keep their memory, which may be
+    that of a model.
+    """
+    if not isinstance(state, dict):
         state.load_state_dict(content)
+        return
+    for key in state.keys() - content.keys():
+        del state[key]
+    for key, value in content.items():
+        now = state.get(key)
+        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                now.copy_(value)
+        elif isinstance(now, dict) and isinstance(value, dict):
+            give(now, value)
+        else:
+            state[key] = value
 
 
 def _is_part(value: object) -> bool:
@@ -193,12 +232,14 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def shapes(content: object) -> str:
-    found = [
-        (key, tuple(leaf.shape), leaf.dtype)
-        for key, leaf in leaves(content, "")
-        if isinstance(leaf, torch.Tensor)
-    ]
+def outline(content: object) -> str:
+    """Hashes all but the values of tensors, which may differ between ranks, as of BatchNorm."""
+    found: list[object] = []
+    for key, leaf in leaves(content, ""):
+        if isinstance(leaf, torch.Tensor):
+            found.append((key, tuple(leaf.shape), leaf.dtype))
+        elif type(leaf) in _PLAIN:
+            found.append((key, leaf))
     return xxh3_64_hexdigest(repr(found).encode())
 
 

@@ -189,8 +189,12 @@ class Steps:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str, only_plain: bool = True) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
+    def load(self, name: StepName, file: str, only_plain: bool = True, mapped: bool = False) -> Any:
+        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
+
+        Args:
+            mapped: the tensors are on the disk: for a look at their shapes.
+        """
         import torch
 
         path = self.folder / str(name) / file
@@ -198,7 +202,7 @@ class Steps:
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
             try:
-                return torch.load(path, map_location="cpu", weights_only=only_plain)
+                return torch.load(path, map_location="cpu", weights_only=only_plain, mmap=mapped)
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."
@@ -255,8 +259,9 @@ class Steps:
         """Raises Fenced if a later process copies there: this node was given up for lost."""
         assert self.store is not None
         if not self._owner:
-            self._owner = uuid.uuid4().hex
-            self.store.put(_OWNER, self._owner.encode())
+            owner = uuid.uuid4().hex
+            self.store.put(_OWNER, owner.encode())
+            self._owner = owner
         elif self.store.read(_OWNER, 100) != self._owner.encode():
             raise Fenced(f"A later process of this training copies to {self.store.url}.")
 

@@ -6,8 +6,8 @@ is the peak above that of the imports and the opened input. A resume is exact if
 the saved state gives the rest of the rows. Libraries that are not installed are left out: ``pip
 install grain mosaicml-streaming``.
 
-Rows become numpy arrays and texts, except with "arrow". grain and MosaicML read files of their own,
-made before.
+Rows become numpy arrays and texts, except with "arrow". "loader": texts alone, row by row through a
+StatefulDataLoader without workers. grain and MosaicML read files of their own, made before.
 """
 
 import hashlib
@@ -179,6 +179,29 @@ class Mosaic:
         self.input.load_state_dict(state)
 
 
+class Loader:
+    def __init__(self, folder, shuffled, kind):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        if kind == "datasets":
+            self.input = HuggingFace(folder, shuffled, None, True).input.select_columns(["text"])
+        else:
+            from datatrove_ckpt.readers import ParquetReader
+            from datatrove_ckpt.torch import ReaderDataset
+
+            self.input = ReaderDataset(
+                ParquetReader(str(folder / "parquet")),
+                shuffle_seed=1 if shuffled else None,
+                columns=["text"] if kind == "columns" else None,
+            )
+        self.loader = StatefulDataLoader(self.input, BATCH, collate_fn=list)
+
+    def epoch(self, number):
+        self.input.set_epoch(number)
+        for batch in self.loader:
+            yield {"label": batch}
+
+
 def batched(rows):
     while taken := [*itertools.islice(rows, BATCH)]:
         yield {name: [row[name] for row in taken] for name in COLUMNS}
@@ -193,6 +216,10 @@ WAYS = {
     "`datasets`, map-style, numpy": partial(HuggingFace, kind="numpy", streaming=False),
     "grain": Grain,
     "MosaicML": Mosaic,
+    **{
+        f"loader, {kind}": partial(Loader, kind=kind)
+        for kind in ("columns", "documents", "datasets")
+    },
 }
 NEEDS = {"grain": "grain", "MosaicML": "streaming"}
 

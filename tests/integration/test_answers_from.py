@@ -167,7 +167,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
         if (rank / "replay.sqlite3").exists():
             copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
             cache = RequestCache(copy / "replay.sqlite3")
-            found |= cache.answer_counts().keys()
+            found |= dict(cache.answer_counts()).keys()
             cache.close()
             shutil.rmtree(copy)
         done = read_commits(rank / "commits.jsonl").values()

@@ -131,6 +131,7 @@ REFUSED = [
     (request("1", method="GET"), "line 2: its method is 'GET'"),
     (request("1", stream=True), "line 2: its body asks for a stream"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
+    (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
     (request("0"), "line 2: an earlier line has the custom_id '0', too"),
 ]
 

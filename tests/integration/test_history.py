@@ -1,11 +1,14 @@
 """What a rank's attempts leave in its history, whatever ended them."""
 
+import errno
 import signal
 
 import pytest
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.errors import DocumentFailed, Preempted
+from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.errors import CheckpointError, DocumentFailed, Preempted
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import read_history
 from tests.jobs import ask, documents, fails_at, runner
@@ -55,3 +58,20 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert (of_all.read, of_all.requests) == (10, 10)
     assert of_all.prompt_tokens + of_all.completion_tokens == tokens
     assert [event.what for event in done.servers] == ["ready"]
+
+
+def test_a_full_disk_is_named_as_the_end_of_its_attempt(tmp_path, monkeypatch):
+    class Full(files.Disk):
+        def write(self, fd, data, path):
+            with files.explained("write to", path):
+                if is_journal(path.name):
+                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            super().write(fd, data, path)
+
+    with FakeServer() as server, monkeypatch.context() as patched:
+        patched.setattr(files, "disk", Full())
+        with pytest.raises(CheckpointError, match="No space left"):
+            runner(tmp_path, server).run(documents(3))
+    (attempt,) = history_of(tmp_path).attempts
+    assert attempt.end.why == "error"
+    assert "No space left" in attempt.end.what

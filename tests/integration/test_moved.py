@@ -155,6 +155,12 @@ def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(tmp_path, 
     new = copied(tmp_path)
     shutil.rmtree(new / "checkpoints")
     mirror = str(new / "mirror")
+    # The record is copied, too; nothing else knows the run.
+    (record,) = new.glob(".output.datatrove-ckpt-owner-*")
+    with pytest.raises(OutputMismatch, match=f"belongs to another run.* {record}; then run again"):
+        run(new, server.url, 1, checkpoints_remote_dir=mirror)
+    assert not server.asked
+    record.unlink()
     run(new, server.url, 1, checkpoints_remote_dir=mirror)
     assert server.asked == REST
     shutil.rmtree(new / "checkpoints")

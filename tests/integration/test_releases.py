@@ -30,7 +30,7 @@ NAMES = [VERSIONS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in V
 """To parametrize a test: what is continued from the oldest one is continued from each, as ``-m
 slow`` shows.
 """
-NEWEST = "0.2.0.dev0"
+NEWEST = "0.2.0"
 """The fixture that this version's code makes."""
 
 
@@ -144,7 +144,7 @@ def test_the_mirror_of_each_release_is_restored(name, tmp_path):
     ).read_bytes()
     cache = RequestCache(tmp_path / "checkpoints/00001/replay.sqlite3")
     try:
-        assert cache.answer_counts() == {3: 1}
+        assert list(cache.answer_counts()) == [(3, 1)]
     finally:
         cache.close()
 
@@ -232,7 +232,7 @@ def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path, server
         (folder / "00001/commits.jsonl").read_bytes().splitlines(keepends=True)[0]
         for folder in (now, then)
     ]
-    assert fields(first[0]) == fields(first[1]) | {"files.stamp"}  # no release was made before it
+    assert fields(first[0]) == fields(first[1])
 
 
 def fields(line):

@@ -410,6 +410,16 @@ def test_a_run_is_looked_at_without_its_input(given, listings, capsys):
     assert [path for path in listings if "runs/x" not in path] == []
 
 
+def test_the_percentage_of_a_run_of_more_tasks_than_files_is_that_of_the_files(command):
+    Path("in").mkdir()
+    for number in range(4):
+        Path(f"in/{number}.jsonl").write_text(json.dumps({"text": f"file {number}"}) + "\n")
+    with FakeServer(status=lambda body, times: 400 * ("file 2" in str(body)) or None) as server:
+        job = ["--input", "in", "--endpoint", server.url, "--model", "fake", "--prompt", "{text}"]
+        command("run", *job, "--run-folder", "r", "--tasks", "20", "--workers", "1", code=1)
+    assert "50.0 % of the input" in command("status", "r")
+
+
 def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 1
     for number in range(3):
@@ -894,6 +904,20 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, 
             f"set finished_from to the old {'run_folder' if short else 'output_folder and'}" in said
         )
         assert main(["run", "job.yaml", *skip.split()]) == 0
+
+
+def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(capfd):
+    def refuse(payload, times):
+        return 400 if payload["max_tokens"] >= 2048 else None
+
+    with FakeServer(status=refuse) as server:
+        server.error = "This model's maximum context length is 2048 tokens"
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml", "--max-tokens", "9000"]) == 1
+        said = capfd.readouterr().err
+        assert "the same command" not in said
+        printed = said.partition("To continue: datatrove-ckpt ")[2].splitlines()[0]
+        assert main(shlex.split(printed)) == 0
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -91,3 +91,13 @@ def test_the_lowest_versions_that_are_allowed_run_a_job(distributions, tmp_path)
     (wheel,) = distributions.glob("*.whl")
     environment.install(tmp_path / "venv", "--no-deps", str(wheel))
     finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")
+
+
+def test_the_newest_datatrove_runs_a_job(distributions, tmp_path):
+    """Also one above the pin, and one that is not released yet: who raises the pin knows by it."""
+    environment.uv("venv", "--python", PYTHONS[max(PYTHONS)], str(tmp_path / "venv"))
+    newest = tmp_path / "overrides.txt"
+    newest.write_text("datatrove>=0.10.1.dev0\n")
+    (wheel,) = distributions.glob("*.whl")
+    environment.install(tmp_path / "venv", "--overrides", str(newest), str(wheel))
+    finish_after_a_refusal(tmp_path / "venv/bin/datatrove-ckpt", tmp_path / "work")

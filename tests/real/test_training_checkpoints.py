@@ -508,6 +508,55 @@ def test_what_does_not_fit_is_named(documents, tmp_path):
         checkpoints(tmp_path / "run", keep_last=0)
 
 
+def trained_adam(*widths):
+    model = nn.Sequential(*(nn.Linear(width, 2) for width in widths))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(layer(torch.ones(layer.in_features)).sum() for layer in model).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("widths", [(3, 5), (3,), (3, 4, 4)], ids=str)
+def test_an_optimizer_that_does_not_fit_is_refused_before_anything_changes(tmp_path, widths):
+    kept, wanted = {"lr": 0.1, "ids": torch.ones(3)}, trained_adam(3, 4)
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, kept=kept, model=wanted[0], optimizer=wanted[1])
+    model, _ = trained_adam(3, 4)
+    now = {"lr": 0.2, "ids": torch.zeros(3)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, optimizer = trained_adam(*widths)
+    with pytest.raises(
+        ConfigError, match=r"optimizer: step-00000001 does not fit: (2/exp|its par)"
+    ):
+        checkpoints(tmp_path).restore(kept=now, model=model, optimizer=optimizer)
+    assert now["lr"] == 0.2
+    assert not now["ids"].any()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_tensors_of_a_dict_are_restored_in_place(tmp_path):
+    """Else a model whose ``state_dict()`` is given would stay as it was."""
+    model, optimizer = trained_adam(3, 4)
+    with checkpoints(tmp_path) as saved:
+        states = {"layers": [1], "gone": 1, "model": model.state_dict()}
+        saved.save(1, model=model.state_dict(), nested=states, optimizer=optimizer.state_dict())
+    other, twin = trained_adam(3, 4)[0], trained_adam(3, 4)[0]
+    nested = {"layers": [], "new": 2, "model": twin.state_dict()}
+    assert checkpoints(tmp_path).restore(model=other.state_dict(), nested=nested) == 1
+    for each in (other, twin):
+        assert all(
+            torch.equal(*pair) for pair in zip(each.parameters(), model.parameters(), strict=True)
+        )
+    assert (nested["layers"], set(nested)) == ([1], {"layers", "gone", "model"})
+    with pytest.raises(ConfigError, match=r"model: .* does not fit: /0.weight was \[2, 3\]"):
+        checkpoints(tmp_path).restore(model=trained_adam(5)[0].state_dict())
+    with pytest.raises(ConfigError, match="Give the optimizer"):
+        checkpoints(tmp_path).restore(optimizer=optimizer.state_dict())
+    found = {}
+    checkpoints(tmp_path).restore(optimizer=found)
+    assert found["state"][0]["step"] == 1
+
+
 class Custom:
     def state_dict(self) -> dict[str, object]:
         return {"path": Path("x")}
@@ -613,6 +662,30 @@ def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(tmp_path
         assert "step-00000007" in {path.name for path in tmp_path.glob("step-*")}
         disk.room = 10**6
         saved.save(9, model=model)
+
+
+def test_a_process_that_starts_on_a_disk_full_of_its_own_steps_makes_room(tmp_path, monkeypatch):
+    model = nn.Linear(100, 100)
+    with checkpoints(tmp_path, keep_best=0) as saved:
+        for step in range(3):
+            saved.save(step, model=model)
+    disk = Small(tmp_path, sum(each.stat().st_size for each in tmp_path.rglob("*")))
+    monkeypatch.setattr(files, "disk", disk)
+    monkeypatch.setattr(shutil, "disk_usage", disk.usage)
+    make_dir, pwrite = disk.make_dir, os.pwrite
+
+    def check_room(*_):
+        if not disk.usage(tmp_path).free:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "make_dir", lambda *given: check_room() or make_dir(*given))
+    monkeypatch.setattr(os, "pwrite", lambda *given: check_room() or pwrite(*given))
+    disk.room = 0
+    with checkpoints(tmp_path, keep_best=0) as saved:
+        assert saved.restore(model=model) == 2
+        disk.room = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
+        saved.save(3, model=model)
+        assert saved.failure is None
 
 
 # signals -----------------------------------------------------------------------------------------
@@ -809,6 +882,17 @@ def test_a_remote_that_refuses_is_named(documents, tmp_path, monkeypatch, log):
     assert "step-00000004 is not copied to" in log[0]
     assert "not allowed" in log[0]
     assert checkpoints(tmp_path / "run").restore() == 8
+
+
+def test_a_remote_that_is_read_only_is_called_so_each_time(tmp_path, monkeypatch):
+    def refuses(self, fs, path, data):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(object_store.Effects, "put", refuses)
+    saved = checkpoints(tmp_path / "run", remote=str(tmp_path / "remote"))
+    for step in (1, 2):
+        saved.save(step, model=nn.Linear(2, 2))
+        assert "PermissionError: read-only" in str(saved.failure)
 
 
 def test_a_copy_that_fails_once_is_no_failure(documents, tmp_path, monkeypatch, log):
@@ -1320,8 +1404,15 @@ def other_shapes(rank, size, port, run):
         "MASTER_PORT": str(port),
     }
     dist.init_process_group("gloo")
+    saved = checkpoints(run)
     with pytest.raises(ConfigError, match="stage differs between the ranks"):
-        checkpoints(run).save(1, stage=nn.Linear(2 + rank, 2))
+        saved.save(1, stage=nn.Linear(2 + rank, 2))
+    with pytest.raises(ConfigError, match="sampler differs between the ranks"):
+        saved.save(1, sampler={"seen": [1, {"place": 10 * rank}]})
+    model = nn.BatchNorm1d(2)
+    nn.init.constant_(model.running_mean, rank)  # of DDP, they differ
+    with saved:
+        saved.save(1, model=model, config={"lr": 0.1, "missing": float("nan")})
     dist.destroy_process_group()
 
 

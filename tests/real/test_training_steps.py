@@ -5,6 +5,7 @@ Needs torch.
 
 import csv
 import json
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,39 @@ def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
     assert found["mean"] == 1
 
 
+def test_a_loop_that_skips_numbers_saves_at_the_first_one_after_a_multiple(tmp_path):
+    model = nn.Linear(2, 2)
+    with opened(tmp_path, save=EverySteps(500), keep=Last(9)) as saved:
+        for step in range(0, 2200, 8):
+            saved.maybe_save(step, model=model)
+    assert saved.steps() == [504, 1000, 1504, 2000]
+    with opened(tmp_path, save=EverySteps(500), keep=Last(9)) as saved:
+        saved.restore(504)
+        assert saved.maybe_save(1004, model=model)
+        assert not saved.maybe_save(1005, model=model)
+
+
+def test_a_step_number_is_listed_once(tmp_path):
+    filled(tmp_path)
+    with opened(tmp_path, keep=Last(9)) as saved:
+        assert saved.restore(30) == 30
+        saved.save(40, model=model_of(41))
+        assert saved.steps() == [20, 30, 50, 40]
+        assert saved.latest_step() == 40
+
+
+def test_a_metric_of_best_that_is_only_logged_is_missed(tmp_path, log):
+    with opened(tmp_path) as saved:
+        saved.log(1, loss=1.0)
+        saved.save(1, model=model_of(1))
+    assert "has no 'loss'" in log[0]
+    assert "log chooses no step" in log[0]
+    with opened(tmp_path / "other") as saved:
+        saved.log(1, loss=1.0)
+        saved.save(1, model=model_of(1), metrics={"loss": 1.0})
+    assert len(log) == 1
+
+
 # the loss curve ----------------------------------------------------------------------------------
 
 
@@ -272,7 +306,8 @@ def test_the_loop_writes_no_curve_but_each_ten_minutes(tmp_path, monkeypatch):
         expected = [["step", "loss", "accuracy"], ["1", "1.0", "0.5"]]
         assert curve_of(tmp_path) == expected
         saved.log(3, loss=2.0)
-    assert curve_of(tmp_path) == [*expected, ["3", "2.0", ""]]
+        saved.log(4, loss=math.nan)
+    assert curve_of(tmp_path) == [*expected, ["3", "2.0", ""], ["4", "nan", ""]]
 
 
 def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went_back(

@@ -409,6 +409,28 @@ def test_what_may_pass_is_tried_again():
         assert 0 <= outcome.sleeps[0] <= 0.5
 
 
+def test_a_request_that_met_a_closed_port_was_not_sent():
+    async def play():
+        raw = RawServer(GOOD)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+
+        async def open_port(seconds):
+            listeners.append(await asyncio.start_server(raw.handle, "127.0.0.1", port))
+
+        listeners = []
+        url = f"http://127.0.0.1:{port}"
+        async with client_of(config(), [url], None, sleep=open_port) as client:
+            assert await client.complete(BODY) == HI
+            stats = client.stats
+            assert (stats.requests, stats.retries, len(raw.requests)) == (1, 0, 1)
+            assert stats.errors == {"connection": 1}
+        listeners[0].close()
+        await asyncio.gather(*raw.handlers)
+
+    asyncio.run(play())
+
+
 @pytest.mark.parametrize("name", ["status 503", "reset", "finish_reason null"])
 def test_a_server_that_answers_nothing_is_waited_for_and_then_the_run_stops(name):
     outcome = Outcome(UNFINISHED[name])

@@ -94,6 +94,12 @@ def resumed(reader, read):
             r"adapter found no text",
             id="adapter",
         ),
+        pytest.param(
+            b'{"text": "a", "media": "print"}\n',
+            {},
+            r"has a 'media' that is no list",
+            id="a column media",
+        ),
     ],
 )
 def test_lines_that_are_no_documents_are_an_error_that_shows_them(
@@ -166,9 +172,13 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
             "'five' of the input file 'a.jsonl' has a text of type int",
         ),
         ('{"text": "caf\xe9"}\n'.encode("latin-1"), "UTF-8"),
+        (b'{"text": "t", "media": "print"}\n', "has a 'media' that is no list"),
+        (b'{"text": "t", "media": [{"id": "1", "media_bytes": "x"}]}\n', "is no base64"),
     ],
 )
-def test_a_number_as_text_and_a_line_in_latin_1_are_treated_alike(tmp_path, log, line, why):
+def test_a_number_as_text_text_as_media_and_a_line_in_latin_1_are_treated_alike(
+    tmp_path, log, line, why
+):
     """Skipped and counted with a warning that names file and line, or refused with it."""
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + line + LINES[1])
     reader = JsonlReader(str(tmp_path))

@@ -82,7 +82,7 @@ def test_a_rank_that_was_killed_in_its_first_minute_has_worked_until_its_files_c
     assert (state.ranks[0].state, state.totals.average.documents) == ("lost", 1.0)
 
 
-KILLED = "its last attempt was killed, or its node was lost; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
+KILLED = "its last attempt was killed, its node was lost, or its disk was full; its last line is 4 min old: pid 42 on node7, Slurm job 17_3"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,19 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
+def test_tasks_without_input_are_no_part_of_the_percentage(clock):
+    progress = RunProgress(ranks=20, clock=clock)
+    for number in range(3):
+        progress.update(number, rank(0, 0)._replace(tasks=4))
+    progress.complete(19)
+    clock.now += 10
+    for number in range(3):
+        progress.update(number, rank(50, 50)._replace(tasks=4))
+    assert progress.line().startswith("~37.5 % of the input, 150 docs, 1/20 tasks")
+    progress.update(3, rank(50, 50)._replace(tasks=4))
+    assert progress.head == "50.0 %"
+
+
 # The bar is the last line of a terminal, and everything else stands above it, whoever prints it --
 
 

@@ -22,17 +22,28 @@ from datatrove_ckpt.errors import ConfigError
     ("policy", "moment", "due"),
     [
         (EverySteps(500), Moment(1000), True),
-        (EverySteps(500), Moment(1001), False),
+        (EverySteps(500), Moment(1001, 1000), False),
+        (EverySteps(500), Moment(1002, 999), True),  # the loop skips numbers
+        (EverySteps(500), Moment(750, 250), True),
+        (EverySteps(500), Moment(500, 500), False),
         (EverySeconds(60), Moment(1, seconds=60.0), True),
         (EverySeconds(60), Moment(1, seconds=59.9), False),
         (EverySeconds(0), Moment(1), False),  # between two looks of the ranks
         (EverySeconds("auto"), Moment(1, seconds=60.0), True),  # before a save was timed
-        (EverySeconds("auto", 3600.0), Moment(1, 119.0, 2.0, 30.0), True),  # sqrt(2 * 2 * 3600) - 2
-        (EverySeconds("auto", 3600.0), Moment(1, 118.0, 2.0, 30.0), False),
-        (EverySeconds("auto", 3600.0), Moment(1, 400.0, 2.0, 500.0), False),  # it is still written
+        (
+            EverySeconds("auto", 3600.0),
+            Moment(1, 0, 119.0, 2.0, 30.0),
+            True,
+        ),  # sqrt(2 * 2 * 3600) - 2
+        (EverySeconds("auto", 3600.0), Moment(1, 0, 118.0, 2.0, 30.0), False),
+        (
+            EverySeconds("auto", 3600.0),
+            Moment(1, 0, 400.0, 2.0, 500.0),
+            False,
+        ),  # it is still written
         (EverySteps(500) | EverySeconds(60), Moment(500, seconds=1.0), True),
-        (EverySteps(500) | EverySeconds(60), Moment(501, seconds=61.0), True),
-        (EverySteps(500) | EverySeconds(60), Moment(501, seconds=1.0), False),
+        (EverySteps(500) | EverySeconds(60), Moment(501, 500, 61.0), True),
+        (EverySteps(500) | EverySeconds(60), Moment(501, 500, 1.0), False),
     ],
 )
 def test_a_save_is_due(policy, moment, due):

@@ -1,5 +1,6 @@
 """What a worker of a training loop reads: files, plan and rows together, without torch."""
 
+import copy
 import itertools
 import json
 from collections import Counter
@@ -11,9 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers.positions import position_state
 from datatrove_ckpt.torch.dataset import ReaderDataset
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
@@ -77,7 +80,7 @@ def epoch(
     index = index_of(reader)
     state = DatasetState.from_json(then) if then else None
     plan = EpochPlan(index.table, settings(**changes), slot, number, state)
-    return Epoch(index, plan, reader, columns, None)
+    return Epoch(RowSource(index, plan.order, columns), plan, reader, columns, None)
 
 
 ALONE = Slot(0, 1, 0, 1)
@@ -430,3 +433,86 @@ def test_a_rank_may_be_a_number_of_numpy(tmp_path):
     dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), np.int64(1), np.int64(2))  # type: ignore[arg-type]
     assert [sample["text"] for sample in dataset] == ["1", "3", "5"]
     assert json.loads(json.dumps(dataset.state_dict()))["slot"] == [1, 2, 0, 1]
+
+
+# What costs time for each row --------------------------------------------------------------------
+
+
+def test_small_row_groups_are_read_together_and_each_path_is_made_once(tmp_path, monkeypatch):
+    """A call of pyarrow costs as much as a hundred rows, and a path as much as three."""
+    texts = [f"text {number}" for number in range(400)]
+    for file in range(2):
+        table = pa.table({"text": texts[200 * file :][:200]})
+        pq.write_table(table, tmp_path / f"{file}.parquet", row_group_size=4)
+    calls = Counter()
+
+    def counting(owner, name):
+        usual = getattr(owner, name)
+
+        def call(*arguments, **named):
+            calls[name] += 1
+            return usual(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    counting(pq.ParquetFile, "iter_batches")
+    counting(DataFolder, "resolve_paths")
+
+    def take(documents, most_calls):
+        calls.clear()
+        found = [document.text for document in documents]
+        assert calls["iter_batches"] <= most_calls
+        assert calls["resolve_paths"] <= 4
+        return found
+
+    reader = ParquetReader(str(tmp_path))
+    assert take(reader.run(), 2) == texts
+    first = list(itertools.islice(reader.run(), 133))
+    resumed = ParquetReader(str(tmp_path))
+    resumed.load_state_dict(position_state(first[-1]))
+    assert take(resumed.run(), 2) == texts[133:]
+    assert take(ReaderDataset(ParquetReader(str(tmp_path)), transform=copy.copy), 6) == texts
+    shuffled = ReaderDataset(ParquetReader(str(tmp_path)), shuffle_seed=1, transform=copy.copy)
+    assert sorted(take(shuffled, 100)) == sorted(texts)
+
+
+def test_documents_read_only_text_and_id_unless_an_adapter_or_a_transform_needs_more(
+    tmp_path, monkeypatch
+):
+    """Of token rows of thousands of numbers, the others take most of the time."""
+    pq.write_table(pa.table(ROWS_OF_COLUMNS), tmp_path / "a.parquet")
+    asked = []
+    usual = pq.ParquetFile.iter_batches
+
+    def noting(file, *arguments, columns=None, **named):
+        asked.append(columns)
+        return usual(file, *arguments, columns=columns, **named)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noting)
+
+    def adapter(self, data, path, number):
+        return {"text": data["other"], "id": str(number)}
+
+    def read(reader, **options):
+        dataset = ReaderDataset(reader, **options)
+        asked.clear()
+        return list(dataset), asked[-1]
+
+    folder = str(tmp_path)
+    expected = [{"text": f"text {n}", "id": f"id {n}"} for n in range(3)]
+    found, columns = read(ParquetReader(folder))
+    assert found == expected
+    assert sorted(columns) == ["id", "text"]
+    found, columns = read(ParquetReader(folder, adapter=adapter))
+    assert [sample["text"] for sample in found] == ["other 0", "other 1", "other 2"]
+    assert columns is None
+    found, columns = read(ParquetReader(folder), transform=lambda document: document.metadata)
+    assert found[0]["other"] == "other 0"
+    assert columns is None
+    pq.write_table(pa.table({"text": ["without an id"]}), tmp_path / "b.parquet")
+    found, columns = read(ParquetReader(folder))
+    assert found == [*expected, {"text": "without an id", "id": "b.parquet/0"}]
+    assert columns is None
+
+
+ROWS_OF_COLUMNS = {name: [f"{name} {n}" for n in range(3)] for name in ("text", "id", "other")}

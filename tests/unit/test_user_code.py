@@ -67,17 +67,6 @@ def test_what_may_work_is_accepted(rollout, context):
     check_rollout(rollout, context)
 
 
-def plain(document, generate):
-    result = generate({"prompt": document.text})
-
-    def unrelated():
-        return result
-
-    if not document.text:
-        return None
-    return {"summary": unrelated().text}
-
-
 async def one_parameter(document): ...
 
 
@@ -91,11 +80,6 @@ async def yields(document, generate):
 @pytest.mark.parametrize(
     ("rollout", "context", "says"),
     [
-        (
-            plain,
-            None,
-            "plain(document, generate) is not async. Write `async def rollout(document, generate)`",
-        ),
         (yields, None, "yields(document, generate) yields, so it cannot be awaited"),
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (

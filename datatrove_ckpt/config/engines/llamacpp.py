@@ -25,11 +25,11 @@ from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
-# More make llama.cpp slower on a laptop, and each costs the memory of a whole context.
+# More slots slow llama.cpp on a laptop, and each needs memory for a whole context.
 _MAX_SLOTS = 8
 _PACKAGE_SCHEME = "package://"
 HUB_SCHEME = "hf://"
-# Of a repository's files, the first that is there.
+# The first of these in a repository is used.
 _QUANTISED = ("Q4_K_M", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "F16", "BF16", "")
 _WAYS = {  # it serves no classes
     "embed": EMBED,

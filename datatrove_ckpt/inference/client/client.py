@@ -27,12 +27,11 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 (at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has its
 own task or log line, which cost 0.1 ms of CPU each.
 
-A null finish_reason may mean a truncated answer, but some gateways never send anything else. The
-setting ``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server
-sends a reason after all.
+A null finish_reason may mean a truncated answer, but some gateways send nothing else:
+``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server sends a
+reason.
 
-An answer from a server that was stopped or lost is dropped: such servers have answered 200 with
-half a text.
+Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
 A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two
 clocks end the retries; both run for ``server_patience_seconds``:
@@ -478,6 +477,7 @@ class CompletionClient:
                 raise
             except RetryableError as error:
                 self.stats.errors[error.kind] += 1
+                self.stats.requests -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
                     self._sent_again()
@@ -487,7 +487,7 @@ class CompletionClient:
                 delay = self._delay(error, clock)
             finally:
                 self._router.release(target, request)
-            self.stats.retries += 1
+            self.stats.retries += not failure.unsent
             if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
                 raise MustDivide
             self.stats.pausing += 1
@@ -546,8 +546,9 @@ class CompletionClient:
                 f"({written.endpoint_url}), or raise its timeout, and run the same command again."
             )
         attempt = target.start_attempt(request)
-        self.stats.in_flight += 1
-        self.stats.requests += 1
+        stats = self.stats
+        stats.in_flight += 1
+        stats.requests += 1
         try:
             answer = await self._send(target, transport, request, body, attempt.started_at, way)
         except (RetryableError, CkptError):
@@ -555,17 +556,17 @@ class CompletionClient:
                 raise
         except asyncio.CancelledError:
             if not attempt.lost or attempt.is_cancelled:
-                self.stats.cancelled += 1
+                stats.cancelled += 1
                 raise
         finally:
             attempt.end()
             target.attempts.discard(attempt)
-            self.stats.in_flight -= 1
+            stats.in_flight -= 1
         if attempt.lost:
             raise AttemptLost
         answer.seconds = time.monotonic() - attempt.started_at
-        self.stats.answers += 1
-        self.stats.without_reason += not answer.finish_reason
+        stats.answers += 1
+        stats.without_reason += not answer.finish_reason
         self.outage.answered()
         return answer
 

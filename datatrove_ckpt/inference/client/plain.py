@@ -321,8 +321,6 @@ class ConnectTimeout(TimeoutError):
 
 
 class _Connection(asyncio.Protocol):
-    """``usable``: neither closed nor failed."""
-
     def __init__(self, owner: PlainTransport) -> None:
         self.usable = True
         self._owner = owner

@@ -1,17 +1,21 @@
-"""BatchProvider: the files and batches of a provider, as in OpenAI's API.
+"""The batches of a provider: ``BatchProvider`` in OpenAI's form, ``MessageBatches`` in Anthropic's.
 
-It sends and receives, and keeps nothing: ``generation/provider_passes.py`` has the order of
+They send and receive, and keep nothing: ``generation/provider_passes.py`` has the order of
 effects. Files are streamed in both directions.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, Set
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import IO, NoReturn
+from datetime import datetime
+from typing import IO, NamedTuple, NoReturn, Protocol
 
 import aiohttp
 import orjson
+from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.redaction import HiddenDict, Key, frames_cut
@@ -28,7 +32,14 @@ _PAGE = 100
 _SHOWN = 2000
 _EARLIER_SECONDS = 3600  # how far the clocks of this machine and the provider may differ
 _NOT_FOUND = 404
-ENDED = frozenset({"completed", "expired", "cancelled", "failed"})
+ENDED = frozenset({"completed", "expired", "cancelled", "failed", "ended"})
+MESSAGES = "/v1/messages"
+"""The path of requests whose batches have Anthropic's form."""
+CUSTOM_ID = b'{"custom_id":"'
+"""What each line of a file of requests begins with."""
+TAG_DIGITS = 6
+_NEVER_SENT = frozenset({"batch_expired", "batch_cancelled", "canceled", "expired"})
+_REJECTIONS = {"invalid_request_error": 400, "request_too_large": 413}
 
 
 @dataclass(frozen=True)
@@ -46,16 +57,43 @@ class RemoteBatch:
     errors: tuple[tuple[str, str], ...] = ()
 
 
+class BatchAnswer(NamedTuple):
+    """The answer to one request of a batch. ``status``: 0: the request was not sent."""
+
+    custom_id: object
+    status: int
+    body: object
+
+
+class RequestedBatch(Protocol):
+    """A ``batch_log.Batch``."""
+
+    path: str
+    requests: int
+    tag: str
+    file: str
+    at: float
+
+
 class FileGone(Exception):
     """The provider no longer has a file."""
 
 
-class BatchProvider:
-    """Use it as an asynchronous context manager.
+class Undecided(Exception):
+    """Whether a batch was created is known when another batch has ended."""
 
-    Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused`` if
-    none will.
+
+class BatchProvider:
+    """Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused``
+    if none will.
+
+    Attributes:
+        takes_files: a batch is made of a file that was uploaded before.
     """
+
+    takes_files = True
+    _path = "batches"
+    _after = "after"
 
     def __init__(self, url: HiddenUrl, api_key: Key | None, proxied: bool) -> None:
         headers = HiddenDict() if api_key is None else api_key.headers()
@@ -87,54 +125,103 @@ class BatchProvider:
         except FileGone:
             return
 
-    async def create(self, file: str, path: str, tag: str) -> RemoteBatch:
+    async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
         """Creates a batch: from here on it costs money.
 
-        After a ``RetryableError`` whose status is not 429, the batch may exist: find it before it
-        is created again.
-        """
-        body = {
-            "input_file_id": file,
-            "endpoint": path,
-            "completion_window": "24h",
-            "metadata": {"datatrove_ckpt": tag},
-        }
-        return _batch(await self._ask("POST", "batches", json=body))
-
-    async def find(self, tag: str, file: str, since: float) -> RemoteBatch | None:
-        """Looks for a batch in the list of all batches.
+        After a ``RetryableError`` the batch may exist: find it before it is created again.
 
         Args:
-            since: no batch from long before this time is looked at.
+            content: its requests, unless it ``takes_files``.
+        """
+        body = {
+            "input_file_id": batch.file,
+            "endpoint": batch.path,
+            "completion_window": "24h",
+            "metadata": {"datatrove_ckpt": batch.tag},
+        }
+        return self._batch(await self._ask("POST", self._path, json=body))
+
+    async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
+        """Looks for a batch in the list of all batches, but not of those from long before.
+
+        Args:
+            known: ids of other batches.
+
+        Raises:
+            Undecided: see there.
         """
         after = ""
         while True:
             query = {"limit": str(_PAGE)}
             if after:
-                query["after"] = after
-            page = await self._ask("GET", "batches", params=query)
-            found = [batch for batch in page.get("data") or () if isinstance(batch, dict)]
-            for batch in found:
-                metadata = batch.get("metadata") or {}
-                if batch.get("input_file_id") == file or metadata.get("datatrove_ckpt") == tag:
-                    return _batch(batch)
-            if not found or not page.get("has_more"):
+                query[self._after] = after
+            page = await self._ask("GET", self._path, params=query)
+            listed = [one for one in page.get("data") or () if isinstance(one, dict)]
+            for one in listed:
+                if self._is_late(one, batch) and await self._is(one, batch, known):
+                    return self._batch(one)
+            if not listed or not page.get("has_more") or not self._is_late(listed[-1], batch):
                 return None
-            if found[-1].get("created_at", since) < since - _EARLIER_SECONDS:
-                return None
-            after = str(found[-1]["id"])
+            after = str(listed[-1]["id"])
+
+    def _is_late(self, listed: JsonObject, batch: RequestedBatch) -> bool:
+        return self._created_at(listed.get("created_at"), batch.at) > batch.at - _EARLIER_SECONDS
+
+    def _created_at(self, value: object, default: float) -> float:
+        return value if isinstance(value, int | float) else default
+
+    async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
+        metadata = _object(listed.get("metadata"))
+        is_named = metadata.get("datatrove_ckpt") == batch.tag
+        return is_named or listed.get("input_file_id") == batch.file
 
     async def retrieve(self, batch: str) -> RemoteBatch:
-        return _batch(await self._ask("GET", f"batches/{batch}"))
+        return self._batch(await self._ask("GET", f"{self._path}/{batch}"))
 
-    async def lines(self, file: str) -> AsyncIterator[bytes]:
-        """Yields the lines of a file.
+    async def cancel(self, batch: str) -> None:
+        await self._ask("POST", f"{self._path}/{batch}/cancel")
+
+    async def answers(self, file: str) -> AsyncGenerator[BatchAnswer]:
+        """Yields what a file says about its requests.
 
         Raises:
             FileGone: the provider no longer has it.
             RetryableError: also if it is cut off.
         """
-        url = self.url.api(f"files/{file}/content")
+        async with aclosing(self._lines(file)) as lines:
+            async for line in lines:
+                content: object = None
+                with suppress(orjson.JSONDecodeError):
+                    content = orjson.loads(line)
+                if isinstance(content, dict):
+                    yield self._answer(content)
+                elif line.strip():
+                    logger.warning(
+                        "A line of a batch's answers is not JSON. Its request is sent again."
+                    )
+
+    def _answer(self, content: JsonObject) -> BatchAnswer:
+        response = _object(content.get("response"))
+        error = _object(content.get("error"))
+        status = response.get("status_code")
+        if error.get("code") in _NEVER_SENT:
+            status = 0
+        elif type(status) is not int:
+            status = 500
+        return BatchAnswer(content.get("custom_id"), status, response.get("body") or error)
+
+    def _batch(self, answer: JsonObject) -> RemoteBatch:
+        errors = _object(answer.get("errors")).get("data") or ()
+        files = [answer.get(name) for name in ("output_file_id", "error_file_id")]
+        return RemoteBatch(
+            _id(answer),
+            str(answer.get("status")),
+            tuple(f"files/{file}/content" for file in files if file),
+            tuple((str(one.get("code")), str(one.get("message"))) for one in errors),
+        )
+
+    async def _lines(self, file: str) -> AsyncGenerator[bytes]:
+        url = self.url.api(file)
         rest = bytearray()
         try:
             async with self._session.get(url.reveal()) as response:
@@ -182,7 +269,7 @@ class BatchProvider:
         text = self._redact((await response.read())[: 8 * _SHOWN].decode(errors="replace"))
         text = " ".join(text.split())[:_SHOWN]
         is_missing = status == _NOT_FOUND
-        if is_missing and "/files/" in str(url):
+        if is_missing and ("/files/" in str(url) or str(url).endswith("/results")):
             raise FileGone(text)
         # A new batch may be missing for a while.
         if status in retrying.SERVER.retried or (is_missing and "/batches/" in str(url)):
@@ -199,14 +286,92 @@ class BatchProvider:
         raise refused
 
 
-def _batch(answer: JsonObject) -> RemoteBatch:
+class MessageBatches(BatchProvider):
+    """Batches in Anthropic's form: the requests are sent with the batch, which has no name.
+
+    So a batch is found by the tag in its custom ids, which it shows once it has ended. Until then,
+    any batch of the same time and size may be it.
+    """
+
+    takes_files = False
+    _path = MESSAGES.removeprefix("/v1/") + "/batches"
+    _after = "after_id"
+    _others: Set[str] = frozenset()
+    _undecided = ""
+
+    async def delete(self, file: str) -> None:
+        """There is no file. A request to create a batch that is late is not stopped."""
+
+    async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
+        assert content is not None
+        requests = _tagged(content, batch.tag[:TAG_DIGITS].encode())
+        headers = {"Content-Type": "application/json"}
+        return self._batch(await self._ask("POST", self._path, data=requests, headers=headers))
+
+    async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
+        self._undecided = ""
+        found = await super().find(batch, known)
+        if found is None and self._undecided:
+            raise Undecided(self._undecided)
+        return found
+
+    def _created_at(self, value: object, default: float) -> float:
+        with suppress(ValueError):
+            return datetime.fromisoformat(str(value)).timestamp()
+        return default
+
+    async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
+        remote = self._batch(listed)
+        counts = _object(listed.get("request_counts")).values()
+        if remote.id in known | self._others or sum(counts) != batch.requests:
+            return False
+        if remote.status not in ENDED:
+            self._undecided = remote.id
+            return False
+        for file in remote.files:
+            with suppress(FileGone):
+                async with aclosing(self.answers(file)) as answers:
+                    async for answer in answers:
+                        if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):
+                            return True
+                        break
+        self._others |= {remote.id}
+        return False
+
+    def _answer(self, content: JsonObject) -> BatchAnswer:
+        result = _object(content.get("result"))
+        kind = result.get("type")
+        error = _object(result.get("error"))
+        error = _object(error.get("error")) or error
+        if kind == "succeeded":
+            status = 200
+        elif kind in _NEVER_SENT:
+            status = 0
+        else:
+            status = _REJECTIONS.get(str(error.get("type")), 500)
+        return BatchAnswer(content.get("custom_id"), status, result.get("message") or error)
+
+    def _batch(self, answer: JsonObject) -> RemoteBatch:
+        # Not ``results_url``: the key goes to no other host.
+        file = f"{self._path}/{_id(answer)}/results"
+        return RemoteBatch(_id(answer), str(answer.get("processing_status")), (file,))
+
+
+async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
+    """Yields the body that creates a batch, with the tag before each custom id."""
+    before = b'{"requests":['
+    while lines := await asyncio.to_thread(content.readlines, _BLOCK):
+        for line in lines:
+            yield b"%s%s%s-%s" % (before, CUSTOM_ID, tag, line[len(CUSTOM_ID) : -1])
+            before = b","
+    yield b"]}"
+
+
+def _object(value: object) -> JsonObject:
+    return value if isinstance(value, dict) else {}
+
+
+def _id(answer: JsonObject) -> str:
     if "id" not in answer:
         raise RetryableError("the answer has no id")
-    errors = (answer.get("errors") or {}).get("data") or ()
-    files = [answer.get(name) for name in ("output_file_id", "error_file_id")]
-    return RemoteBatch(
-        str(answer["id"]),
-        str(answer.get("status")),
-        tuple(str(file) for file in files if file),
-        tuple((str(one.get("code")), str(one.get("message"))) for one in errors),
-    )
+    return str(answer["id"])

@@ -252,15 +252,11 @@ class Quarantine:
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.arrivals = 0
         self._waiting: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
-        self._arrivals = 0
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
-
-    @property
-    def was_used(self) -> bool:
-        return self._arrivals > 0
 
     @property
     def waiting(self) -> int:
@@ -288,8 +284,8 @@ class Quarantine:
         self._peak = len(self._waiting)
 
     def add(self, request: Request, future: asyncio.Future[Target]) -> None:
-        self._arrivals += 1
-        heapq.heappush(self._waiting, (request.age, self._arrivals, request, future))
+        self.arrivals += 1
+        heapq.heappush(self._waiting, (request.age, self.arrivals, request, future))
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
     def start_next(self) -> tuple[Request, asyncio.Future[Target]]:
@@ -389,7 +385,7 @@ class Router:
         request.sender.on_release()
 
     def admit(self) -> None:
-        if self._quarantine.was_used:
+        if self._quarantine.arrivals:
             self._admit_quarantined()
         while self._waiting:
             _, _, request, future = self._waiting[0]

@@ -6,6 +6,7 @@ Errors raised here have no cause, because its frames would hold the API key.
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -117,7 +118,10 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         else:
             kind = "answer"
         raise RetryableError(
-            f"no {kind} in time from {url}", unreachable=True, timed_out=True
+            f"no {kind} in time from {url}",
+            unreachable=True,
+            unsent=isinstance(error, ConnectTimeout),
+            timed_out=True,
         ) from None
     except transport.errors as error:
         note_sent(extras)
@@ -125,7 +129,8 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         cause = f"{failure.kind} from {url}"
         if failure.details:
             cause += f": {failure.details}"
-        raise RetryableError(cause, unreachable=True) from None
+        refused = getattr(error, "errno", None) == errno.ECONNREFUSED
+        raise RetryableError(cause, unreachable=True, unsent=refused) from None
     if response.status in _ANSWERED:
         return response.body
     if 200 <= response.status < 300:

@@ -6,8 +6,8 @@
     score     data[] index, score           [] index, score (rerank)   results[] index,
                                                                        relevance_score (rerank)
 
-What is kept is small, equal in each run, and exact: an array is base64 of its float32 values,
-little-endian. An answer that lacks a value, or has NaN or infinity (null in JSON), is retried.
+Arrays are kept exactly, as base64 of little-endian float32 values. An answer that lacks a value, or
+has NaN or infinity (null in JSON), is retried.
 """
 
 from __future__ import annotations

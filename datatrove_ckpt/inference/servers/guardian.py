@@ -6,9 +6,9 @@ server's process group gets SIGTERM, and after the timeout every descendant gets
 the pipe requests SIGKILL now. If the server ends by itself, its descendants are killed, too. The
 exit code is the server's (128 + n for signal n).
 
-PR_SET_PDEATHSIG does not reach grandchildren (vLLM has three generations), and a process that
-called setsid() has left its group. So the guardian is a child subreaper, and /proc shows the whole
-tree. Without both (macOS) only the server's process group is killed.
+PR_SET_PDEATHSIG misses grandchildren (vLLM has three generations), and setsid() leaves the group.
+So the guardian is a child subreaper, and /proc shows the whole tree. Without both (macOS) only the
+server's process group is killed.
 
 With one thread and only the standard library it starts in 20 ms, and uses 10 MB.
 """
@@ -170,7 +170,6 @@ class Guardian:
         os._exit(127)
 
     def _wait_for_stop(self, timeout: float) -> bool:
-        """Returns whether the server must be stopped."""
         ready = select.select([0, self._wakeup_read], [], [], timeout)[0]
         self._drain_wakeups()
         if 0 in ready:

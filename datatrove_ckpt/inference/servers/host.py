@@ -71,8 +71,6 @@ async def running(
 
 @dataclass
 class _Running:
-    """The servers of one model."""
-
     servers: ModelServers
     ready: asyncio.Future[Watch]
     serving: asyncio.Task[None] = field(init=False)

@@ -7,8 +7,8 @@ either process, however it ends.
     to the workers     "start": (re)start your part of the engine    closed: the head node has ended
     to the head node   "died": my part of the engine ended           closed: this worker is lost
 
-The death of a part counts as a death of the server, which is then restarted on all nodes. A lost
-worker node ends the run. Since messages can end the run, both ends first prove who they are.
+The death of a part is a death of the server, which restarts on all nodes. A lost worker node ends
+the run. Because messages can end the run, both ends authenticate first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What the user's runs have on this node: a folder, descriptors that no fork keeps, records of
 servers, GPUs.
 
-If a runner and its guardian were killed together, their server's record remains. It names runner,
-guardian and log file. If neither process is alive, the next start on the node kills the processes
-of the guardian's session whose output is that log.
+If a runner and its guardian are killed together, their server's record remains. The next start on
+the node then kills the processes of the guardian's session whose output is the recorded log.
 
 Process ids are reused, so a process is identified by id and start time. Each host or container has
 its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
@@ -81,7 +80,7 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Returns None if the file holds no record."""
+        """Reads a record; None if the file holds none."""
         try:
             found: JsonObject = json.loads(path.read_bytes())
             return cls(

@@ -499,7 +499,7 @@ class GuardedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The server's exit code, 128 + n if signal n ended it. -n: signal n ended the guardian."""
+        """The server's exit code, 128 + n after signal n; -n if signal n ended the guardian."""
         return self._process.poll()
 
     async def wait(self) -> int:

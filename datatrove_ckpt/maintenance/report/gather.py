@@ -89,7 +89,7 @@ def gather(run: RunState) -> Page:
 
 
 def _history(path: Path, most: int) -> History:
-    """A damaged history has no attempts: ``status`` says what is damaged."""
+    """Returns the history, without attempts if it is damaged: ``status`` names the damage."""
     with suppress(StorageFailed):
         if path.is_file():
             return read_history(str(path), most)

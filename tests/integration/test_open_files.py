@@ -4,9 +4,6 @@ be a disk's fault.
 
 import os
 import resource
-import sys
-import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -15,44 +12,10 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
-from datatrove_ckpt.testing import FakeServer
-from tests import processes
 from tests.jobs import ask, documents, runner
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
+from tests.yaml_jobs import ENDPOINT, job_yaml
 
 JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
-
-
-def run_job(folder, url, limit):
-    """``datatrove-ckpt run`` of 200 documents, 200 at once, after ``ulimit LIMIT``."""
-    write_job(folder, JOB.replace("URL", url), [f"text {n}" for n in range(200)])
-    command = f'ulimit {limit} && exec "$0" -m datatrove_ckpt run job.yaml'
-    return processes.run(["bash", "-c", command, sys.executable], cwd=folder, timeout=400)
-
-
-def release_when_asked(server, number):
-    """Holds all answers until so many requests are in flight at once."""
-
-    def wait():
-        deadline = time.monotonic() + 300
-        while len(server.payloads) < number and time.monotonic() < deadline:
-            time.sleep(0.02)
-        server.release()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
-
-
-@pytest.mark.slow
-def test_more_requests_at_once_than_the_soft_limit_allows_files(tmp_path):
-    with FakeServer(hold_after=0) as server:
-        waiting = release_when_asked(server, 200)
-        ended = run_job(tmp_path, server.url, "-Sn 64")
-        waiting.join()
-        assert len(server.payloads) == 200
-    assert ended.returncode == 0, ended.stderr
-    assert "200 of 200 documents" in ended.stdout
 
 
 @contextmanager

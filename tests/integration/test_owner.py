@@ -2,7 +2,6 @@
 one changes.
 """
 
-import json
 import random
 import shutil
 import socket
@@ -451,17 +450,6 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     job(tmp_path, "a", one, place).run(documents(5))
     assert one.asked.total() == 5 >= asked
     command("verify", tmp_path / "a/checkpoints", "--full")
-
-
-def test_an_untouched_file_is_not_read_again(tmp_path, servers, monkeypatch):
-    one, _ = servers
-    place = Place(tmp_path)
-    job(tmp_path, "a", one, place).run(documents(5))
-    read = Mock(side_effect=AssertionError)
-    monkeypatch.setattr("datatrove_ckpt.output.committed.content_hash", read)
-    job(tmp_path, "a", one, place).run(documents(5))
-    line = (tmp_path / "a/checkpoints/00000/commits.jsonl").read_text().splitlines()[0]
-    assert json.loads(line)["files"][0]["stamp"] > 0
 
 
 def test_readers_pass_over_files_that_are_on_their_way(tmp_path):

@@ -203,11 +203,9 @@ def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
 NUMBER = "JSON has no nan"
 UNSENDABLE = [
     ({"extra_body": "top_k=5"}, "extra_body: must be a mapping"),
-    ({"extra_body": [5]}, "extra_body: must be a mapping"),
     ({"extra_headers": "Authorization: x"}, "extra_headers: must be a mapping"),
     ({"extra_query": 5}, "extra_query: must be a mapping"),
     ({"extra_headers": {"X-A": None}}, "extra_headers.X-A: must be a text"),
-    ({"extra_headers": {"X-A": 5}}, "extra_headers.X-A: must be a text"),
     ({"extra_headers": {"X-A": "5\r\nX-B: 6"}}, "extra_headers.X-A: must be a text"),
     ({"extra_headers": {"X-A: 5\r\nX-B": "6"}}, "must be a text"),
     ({"extra_headers": {"Content-Length": "6"}}, "extra_headers.Content-Length: must be a text"),
@@ -215,7 +213,6 @@ UNSENDABLE = [
     ({"extra_body": {"stream": True}}, "extra_body.stream: answers are read as a whole"),
     ({"temperature": math.nan}, "temperature: "),
     ({"min_p": math.nan}, f"min_p: {NUMBER}"),
-    ({"min_p": math.inf}, "min_p: JSON has no inf"),
     ({"logit_bias": {"7": -math.inf}}, "logit_bias.7: JSON has no -inf"),
     ({"extra_body": {"min_p": math.nan}}, f"min_p: {NUMBER}"),
     ({"stop": None, "min_p": np.float64("nan")}, f"min_p: {NUMBER}"),

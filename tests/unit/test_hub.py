@@ -13,7 +13,6 @@ from datatrove_ckpt.common.retrying import (
     HUB,
     Attempts,
     FileSystemFailed,
-    advised_seconds,
     failure_line,
 )
 from datatrove_ckpt.output.hub import HubFolder
@@ -61,21 +60,6 @@ def answer(status, text="", url="https://hub/api/x", **headers):
 
 
 @pytest.mark.parametrize(
-    ("error", "seconds"),
-    [
-        (answer(429, Retry_After="3600"), 3600),
-        (answer(429, RateLimit='"api";r=0;t=55'), 55),
-        (answer(429, RateLimit='"api";r=7;t=55, "commits";r=0;t=900'), 900),
-        (answer(429, "You can retry this action in about 1 hour"), 3600),
-        (answer(429, "You can retry this action in 12 minutes"), 720),
-        (ConnectionResetError("reset"), None),
-    ],
-)
-def test_the_hubs_advice_is_found_wherever_it_stands(error, seconds):
-    assert advised_seconds(error) == seconds
-
-
-@pytest.mark.parametrize(
     ("error", "final"),
     [
         *((answer(status), True) for status in (400, 401, 403, 404, 422)),
@@ -119,12 +103,6 @@ def test_a_storage_that_goes_on_refusing_is_final():
     assert "The token may not write to org/name" in str(
         given_up(FOLDER.url, refused, hub_failure, FOLDER.advice)
     )
-
-
-def test_ranks_that_were_refused_together_do_not_return_together():
-    waits = {Attempts(HUB).failed("a commit", answer(412)) for _ in range(20)}
-    waits |= {Attempts(HUB).failed("a commit", answer(429, Retry_After="60")) for _ in range(20)}
-    assert len(waits) == 40
 
 
 def test_messages_show_no_signatures_and_say_what_comes_next(log):

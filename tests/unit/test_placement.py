@@ -5,7 +5,7 @@ import threading
 from datatrove_ckpt.checkpoint import files, placement
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import MAX_PUBLISHING
-from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.errors import StorageFailed
 from tests.unit.test_open_checkpoint import opened
 
@@ -86,21 +86,6 @@ def test_only_a_disk_that_is_nearly_full_holds_up_new_documents(tmp_path, monkey
         "500 B are free. New documents are started.",
     ]
     checkpoint.close()
-
-
-def test_the_reserve_is_a_share_of_the_disk_and_has_a_bound(tmp_path, monkeypatch):
-    def disk(blocks):
-        return lambda folder: type(
-            "Status", (), {"f_blocks": blocks, "f_frsize": 4096, "f_bavail": blocks // 2}
-        )
-
-    monkeypatch.setattr("os.statvfs", disk(1000))
-    assert placement.reserve_bytes(tmp_path) == 2_048_000  # half of it
-    assert not DiskRoom(tmp_path).holds_up(9, 4)
-    monkeypatch.setattr("os.statvfs", disk(2**18))
-    assert placement.reserve_bytes(tmp_path) == placement.LEAST_RESERVE_BYTES
-    monkeypatch.setattr("os.statvfs", disk(10**12))
-    assert placement.reserve_bytes(tmp_path) == placement.RESERVE_BYTES
 
 
 def test_a_full_disk_gets_the_room_of_what_was_staged_before_the_rank_is_taken(

@@ -52,16 +52,6 @@ def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
-def test_a_line_has_everything(clock):
-    progress = RunProgress(ranks=3, complete=1, documents=100, clock=clock)
-    progress.update(0, rank(0, 0))
-    clock.now += 10
-    progress.update(0, rank(50, 50)._replace(state="waits for the server"))
-    assert progress.line() == (
-        "~50.0 % of the input, 150 docs, 1/3 tasks, 5.0 doc/s, 10.0 req/s, 50 tok/s, 30 s left, waits for the server"
-    )
-
-
 def test_tasks_without_input_are_no_part_of_the_percentage(clock):
     progress = RunProgress(ranks=20, clock=clock)
     for number in range(3):

@@ -177,7 +177,7 @@ async def cancel(batch: Batch) -> str:
         CkptError: the provider cannot be reached, or refuses.
     """
     if batch.state != "created":
-        return f"Number {batch.number} is not known by the provider's id. The next run finds it."
+        return f"Batch number {batch.number} has no id yet. The next run finds it."
     config = InferenceConfig(
         "endpoint", batch.model or "-", endpoint_url=batch.url, api_key_env=batch.key_env or None
     )

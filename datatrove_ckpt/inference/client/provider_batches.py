@@ -158,14 +158,15 @@ class BatchProvider:
             page = await self._ask("GET", self._path, params=query)
             listed = [one for one in page.get("data") or () if isinstance(one, dict)]
             for one in listed:
-                if self._is_late(one, batch) and await self._is(one, batch, known):
+                if await self._is(one, batch, known):
                     return self._batch(one)
-            if not listed or not page.get("has_more") or not self._is_late(listed[-1], batch):
+            if not listed or not page.get("has_more"):
+                return None
+            # Clocks differ: all of a page count, however old.
+            created_at = self._created_at(listed[-1].get("created_at"), batch.at)
+            if created_at < batch.at - _EARLIER_SECONDS:
                 return None
             after = str(listed[-1]["id"])
-
-    def _is_late(self, listed: JsonObject, batch: RequestedBatch) -> bool:
-        return self._created_at(listed.get("created_at"), batch.at) > batch.at - _EARLIER_SECONDS
 
     def _created_at(self, value: object, default: float) -> float:
         return value if isinstance(value, int | float) else default
@@ -325,17 +326,17 @@ class MessageBatches(BatchProvider):
         counts = _object(listed.get("request_counts")).values()
         if remote.id in known | self._others or sum(counts) != batch.requests:
             return False
-        if remote.status not in ENDED:
-            self._undecided = remote.id
+        if listed.get("archived_at"):
             return False
-        for file in remote.files:
-            with suppress(FileGone):
-                async with aclosing(self.answers(file)) as answers:
+        if remote.status in ENDED:
+            with suppress(FileGone):  # not there yet
+                async with aclosing(self.answers(*remote.files)) as answers:
                     async for answer in answers:
                         if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):
                             return True
-                        break
-        self._others |= {remote.id}
+                        self._others |= {remote.id}
+                        return False
+        self._undecided = remote.id
         return False
 
     def _answer(self, content: JsonObject) -> BatchAnswer:

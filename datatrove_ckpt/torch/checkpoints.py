@@ -495,7 +495,7 @@ class TrainingCheckpoints:
         names = metrics.keys() | self._logged
         if names and best is not None and best.count and best.name not in metrics:
             logger.warning(
-                f"metrics= of the save has no {best.name!r}: no best step is kept. Give it to "
+                f"metrics has no {best.name!r}: no best step is kept. Give it to "
                 "maybe_save and save, as log chooses no step; or set best=, or keep_best=0."
             )
         if input_state is not None and input_state["epoch"] is None:

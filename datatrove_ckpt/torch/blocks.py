@@ -136,34 +136,9 @@ class BlockInput:
         if not isinstance(self._reader, JsonlReader):
             self._unified = Unified(schemas.items(), columns)
 
-    def text_columns(self) -> list[str] | None:
-        """Returns the columns of text and id, if documents of all files need no others for these;
-        else None.
-        """
-        import pyarrow as pa
-
-        reader = self._reader
-        adapter = getattr(reader.adapter, "__func__", None)
-        usual = (ParquetReader, IpcReader)
-        if type(reader) not in usual or adapter is not type(reader)._default_adapter:
-            return None
-        wanted = [reader.text_key, reader.id_key]
-        found = {
-            tuple(name for name in pa.ipc.read_schema(pa.py_buffer(schema)).names if name in wanted)
-            for schema in {file.schema for file in self._index if file.rows}
-        }
-        names = list(next(iter(found), ()))
-        if len(found) == 1 and reader.text_key in names:
-            return names
-        return None
-
     def let_go(self, file: int) -> None:
         if file in self._opened and self._process == os.getpid():
             self._opened[file].let_go()
-
-    def close(self) -> None:
-        while self._opened:
-            self._opened.popitem()[1].close()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_opened": OrderedDict()}

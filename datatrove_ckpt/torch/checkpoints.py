@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -40,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
+from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.training_history import TrainingHistory
@@ -440,7 +442,12 @@ class TrainingCheckpoints:
         _check_alike(own_outlines, gathered)
         if not self._agree(partial(self._begin, name), name):
             return
-        if writer is not None and not self._agree(lambda: writer(staging / "writer"), name):
+
+        def write_own() -> None:
+            assert writer is not None
+            writer(staging / "writer")
+
+        if writer is not None and not self._agree(write_own, name):
             return
         contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
         inputs = [each[1] for each, _, _ in gathered]
@@ -488,7 +495,7 @@ class TrainingCheckpoints:
         names = metrics.keys() | self._logged
         if names and best is not None and best.count and best.name not in metrics:
             logger.warning(
-                f"metrics= of the save has no {best.name!r}: no best step is kept. Give it to "
+                f"metrics has no {best.name!r}: no best step is kept. Give it to "
                 "maybe_save and save, as log chooses no step; or set best=, or keep_best=0."
             )
         if input_state is not None and input_state["epoch"] is None:
@@ -533,17 +540,13 @@ class TrainingCheckpoints:
             )
         self._steps.refuse_others(there)
 
-    def _agree(self, call: Callable[[], object], name: StepName) -> bool:
+    def _agree(self, call: Callable[[], None], name: StepName) -> bool:
         """Makes a call in each rank.
 
         Returns whether all of them succeeded; if not, the save has failed.
         """
-
-        def without_result() -> None:
-            call()
-
         try:
-            self._ranks.together(without_result)
+            self._ranks.together(call)
         except Exception as error:
             self._failed(name, error)
             return False
@@ -578,7 +581,8 @@ class TrainingCheckpoints:
             if not self._is_owner:
                 self._not_saved = None
                 return
-            manifest = self._steps.finish(name, contents, metrics)
+            self._steps.write(name, contents, metrics)
+            manifest = self._steps.publish(name)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
             self._note(
@@ -632,11 +636,9 @@ class TrainingCheckpoints:
         """
         if not self._is_owner:
             return
-        newest = max(self._manifests, default=None)
-        with suppress(Exception):
-            if newest is not None and shutil.disk_usage(self._steps.folder).free < size_of(
-                self._manifests[newest]
-            ):
+        with suppress(Exception):  # of no step, max raises
+            newest = max(self._manifests)
+            if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
                 self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
         self._steps.begin(name)
 
@@ -894,8 +896,9 @@ class TrainingCheckpoints:
         weights_only: bool = False,
     ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
-        calls = [(call, key) for call in (check_fits, give) for key in states]  # all before any
-        for call, key in calls:
+        # All fit before one changes. Optimizers count their parameters themselves.
+        order = sorted(states, key=lambda key: not isinstance(states[key], Optimizer))
+        for call, key in product((check_fits, give), order):
             folder = f"states/{key}"
             is_whole = f"{folder}/{METADATA}" not in saved
             if is_whole:
@@ -906,21 +909,15 @@ class TrainingCheckpoints:
                 if is_whole:
                     call(states[key], found)
                 elif call is give:
-                    load_parts(
-                        key,
-                        states,
-                        self._steps.folder / str(name) / folder,
-                        self._ranks.group,
-                        self._only_plain,
-                    )
+                    path = self._steps.folder / str(name) / folder
+                    load_parts(key, states, path, self._ranks.group, self._only_plain)
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
         left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
         if left and not weights_only and self._ranks.rank == 0:
-            keys = ", ".join(sorted(left))
             logger.warning(
-                f"{name} also holds {keys}: not restored, as restore and rollback were not "
-                "given it."
+                f"{name} also holds {', '.join(sorted(left))}: not restored, as restore and "
+                "rollback were not given it."
             )
         if reader is not None:
             reader(self._steps.folder / str(name) / "writer")
@@ -1013,10 +1010,12 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        def earlier(names: Iterable[StepName]) -> list[StepName]:
+        def matching(names: Iterable[StepName]) -> list[StepName]:
+            if to is not None:
+                return self._matching(to, names)
             return [name for name in names if before is None or name.step < before]
 
-        chosen = self._choose(earlier if to is None else partial(self._matching, to))
+        chosen = self._choose(matching)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")

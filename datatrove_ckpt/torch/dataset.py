@@ -26,7 +26,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from datatrove.data import Document
-from loguru import logger
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import SeekingReader
@@ -35,7 +34,6 @@ from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import check_snapshots, is_ours, merge_all
-from datatrove_ckpt.torch.order import OPEN_BLOCKS
 from datatrove_ckpt.torch.seals import check_seals, find_states, load_file
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import DatasetState, Slot
@@ -117,6 +115,8 @@ class ReaderDataset(StatefulIterable):
             )
         if shuffle_seed is None:
             shuffle_seed = reader.shuffle_seed
+        if transform is None and columns is None:
+            transform = text_and_id
         batch = 1 if batch_size is None else batch_size
         self.reader = reader
         self.rank = int(rank)  # NumPy's integers are no JSON
@@ -128,25 +128,9 @@ class ReaderDataset(StatefulIterable):
         self._plain_reader = copy.copy(reader)
         self._plain_reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._plain_reader)
-        self._read_columns = columns
-        if transform is None and columns is None:
-            self.transform = text_and_id
-            self._read_columns = self._index.blocks.text_columns()
+        self._read_columns = columns or getattr(reader, "_columns", None)
         if shuffle_seed is not None:  # rows of several files come together
             self._index.blocks.unify(self._read_columns)
-            self._warn_of_small_window(shuffle_window)
-
-    def _warn_of_small_window(self, given: int | str) -> None:
-        window = self.settings.window
-        mean = self._index.table.mean(window)
-        if window.limit < 2 * mean and self.rank == 0:
-            unit = "rows" if window.rows else "bytes"
-            logger.warning(
-                f"shuffle_window={given!r} is less than two row groups or other parts of a file, "
-                f"which have {mean:.0f} {unit} each: rows of different parts hardly mix. Make it "
-                f"at least {OPEN_BLOCKS * mean:.0f} {unit}, if there is memory, or write smaller "
-                "row groups."
-            )
 
     def __len__(self) -> int:
         """Returns the number of samples of this rank in an epoch. Rows without a document count."""

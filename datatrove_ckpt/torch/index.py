@@ -46,16 +46,15 @@ class Index:
         # How the files are sampled, and a hash of the samples. The ETags of remote files cost
         # nothing.
         samples = "\n".join(map(inputs.sample, range(len(inputs.names))))
-        content = [
-            "bytes" if inputs.folder.is_local() else "tags",
-            xxh3_64_hexdigest(samples.encode()),
-        ]
-        own = {"skip": reader.skip, "limit": reader.limit, "content": content}
+        kind = "bytes" if inputs.folder.is_local() else "tags"
         self.state: State = {
             "files": files,
             "rows": self.table.total,
             "blocks": self.table.hash,
-        } | own
+            "skip": reader.skip,
+            "limit": reader.limit,
+            "content": [kind, xxh3_64_hexdigest(samples.encode())],
+        }
         """Names, sizes and samples of all files, and the number of rows of each block."""
 
     def check(self, then: State) -> None:
@@ -139,13 +138,12 @@ class RowSource:
         None: a damaged line.
         """
         found: dict[int, JsonObject | None] = {}
-        made: Sequence[JsonObject | None]
         for places, part, _, _ in self._parts(shares, rows):
             if isinstance(part, list):
-                made = [row and json_row(row) for row in part]
+                part = [row and json_row(row) for row in part]
             else:
-                made = table_rows(part)
-            found.update(zip(places.tolist(), made, strict=True))
+                part = table_rows(part)
+            found.update(zip(places.tolist(), part, strict=True))
         return [found[place] for place in range(len(shares))]
 
     def _parts(

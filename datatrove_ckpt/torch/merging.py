@@ -110,12 +110,9 @@ def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
 
 
 def _packs(states: Sequence[State]) -> State:
-    rests = [state["rest"] for state in states if _holds_tokens(state["rest"])]
+    rests = [state["rest"] for state in states]
+    rests = [rest for rest in rests if any(tokens for _, tokens in rest.values())]
     return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
-
-
-def _holds_tokens(rest: Mapping[str, list[str]]) -> bool:
-    return any(tokens for _, tokens in rest.values())
 
 
 def _mixes(states: Sequence[State]) -> State:

@@ -25,19 +25,14 @@ _BATCH_BYTES = 2**21
 _BUFFER_BYTES = 2**20
 
 
-class _Stretch:
-    """Rows of a file up to ``end``, read in order. ``row``: the next one."""
+class _GroupRows:
+    """The rows of one row group, from its beginning on. ``row``: how many were read."""
 
     def __init__(
-        self,
-        columns: Sequence[str] | None,
-        row: int,
-        end: int,
-        batches: Iterator[pa.RecordBatch],
+        self, group: int, columns: Sequence[str] | None, batches: Iterator[pa.RecordBatch]
     ) -> None:
-        self.columns = columns
-        self.row = row
-        self.end = end
+        self.key = (group, columns)
+        self.row = 0
         self._batches = batches
         self._rest = None
 
@@ -63,7 +58,7 @@ class ParquetBlocks(TableFile):
 
         self._name = name
         self._size = size
-        self._stretch: _Stretch | None = None
+        self._group: _GroupRows | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
@@ -85,37 +80,30 @@ class ParquetBlocks(TableFile):
 
         found = self._seek(part, row, columns)
         table = pa.Table.from_batches(found.read(rows))
-        self._stretch = found
+        self._group = found
         return table
 
     def let_go(self) -> None:
-        self._stretch = None  # at least a page of each column and its dictionary
+        self._group = None  # at least a page of each column and its dictionary
 
     def close(self) -> None:
-        self._stretch = None
+        self._group = None
         self._file.close()
         self._source.close()
 
-    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _Stretch:
-        start = self._starts[group]
-        found = self._stretch
-        self._stretch = None  # also if this fails
-        is_next = found is not None and found.row == start + row
-        if found is None or found.columns != columns or not found.row <= start + row < found.end:
-            groups = self.index.groups
-            held = self._size * groups[group].bytes // 4
-            rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * groups[group].rows // max(1, held)))
-            end = group + 1
-            # A call takes 0.2 ms, so small groups that are read in order come in one.
-            while is_next and end < len(groups):
-                held += self._size * groups[end].bytes // 4
-                if held > _BATCH_BYTES:
-                    break
-                end += 1
-            batches = self._file.iter_batches(
-                rows, row_groups=range(group, end), columns=columns and list(columns)
+    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupRows:
+        found = self._group
+        self._group = None  # also if this fails
+        if found is None or found.key != (group, columns) or found.row > row:
+            sizes = self.index.groups[group]
+            rows = min(
+                _BATCH_ROWS,
+                max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)),
             )
-            found = _Stretch(columns, start, self._starts[end], iter(batches))
-        for _ in found.read(start + row - found.row):
+            batches = self._file.iter_batches(
+                rows, row_groups=[group], columns=columns and list(columns)
+            )
+            found = _GroupRows(group, columns, iter(batches))
+        for _ in found.read(row - found.row):
             pass
         return found

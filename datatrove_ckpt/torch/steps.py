@@ -110,16 +110,6 @@ class Steps:
     def abandon(self, name: StepName) -> None:
         files.disk.remove_tree(self.folder / f".saving-{name}")
 
-    def finish(
-        self,
-        name: StepName,
-        contents: Contents,
-        metrics: dict[str, float],
-        of: Manifest | None = None,
-    ) -> Manifest:
-        self.write(name, contents, metrics, of)
-        return self.publish(name)
-
     def write(
         self,
         name: StepName,
@@ -212,12 +202,7 @@ class Steps:
 
     def upload(self, name: StepName) -> None:
         assert self.store is not None
-        try:
-            if self.remote_manifest(name) == self.manifest(name):
-                return
-            self.store.remove(f"{name}/{MANIFEST}")
-        except CheckpointCorrupt:
-            pass
+        self.store.remove(f"{name}/{MANIFEST}")
         for file in self.manifest(name)["files"]:
             self.store.put_file(f"{name}/{file}", self.folder / str(name) / file)
         self.store.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
@@ -288,7 +273,8 @@ class Steps:
                     f"{self.store.url}/{name} lacks a file: {error}."
                 ) from error
             raise
-        self.finish(name, {}, {}, manifest)
+        self.write(name, {}, {}, manifest)
+        self.publish(name)
 
     def remove_remote(self, name: StepName) -> None:
         assert self.store is not None

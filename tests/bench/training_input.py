@@ -72,7 +72,10 @@ class Ours:
         from datatrove_ckpt.readers import ParquetReader
         from datatrove_ckpt.torch import ReaderDataset
 
-        reader, seed = ParquetReader(str(folder / "parquet")), 1 if shuffled else None
+        reader, seed = (
+            ParquetReader(str(folder / "parquet"), read_metadata=False),
+            1 if shuffled else None,
+        )
         self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH)
         self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
@@ -190,7 +193,7 @@ class Loader:
             from datatrove_ckpt.torch import ReaderDataset
 
             self.input = ReaderDataset(
-                ParquetReader(str(folder / "parquet")),
+                ParquetReader(str(folder / "parquet"), read_metadata=False),
                 shuffle_seed=1 if shuffled else None,
                 columns=["text"] if kind == "columns" else None,
             )

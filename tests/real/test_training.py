@@ -195,37 +195,6 @@ def test_a_forgotten_set_epoch_warns_once(folder, workers, log):
     )
 
 
-def test_a_window_of_one_row_group_is_a_warning_once(tmp_path, log):
-    folder = tmp_path / "one"
-    folder.mkdir()
-    pq.write_table(pa.table({"text": TEXTS[:50]}), folder / "a.parquet", row_group_size=10)
-
-    def warned(window, seed=1, rank=0):
-        before = len(log.read_text())
-        one = ReaderDataset(ParquetReader(folder.as_posix()), rank, 2, seed, shuffle_window=window)
-        for epoch in range(2):
-            one.set_epoch(epoch)
-            list(one)
-        lines = log.read_text()[before:].splitlines()
-        return len(
-            [line for line in lines if "hardly" in line and f"shuffle_window={window!r}" in line]
-        )
-
-    assert [warned(window) for window in (5, 10, 19, 20, 50, "128MB", "100B")] == [
-        1,
-        1,
-        1,
-        0,
-        0,
-        0,
-        1,
-    ]
-    assert warned(5, seed=None) == 0
-    assert warned(5, rank=1) == 0, "rank 0 says it"
-    pq.write_table(pa.table({"text": TEXTS[:50]}), folder / "a.parquet")
-    assert warned(5) == 0, "one row group is shuffled as a whole"
-
-
 def test_another_number_of_workers_is_refused_in_our_words(folder):
     one = loader(folder, 2)
     next(iter(one))

@@ -370,7 +370,7 @@ class ModelServers:
             assert target.url is not None
             timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
             if target.api_key is not None:
-                headers = target.api_key.headers()
+                headers = target.api_key.headers(way.path)
             else:
                 headers = None
             found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)

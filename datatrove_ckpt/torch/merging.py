@@ -84,8 +84,7 @@ def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
             "as many ranks and workers as before."
         )
     check_same(found, ("kind", "options", "epoch"), State.get)
-    first = found[0]
-    if is_state(first):
+    if is_state(found[0]):
         return merge_states([DatasetState.from_json(state) for state in found], alone).to_json()
     return _merge_wrappers(found, alone)
 
@@ -110,8 +109,11 @@ def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
 
 
 def _packs(states: Sequence[State]) -> State:
-    rests = [state["rest"] for state in states]
-    rests = [rest for rest in rests if any(tokens for _, tokens in rest.values())]
+    rests = []
+    for state in states:
+        rest = state["rest"]
+        if any(tokens for _, tokens in rest.values()):
+            rests.append(rest)
     return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
 
 

@@ -328,12 +328,20 @@ class _Run:
         host = host_loop()
         order = 0 if host is None else host.order
         sender = Sender(self.preemption.shutdown, order, progress.server)
+        models = [*self.step.models.values()]
+        compiled = None
+        launches = any(model.server_type != "endpoint" for model in models)
+        if launches and (remote := self.step.checkpoints_remote_dir) is not None:
+            from datatrove_ckpt.mirror.compile_cache import MirroredCompileCache
+
+            compiled = MirroredCompileCache.of(remote)
         return servers.lend(
             config,
-            [*self.step.models.values()],
+            models,
             self.rank,
             sender,
             progress.of(config).outages.append,
+            compiled,
         )
 
     async def _generate(

@@ -132,7 +132,7 @@ class ServerPool:
                 InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
             ]
         return [
-            InferenceServer(self.config, self.rank, index, lease)
+            InferenceServer(self.config, self.rank, index, lease, compiled=self.models.compiled)
             for index, lease in enumerate(leases)
         ]
 

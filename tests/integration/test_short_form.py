@@ -836,9 +836,22 @@ def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
     said = command("run", "job.yaml", code=1).error
     assert "document 'last' has 'answer' in its metadata already" in said
-    Path("documents/a.jsonl").write_text('{"id": "1", "body": "a", "text": "other"}')
-    said = command("run", "job.yaml", "--text-key=body", "--run-folder=runs/y", code=1).error
-    assert "metadata 'text', which would replace its own text" in said
+
+
+def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, command):
+    row = {"id": 1, "body": "a", "key": "k", "text": "other", "metadata_text": "mine"}
+    Path("documents/a.jsonl").write_text(json.dumps(row))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    for form in ("jsonl", "parquet"):
+        folder = f"runs/{form}"
+        names = ["--text-key=body", "--id-key=key", f"--output-format={form}"]
+        command("run", "job.yaml", *names, f"--run-folder={folder}")
+        (document,) = OutputPath(folder, "output")
+        (found,) = OutputPath(folder, "output").to_pandas().to_dict("records")
+        assert (found["id"], found["text"]) == ("k", "a") == (document.id, document.text)
+        assert (found["metadata_id"], found["metadata_text"]) == (1, "mine")
+        assert found["metadata_metadata_text"] == "other"
+        assert found["answer"]
 
 
 class Far(MemoryFileSystem):

@@ -854,6 +854,21 @@ def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, comm
         assert found["answer"]
 
 
+def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
+    rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
+    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    for size in (1, 2):  # between chunks, and in one
+        words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
+        said = command(*words, "--output-format=parquet", code=1).error
+        assert "document 'id 1' (number 1 of this task): column 'n' is string there" in said
+        assert "output_format: jsonl, which takes values of any types, and accept_changes" in said
+        command(*words, "--output-format=jsonl", "--accept-changes=true")
+        output = OutputPath(f"runs/{size}/output")
+        assert [document.metadata["n"] for document in output] == [1, "one"]
+    assert server.asked.total() == 4
+
+
 class Far(MemoryFileSystem):
     """A storage that is not there, or lets nobody in."""
 

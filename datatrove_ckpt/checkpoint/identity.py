@@ -650,6 +650,8 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
         }
     if isinstance(value, list):
         return [_plain(name, one, ordered) for one in value]
+    if value is None and name.endswith("generation_params"):
+        return {}
     if value == _ZERO:
         return 0
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:

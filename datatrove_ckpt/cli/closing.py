@@ -50,7 +50,10 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
         work = f" Retried {retried}."
     errors = runner.lines_with_error(counts)
     if errors:
-        work += f" {errors} of {plural(counts.written, 'line')} have an error in the output."
+        have = "have"
+        if errors == 1:
+            have = "has"
+        work += f" {errors} of {plural(counts.written, 'line')} {have} an error in the output."
     work += str(skipped)
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."

@@ -44,6 +44,12 @@ _PHRASES = {
     ),
     "input": ("data_folder, glob_pattern", "input"),
     # what the short form does not have
+    "one_type": (
+        "Give ParquetWriter a schema that fits, or an adapter that sets one type (a new adapter "
+        "needs accept_changes=True)",
+        "Go on with output_format: jsonl, which takes values of any types, and accept_changes: "
+        "what is committed stays as it is",
+    ),
     "or_adapter": (", or write an adapter", ""),
     "and_adapter": (" and the adapter of the reader", ""),
     "run_here": ("use class_path: LocalPipelineExecutor", "leave slurm out"),

@@ -20,7 +20,8 @@ class NamedAnswer:
     Attributes:
         name: without one there is no such object, and the results replace what stands at
             ``metadata_key``, as datatrove's do.
-        taken_by_columns: metadata keys that would replace the text or the id of a document.
+        taken_by_columns: metadata keys that would replace the text or the id of a document in a
+            table.
         value_of: what a result puts into the column.
     """
 
@@ -52,20 +53,22 @@ class NamedAnswer:
                 "in its metadata already, perhaps of an earlier run, and this run would replace "
                 f"that. Give other names: {' and '.join(names[name] for name in taken)}."
             )
-        for name in self.taken_by_columns:
-            if name in document.metadata:
-                raise ConfigError(
-                    f"answer: document {document.id!r} has metadata {name!r}, which would replace "
-                    f"its own {name} in a table. Rename it before, or let the output_writer have "
-                    "expand_metadata: false."
-                )
 
     def put(self, document: Document, results: Sequence[object]) -> None:
-        """Puts the answers into the metadata. A value that the rollout put there stays."""
-        if self.name in document.metadata:
-            return
-        values = [self.value_of(result) for result in results]
-        if self.is_list:
-            document.metadata[self.name] = values
-        else:
-            document.metadata[self.name] = values[0]
+        """Puts the answers into the metadata, where a value that the rollout put there stays.
+
+        Renames the keys of ``taken_by_columns``: ``text`` to ``metadata_text``.
+        """
+        metadata = document.metadata
+        if self.name not in metadata:
+            values = [self.value_of(result) for result in results]
+            if self.is_list:
+                metadata[self.name] = values
+            else:
+                metadata[self.name] = values[0]
+        for name in self.taken_by_columns:
+            if name in metadata:
+                column = f"metadata_{name}"
+                while column in metadata:
+                    column = f"metadata_{column}"
+                metadata[column] = metadata.pop(name)

@@ -1,7 +1,8 @@
 """A rank's numbers, for its history and for the screen of its command (``process/screen.py``).
 
-The history gets a line after ten seconds, each minute, and at events and the end of the attempt.
-The storage thread adds its numbers, and writes the line (``checkpoint/history_records.py``).
+The history gets a line after 1, 2, 4, ... seconds, each minute, and at events and the end of the
+attempt. The storage thread adds its numbers, and writes the line
+(``checkpoint/history_records.py``).
 ``final_stats`` has the numbers of all attempts.
 """
 
@@ -53,7 +54,7 @@ from datatrove_ckpt.process.screen import (
 from datatrove_ckpt.process.shutdown import Shutdown
 
 MINUTE_SECONDS = 60.0
-_FIRST_SECONDS = 10.0  # users look whether the run has begun well
+_FIRST_SECONDS = 1.0  # a kill loses at most half of what a short attempt has counted
 _SPREAD_EVERY = 10
 _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
@@ -298,11 +299,12 @@ class RankReporter:
     # the history ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        first = min(_FIRST_SECONDS, MINUTE_SECONDS)
-        for number in count():
-            await asyncio.sleep(MINUTE_SECONDS if number else first)
+        pause = _FIRST_SECONDS
+        for number in count(1):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MINUTE_SECONDS)
             self._checkpoint.note(self.progress())
-            if number and number % _SPREAD_EVERY == 0:
+            if number % _SPREAD_EVERY == 0:
                 self._checkpoint.note(self.spread())
 
     def progress(self) -> history_records.Progress:

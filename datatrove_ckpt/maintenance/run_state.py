@@ -57,7 +57,7 @@ class RunSums(RunNumbers):
 
     Attributes:
         rates: of the last minutes, while it runs.
-        as_of: time of its last line; None in the first ten seconds of an attempt. Of several ranks,
+        as_of: time of its last line; None in the first second of an attempt. Of several ranks,
             the oldest of the running ranks, or of the others if none runs.
         time_left: at the present rate; None if the end of the input is not known, if nothing runs,
             or if nothing has been answered for longer than that.

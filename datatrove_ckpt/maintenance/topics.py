@@ -212,7 +212,7 @@ def _requests(totals: Totals) -> str:
 
 
 def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
-    """Yields requests in flight, without ranks in their first ten seconds, which are unknown."""
+    """Yields requests in flight, without ranks in their first second, which are unknown."""
     running = [
         rank
         for rank in (*state.ranks, *state.retries)

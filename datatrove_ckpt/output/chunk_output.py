@@ -23,6 +23,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.output_folder import OutputFolder
+from datatrove_ckpt.output.removal import remove_output
 from datatrove_ckpt.output.targets import make_target
 
 
@@ -115,6 +116,11 @@ class ChunkOutput:
         if others:
             raise other_content(self._check.where, sorted(others))
         self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
+        # With another output_filename, their documents are written to other files.
+        remove_output(
+            self._folder.writer.output_folder,
+            [name for name in intended if not self._check.is_name_of_run(name)],
+        )
 
     def stop(self) -> None:
         """Ends the wait for uploads and commits; the next process publishes those chunks again."""

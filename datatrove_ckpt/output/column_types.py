@@ -33,6 +33,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import (
     DataType,
     Field,
@@ -170,13 +171,6 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
         return None
 
 
-SCHEMA_ADVICE = (
-    "Give ParquetWriter a schema that fits, or an adapter that sets one type (a new "
-    "adapter needs accept_changes=True)"
-)
-"""What to do about column types."""
-
-
 @dataclass(frozen=True)
 class Misfit:
     """A column by which a file does not fit after a first one.
@@ -198,7 +192,8 @@ def warning(found: list[Misfit], chunk_index: int) -> str:
     )
     return (
         f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so "
-        f"the dataset may not load as one, or values load as texts that are none. {SCHEMA_ADVICE}."
+        "the dataset may not load as one, or values load as texts that are none. "
+        f"{written.one_type}."
     )
 
 

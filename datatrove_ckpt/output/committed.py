@@ -278,6 +278,10 @@ class OutputCheck:
                 found.by_rank[number].append((root, name))
         return found
 
+    def is_name_of_run(self, name: str) -> bool:
+        """Whether the present ``output_filename`` may give this name."""
+        return self._ours.fullmatch(name) is not None
+
     def is_unused(self) -> bool:
         return not any(
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
@@ -350,7 +354,7 @@ class OutputCheck:
             intended: the names that the rank was about to publish; None: every name that this run
                 gives.
         """
-        is_own: Callable[[str], object] = self._ours.fullmatch
+        is_own: Callable[[str], bool] = self.is_name_of_run
         if intended is not None:
             is_own = intended.__contains__
         names = sorted(name for _, name in found.by_rank[commits.rank] if not is_own(name))

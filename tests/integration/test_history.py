@@ -1,7 +1,9 @@
 """What a rank's attempts leave in its history, whatever ended them."""
 
+import asyncio
 import errno
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -18,6 +20,23 @@ ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 def history_of(folder):
     return read_history(folder / "checkpoints/00000/history.jsonl")
+
+
+def test_a_short_attempt_has_counted_what_it_paid_before_it_is_killed(tmp_path, server):
+    async def rollout(document, generate):
+        result = await ask(document, generate)
+        if document.id == "id 3":  # before ten seconds, a kill may come
+            with suppress(TimeoutError):
+                async with asyncio.timeout(8):
+                    while counted[-1] != 4:
+                        await asyncio.sleep(0.1)
+                        last = history_of(tmp_path).attempts[-1].last
+                        counted.append(last and last.own.requests)
+        return result
+
+    counted = [None]
+    runner(tmp_path, server, rollout, config=ONE_BY_ONE).run(documents(4))
+    assert counted[-1] == 4
 
 
 def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on_the_disk(

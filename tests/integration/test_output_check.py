@@ -6,13 +6,15 @@ import json
 import re
 import shlex
 import shutil
+from itertools import count
 
 import fsspec
 import orjson
+import pandas
 import pytest
 from datatrove.data import Document
 from datatrove.io import get_datafolder
-from datatrove.pipeline.writers import JsonlWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.cli.main import main
@@ -25,8 +27,8 @@ from datatrove_ckpt.output.folders import (
 from datatrove_ckpt.preflight import before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing import outputs
-from tests.jobs import runner, writer
+from datatrove_ckpt.testing import crash_at, outputs
+from tests.jobs import documents, ids, runner, writer
 from tests.kept import content_of
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
@@ -266,6 +268,22 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
     beside = JsonlReader(str(tmp_path / "input"), glob_pattern="0.jsonl")
     step.run(beside.run(None, 0, 1), 0, 1)
     assert server.asked.total() == 1
+
+
+def test_a_killed_run_goes_on_in_another_form_with_each_document_once(tmp_path, server):
+    for number in count(66, 10):  # one file is published, both, one is committed, both
+        folder = tmp_path / str(number)
+        with crash_at(number, folder) as disk:
+            runner(folder, server).run(documents(3))
+        if disk.crashed_at is None:
+            break
+        table = ParquetWriter(str(folder / "output"), "${rank}_chunk_${chunk_index}.parquet")
+        runner(folder, server, output_writer=table, accept_changes=True).run(documents(3))
+        found = ids(folder)
+        for path in (folder / "output").glob("*.parquet"):
+            found += pandas.read_parquet(path)["id"].tolist()
+        assert sorted(found) == ["id 0", "id 1", "id 2"], number
+    assert number > 90
 
 
 # lost commits of a finished rank are damage, whatever proves them --------------------------------

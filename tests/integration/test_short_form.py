@@ -836,9 +836,37 @@ def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
     said = command("run", "job.yaml", code=1).error
     assert "document 'last' has 'answer' in its metadata already" in said
-    Path("documents/a.jsonl").write_text('{"id": "1", "body": "a", "text": "other"}')
-    said = command("run", "job.yaml", "--text-key=body", "--run-folder=runs/y", code=1).error
-    assert "metadata 'text', which would replace its own text" in said
+
+
+def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, command):
+    row = {"id": 1, "body": "a", "key": "k", "text": "other", "metadata_text": "mine"}
+    Path("documents/a.jsonl").write_text(json.dumps(row))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    for form in ("jsonl", "parquet"):
+        folder = f"runs/{form}"
+        names = ["--text-key=body", "--id-key=key", f"--output-format={form}"]
+        command("run", "job.yaml", *names, f"--run-folder={folder}")
+        (document,) = OutputPath(folder, "output")
+        (found,) = OutputPath(folder, "output").to_pandas().to_dict("records")
+        assert (found["id"], found["text"]) == ("k", "a") == (document.id, document.text)
+        assert (found["metadata_id"], found["metadata_text"]) == (1, "mine")
+        assert found["metadata_metadata_text"] == "other"
+        assert found["answer"]
+
+
+def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
+    rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
+    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    for size in (1, 2):  # between chunks, and in one
+        words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
+        said = command(*words, "--output-format=parquet", code=1).error
+        assert "document 'id 1' (number 1 of this task): column 'n' is string there" in said
+        assert "output_format: jsonl, which takes values of any types, and accept_changes" in said
+        command(*words, "--output-format=jsonl", "--accept-changes=true")
+        output = OutputPath(f"runs/{size}/output")
+        assert [document.metadata["n"] for document in output] == [1, "one"]
+    assert server.asked.total() == 4
 
 
 class Far(MemoryFileSystem):

@@ -54,6 +54,12 @@ def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tm
     assert answered == 50 == len(rows(tmp_path))
 
 
+def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path):
+    with FakeServer() as server:
+        runner(tmp_path, server, **of_prompt({"service_tier": "flex"})).run(documents(2))
+        runner(tmp_path, server, **of_prompt(None)).run(documents(2))
+
+
 def test_a_request_takes_the_next_tier_when_the_first_one_is_full_for_half_of_the_patience(
     tmp_path,
 ):

@@ -104,6 +104,21 @@ def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
     assert set(provider.billed.values()) == {1}
 
 
+class WantsKey(FakeMessages):
+    """Wants the key in the form of Anthropic outside of batches, too."""
+
+    async def _answered(self, request):
+        if request.headers.get("x-api-key") != KEY or "Authorization" in request.headers:
+            return web.json_response({"error": "no key"}, status=401)
+        return await super()._answered(request)
+
+
+def test_a_message_outside_of_batches_has_the_key_in_the_form_of_anthropic(tmp_path):
+    with WantsKey() as provider:
+        runner(tmp_path, provider, message, config={"api_key": KEY}).run(documents(1))
+    assert len(rows(tmp_path)) == 1
+
+
 class LosesErrors(FakeProvider):
     """Fails once to give a file of errors."""
 

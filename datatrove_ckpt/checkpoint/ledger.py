@@ -570,10 +570,13 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 
 # lost commits ------------------------------------------------------------------------------------
 
-# Whether all commits of a rank are still there. Several files say how many there must be. run.json
-# how many there were when the last owner started last_chunk all chunks up to this one were
-# committed shard.json how many documents the input had; a finished rank has committed all of them A
-# missing or old file proves less, but nothing wrong.
+# Whether all commits of a rank are still there. Several files say how many there must be:
+#
+#     run.json        how many there were when the last owner started
+#     last_chunk      all chunks up to this one were committed
+#     shard.json      how many documents the input had; a finished rank has committed all of them
+#
+# A missing or old file proves less, but nothing wrong.
 
 
 _START_OVER = (

@@ -321,7 +321,7 @@ class Key:
     def headers(self, path: str = "") -> HiddenDict:
         """Returns the headers with the key for requests to ``path`` of an API."""
         # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
-        if "/messages" in path and self._value.startswith("sk-ant-"):
+        if "messages" in path.split("/") and self._value.startswith("sk-ant-"):
             return HiddenDict({"x-api-key": self._value, "anthropic-version": "2023-06-01"})
         return HiddenDict(Authorization=f"Bearer {self._value}")
 

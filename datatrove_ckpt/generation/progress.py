@@ -390,9 +390,12 @@ def _described(error: BaseException | None) -> str:
 
 # input progress ----------------------------------------------------------------------------------
 
-# A reader is ahead of the rank, so documents are taken to be equal: done = what lies before the
-# last document handed over * documents finished / documents up to that one This is exact at both
-# ends, and grows steadily.
+# A reader is ahead of the rank, so documents are taken to be equal:
+#
+#     done = what lies before the last document handed over * documents finished / documents up to
+#     that one
+#
+# This is exact at both ends, and grows steadily.
 
 
 def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:

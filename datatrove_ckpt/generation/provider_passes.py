@@ -415,10 +415,11 @@ class ProviderPasses:
                         if len(rows) >= _ROWS:
                             await self._change(partial(_put, rows))
                             rows = []
+                await self._change(partial(_put, rows))
+                rows = []
                 self._collected.add(file)
             except FileGone as error:
                 gone = f"{file} ({error})"
-        await self._change(partial(_put, rows))
         await self._change(lambda rank: rank.sync())
         if gone:
             now = time.monotonic()

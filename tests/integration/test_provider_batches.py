@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import orjson
 import pytest
+from aiohttp import web
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
@@ -100,6 +101,46 @@ def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
         provider.status = status
         runner(tmp_path, provider, config=BATCHES).run(documents(5))
     assert len(rows(tmp_path)) == 5
+    assert set(provider.billed.values()) == {1}
+
+
+class WantsKey(FakeMessages):
+    """Wants the key in the form of Anthropic outside of batches, too."""
+
+    async def _answered(self, request):
+        if request.headers.get("x-api-key") != KEY or "Authorization" in request.headers:
+            return web.json_response({"error": "no key"}, status=401)
+        return await super()._answered(request)
+
+
+def test_a_message_outside_of_batches_has_the_key_in_the_form_of_anthropic(tmp_path):
+    with WantsKey() as provider:
+        runner(tmp_path, provider, message, config={"api_key": KEY}).run(documents(1))
+    assert len(rows(tmp_path)) == 1
+
+
+class LosesErrors(FakeProvider):
+    """Fails once to give a file of errors."""
+
+    has_lost = False
+
+    async def _content(self, request):
+        if request.match_info["id"].startswith("err") and not self.has_lost:
+            self.has_lost = True
+            return web.json_response({"error": "lost"}, status=502)
+        return await super()._content(request)
+
+
+def test_answers_are_kept_when_the_file_of_errors_is_lost_once(tmp_path):
+    def outcome(request):
+        is_first = request["custom_id"].endswith("-1")
+        return FAILED if is_first and "text 1" in str(request["body"]) else None
+
+    with LosesErrors() as provider:
+        provider.outcome = outcome
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert provider.has_lost
+    assert len(rows(tmp_path)) == 3
     assert set(provider.billed.values()) == {1}
 
 

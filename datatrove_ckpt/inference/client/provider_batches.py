@@ -96,7 +96,7 @@ class BatchProvider:
     _after = "after"
 
     def __init__(self, url: HiddenUrl, api_key: Key | None, proxied: bool) -> None:
-        headers = HiddenDict() if api_key is None else api_key.headers(f"/{self._path}")
+        headers = HiddenDict() if api_key is None else api_key.headers(self._path)
         self.url = url
         self._redact = url.redactor(headers)
         self._session = aiohttp.ClientSession(

@@ -104,7 +104,7 @@ def give(state: Any, content: Any) -> None:
         del state[key]
     for key, value in content.items():
         now = state.get(key)
-        if _may_hold(now, value):
+        if isinstance(now, torch.Tensor) and _may_hold(now, value):
             with torch.no_grad():
                 now.copy_(value)
         elif isinstance(now, dict) and isinstance(value, dict):
@@ -113,11 +113,11 @@ def give(state: Any, content: Any) -> None:
             state[key] = value
 
 
-def _may_hold(now: object, value: object) -> bool:
+def _may_hold(now: torch.Tensor, value: object) -> bool:
     """Whether a copy loses nothing: an integer would cut a number, a vector repeat it."""
-    if not isinstance(now, torch.Tensor) or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
         return False
-    return now.shape == value.shape and torch.can_cast(value.dtype, now.dtype)
+    return now.shape == value.shape and bool(torch.can_cast(value.dtype, now.dtype))
 
 
 def _is_part(value: object) -> bool:

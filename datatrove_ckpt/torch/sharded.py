@@ -95,7 +95,7 @@ _SHAPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 def give(state: Any, content: Any) -> None:
     """Restores a state whose content is known. Tensors in a dict keep their memory, which may be
-    that of a model.
+    that of a model, unless they cannot hold the content.
     """
     if not isinstance(state, dict):
         state.load_state_dict(content)
@@ -104,13 +104,20 @@ def give(state: Any, content: Any) -> None:
         del state[key]
     for key, value in content.items():
         now = state.get(key)
-        if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor):
+        if isinstance(now, torch.Tensor) and _may_hold(now, value):
             with torch.no_grad():
                 now.copy_(value)
         elif isinstance(now, dict) and isinstance(value, dict):
             give(now, value)
         else:
             state[key] = value
+
+
+def _may_hold(now: torch.Tensor, value: object) -> bool:
+    """Whether a copy loses nothing: an integer would cut a number, a vector repeat it."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return now.shape == value.shape and bool(torch.can_cast(value.dtype, now.dtype))
 
 
 def _is_part(value: object) -> bool:

@@ -534,6 +534,14 @@ def test_an_optimizer_that_does_not_fit_is_refused_before_anything_changes(tmp_p
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_tensor_that_cannot_hold_what_was_saved_is_replaced(tmp_path):
+    with checkpoints(tmp_path) as saved:
+        saved.save(1, state={"mean": torch.tensor(3.7), "limit": torch.tensor(0.5)})
+    state = {"mean": torch.tensor(0), "limit": torch.zeros(3)}
+    assert checkpoints(tmp_path).restore(state=state) == 1
+    assert state == {"mean": torch.tensor(3.7), "limit": torch.tensor(0.5)}
+
+
 def test_the_tensors_of_a_dict_are_restored_in_place(tmp_path):
     """Else a model whose ``state_dict()`` is given would stay as it was."""
     model, optimizer = trained_adam(3, 4)

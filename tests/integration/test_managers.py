@@ -215,7 +215,7 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
             os.killpg(process.pid, signal.SIGKILL)
         job.finish(process)
         log = tmp_path / "killed/logs/logs/task_00000.log"
-        assert "With datatrove_ckpt.LocalPipelineExecutor, ranks drain." in log.read_text()
+        assert "With datatrove_ckpt.LocalPipelineExecutor, tasks drain." in log.read_text()
         server.release()
         assert job.finish(job.start()) == 0, job.log
         assert sum(server.asked.values()) - 2 * QUESTIONS <= 2 * IN_FLIGHT

@@ -398,10 +398,11 @@ _SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
 def token_counts(usage: JsonObject) -> tuple[int, int]:
     """Returns the prompt and completion tokens of a usage."""
-    prompt = usage.get("prompt_tokens") or usage.get("input_tokens") or 0
-    if "cache_creation_input_tokens" in usage and "prompt_tokens" not in usage:
+    prompt = usage.get("prompt_tokens")
+    if prompt is None:
         # Anthropic counts the three apart.
-        prompt += usage["cache_creation_input_tokens"] or 0
+        prompt = usage.get("input_tokens") or 0
+        prompt += usage.get("cache_creation_input_tokens") or 0
         prompt += usage.get("cache_read_input_tokens") or 0
     return prompt, usage.get("completion_tokens") or usage.get("output_tokens") or 0
 

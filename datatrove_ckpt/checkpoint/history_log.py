@@ -70,6 +70,7 @@ class HistoryLog:
                 self.skipped = record.skipped
                 break
         self._file = files.AppendFile(path)
+        self._is_torn = False
         self.unsynced = False
         self.generation = 0
 
@@ -86,7 +87,7 @@ class HistoryLog:
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt, and the totals of progress."""
-        lines = []
+        lines = [b"\n"] if self._is_torn else []
         for record in records:
             record.attempt = self._attempt
             if isinstance(record, Progress):
@@ -95,7 +96,9 @@ class HistoryLog:
         data = b"".join(lines)
         if self.size and self.size + len(data) > MAX_BYTES:
             self._thin()
+        self._is_torn = True  # unless all of it is written
         self._file.append(data)
+        self._is_torn = False
         self.unsynced = True
 
     def sync(self) -> None:

@@ -24,6 +24,7 @@ from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
 _MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
+_TOGETHER = 0.1  # seconds between lines that were written together, at most
 _EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
 _SPREAD = b'"k":"%s"' % Spread.KIND.encode()
 
@@ -39,6 +40,7 @@ class AttemptSummary:
         why: "done", "stopped", "error", or "" without an end line.
         what: what stopped it, or the error.
         without_a_word: it ended without an end line.
+        counted_at: time of its last progress line.
         in_flight: requests in flight at its last progress line; None: there is no progress line.
         own: the documents that it finished until its last line.
     """
@@ -54,6 +56,7 @@ class AttemptSummary:
     slurm_job: str | None = None
     version: str = ""
     without_a_word: bool = False
+    counted_at: float = 0.0
     in_flight: int | None = None
     own: int = 0
 
@@ -74,6 +77,14 @@ class AttemptSummary:
             if record.own.sent:
                 self.in_flight = record.in_flight
             self.own = record.own.documents
+            self.counted_at = record.at
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether its last progress line counts all that it did. A full disk may have no room for
+        that line, and room for the end line.
+        """
+        return self.ended is not None and self.ended - self.counted_at < _TOGETHER
 
     @property
     def how_it_ended(self) -> str:

@@ -208,6 +208,11 @@ class RankLedger:
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
             number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
             killed=len(killed),
+            uncertain=sum(
+                not attempt.has_sums
+                for attempt in attempts
+                if attempt.without_a_word or attempt.ended is not None
+            ),
             seconds=self.sums.seconds,
             dead_letters=self.causes,
         )
@@ -217,7 +222,7 @@ class RankLedger:
             found.skipped = last.skipped
             together = sum(attempt.last_seen - attempt.started for attempt in attempts)
             found.seconds = max(found.seconds, last.seconds.total, together)
-            if any(attempt.ended is None for attempt in attempts):
+            if not all(attempt.has_sums for attempt in attempts):
                 # The last minute before a kill, or of a running rank, is missing from the history.
                 # But each request of a finished document was sent, unless it was cached.
                 at_least = found.done.requests - last.total.cached
@@ -242,15 +247,12 @@ class RankLedger:
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether the newest attempt has an end line, so that its last progress line covers all its
-        documents.
+        """Whether the last progress line covers all documents of the newest attempt.
 
         ``repair`` is an owner, too, and writes no history.
         """
         attempts = self.history.attempts
-        return (
-            bool(attempts) and attempts[-1].ended is not None and attempts[-1].number == self.owners
-        )
+        return bool(attempts) and attempts[-1].has_sums and attempts[-1].number == self.owners
 
     def dead_letters(self, start: int, end: int) -> Iterator[bytes]:
         if end <= start or not self.dead_letters_file.exists():

@@ -22,6 +22,7 @@ _ADDED = (
     "lost_in_flight",
     "number_of_attempts",
     "killed",
+    "uncertain",
     "seconds",
     "in_flight",
     "waiting",
@@ -43,6 +44,7 @@ class RunNumbers:
             and perhaps paid twice.
         number_of_attempts: all attempts.
         killed: attempts without an end line.
+        uncertain: attempts that have ended, and whose last requests are not in the history.
         seconds: sum over the attempts of all ranks.
         in_flight, waiting: requests at the last line, while the rank runs.
         skipped: lines of the input that were no documents.
@@ -59,6 +61,7 @@ class RunNumbers:
     lost_in_flight: int = 0
     number_of_attempts: int = 0
     killed: int = 0
+    uncertain: int = 0
     seconds: float = 0.0
     in_flight: int = 0
     waiting: int = 0
@@ -67,8 +70,8 @@ class RunNumbers:
 
     @property
     def at_least(self) -> str:
-        """The prefix of numbers from the history, whose last minute a kill loses."""
-        if self.killed:
+        """The prefix of numbers from the history, whose last minute a kill or a full disk loses."""
+        if self.uncertain:
             return "at least "
         return ""
 
@@ -98,10 +101,9 @@ class RunNumbers:
         said += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
         if work.cost:
             said.append(f"cost {work.cost / 1e9:.6g}")
-        at_least = ""
-        if said and self.killed:
-            at_least = "at least "
-        return at_least + ", ".join(said)
+        if not said:
+            return ""
+        return self.at_least + ", ".join(said)
 
     def add(self, other: RunNumbers) -> None:
         self.dead_letters.update(other.dead_letters)

@@ -140,9 +140,11 @@ class OpenCheckpoint:
         self.note(*last)
         self._storage.stop()
         if self._storage.error is not None:
-            # Also on a full disk the last block of the history often has room for the cause.
-            with suppress(CkptError, OSError):
-                self._files.note(last[-1:])
+            # Also on a full disk the history often has room, at least for the cause.
+            for records in (last, last[-1:]):
+                with suppress(CkptError, OSError):
+                    self._files.note(records)
+                    break
         self.error = self.error or self._storage.error
         if self.lease.mirror is not None:
             self.lease.mirror.stop(completed and self.error is None)
@@ -276,8 +278,9 @@ class OpenCheckpoint:
 
         Without effect once the storage thread has failed or ended.
         """
+        now = unix_seconds()
         for record in records:
-            record.at = unix_seconds()
+            record.at = now
             if isinstance(record, Progress):
                 record.in_work = self._admitted - self._finished
         if records and self._storage.error is None:

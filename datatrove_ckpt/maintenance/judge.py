@@ -102,6 +102,7 @@ def _judge(
             rank.as_of = recent.last.at
         attempt.without_a_word = True
         rank.killed += 1
+        rank.uncertain += 1
         rank.lost_in_flight += attempt.in_flight or 0
         age = duration(max(0.0, now - attempt.last_seen))
         how = "its last attempt was killed, its node was lost, or its disk was full"

@@ -31,7 +31,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield from _in_flight(state, totals)
         yield from _troubles_of_requests(totals, _ago(state))
         if totals.paid:
-            yield "paid", totals.paid
+            yield "paid", totals.paid + _ago(state)
         yield "attempts", _attempts(totals)
     else:
         yield "requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}"
@@ -257,9 +257,11 @@ def _named_counts(numbers: Mapping[str, int]) -> str:
 
 def _attempts(totals: Totals) -> str:
     text = f"{totals.number_of_attempts:,}"
+    at_least = ""
     if totals.killed:
         text = f"{text}, {totals.killed:,} of them killed"
-    return f"{text}; {totals.at_least}{duration(totals.seconds)} together"
+        at_least = "at least "
+    return f"{text}; {at_least}{duration(totals.seconds)} together"
 
 
 def _dead(state: RunState, totals: Totals) -> str:

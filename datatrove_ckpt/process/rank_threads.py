@@ -148,9 +148,12 @@ class RankThreads:
             result = await run_hosted(partial(self._run, rank), f"task {rank}", host)
             self._tasks.done(rank, result)
         except BaseException as error:
-            if self._failure is None:
+            is_requested = self._preemption.shutdown.is_requested
+            # After a signal, the loop's end cancels the tasks that it does not wait for.
+            is_left = is_requested and isinstance(error, asyncio.CancelledError)
+            if self._failure is None and not is_left:
                 self._failure = error
-                if not self._preemption.shutdown.is_requested:
+                if not is_requested:
                     self._tasks.failed(rank, error)
                 self._stop()
         finally:

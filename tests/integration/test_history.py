@@ -9,8 +9,10 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.checkpoint.layout import HISTORY, is_journal
 from datatrove_ckpt.errors import CheckpointError, DocumentFailed, Preempted
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import read_history
 from tests.jobs import ask, documents, fails_at, runner
@@ -79,11 +81,22 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert [event.what for event in done.servers] == ["ready"]
 
 
-def test_a_full_disk_is_named_as_the_end_of_its_attempt(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("has_room", "said"), [(True, ""), (False, "at least ")])
+def test_a_full_disk_is_named_as_the_end_of_its_attempt_and_no_sum_is_silently_too_low(
+    tmp_path, monkeypatch, has_room, said
+):
+    """The history has room for the end of the attempt, and perhaps for its sums."""
+
     class Full(files.Disk):
+        is_full = False
+
         def write(self, fd, data, path):
+            self.is_full |= is_journal(path.name)
+            torn = path.name == HISTORY and self.is_full and not has_room and b"progress" in data
+            if torn:
+                super().write(fd, data[:100], path)
             with files.explained("write to", path):
-                if is_journal(path.name):
+                if is_journal(path.name) or torn:
                     raise OSError(errno.ENOSPC, "No space left on device", str(path))
             super().write(fd, data, path)
 
@@ -94,3 +107,7 @@ def test_a_full_disk_is_named_as_the_end_of_its_attempt(tmp_path, monkeypatch):
     (attempt,) = history_of(tmp_path).attempts
     assert attempt.end.why == "error"
     assert "No space left" in attempt.end.what
+    assert attempt.last.own.requests == (len(server.asked) if has_room else 0)
+    root = tmp_path / "checkpoints"
+    state = read_run_state(Place(str(root), root, [str(root)]), attempt.last_at)
+    assert (state.totals.killed, state.totals.at_least) == (0, said)

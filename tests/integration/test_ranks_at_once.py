@@ -417,3 +417,22 @@ def test_the_process_waits_for_a_rank_that_closes_its_files():
 
     rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0], ignore)).work_through()
     assert not preemption.shutdown.open_closings
+
+
+def test_a_task_that_ends_after_the_event_loop_of_a_stopped_process_is_no_error():
+    """It has closed its files. The loop then waits for no task, and cancels what it leaves."""
+    preemption = Preemption((), 0.0)
+    left = threading.Event()
+
+    class LeftServers(NoServers):
+        async def close(self):
+            left.set()
+
+    def run(rank):
+        preemption.shutdown.request("SIGTERM")
+        assert left.wait(10)
+        preemption.shutdown.check()
+
+    threads = rank_threads.RankThreads(2, preemption, LeftServers, run, TaskList([0], ignore))
+    with pytest.raises(Preempted):
+        threads.work_through()

@@ -175,10 +175,10 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     assert state.totals.working_seconds == 15.0
 
 
-@pytest.mark.parametrize(("killed", "said"), [(0, ""), (1, "at least ")])
-def test_the_closing_line_says_at_least_where_a_kill_made_it_uncertain(killed, said):
+@pytest.mark.parametrize(("uncertain", "said"), [(0, ""), (1, "at least ")])
+def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
-    numbers = RunNumbers(number_of_attempts=2, killed=killed, work=sent)
+    numbers = RunNumbers(number_of_attempts=2, uncertain=uncertain, work=sent)
     job = JobSums(ranks=1, committed=[(0, DocumentCounts())], numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "

@@ -41,6 +41,7 @@ class AttemptSummary:
         what: what stopped it, or the error.
         without_a_word: it ended without an end line.
         counted_at: time of its last progress line.
+        cut_off: requests whose answers were not waited for, and that may be paid.
         in_flight: requests in flight at its last progress line; None: there is no progress line.
         own: the documents that it finished until its last line.
     """
@@ -57,6 +58,7 @@ class AttemptSummary:
     version: str = ""
     without_a_word: bool = False
     counted_at: float = 0.0
+    cut_off: int = 0
     in_flight: int | None = None
     own: int = 0
 
@@ -78,6 +80,9 @@ class AttemptSummary:
                 self.in_flight = record.in_flight
             self.own = record.own.documents
             self.counted_at = record.at
+            own = record.own
+            ended = own.requests + own.failed + own.retries + own.resent
+            self.cut_off = max(0, own.sent - ended)
 
     @property
     def has_sums(self) -> bool:

@@ -209,9 +209,9 @@ class RankLedger:
             number_of_attempts=len(attempts) or self.owners,  # an earlier release wrote no history
             killed=len(killed),
             uncertain=sum(
-                not attempt.has_sums
+                not attempt.has_sums or attempt.cut_off > 0
                 for attempt in attempts
-                if attempt.without_a_word or attempt.ended is not None
+                if attempt.without_a_word or attempt.why in ("stopped", "error")
             ),
             seconds=self.sums.seconds,
             dead_letters=self.causes,

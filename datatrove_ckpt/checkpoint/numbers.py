@@ -44,7 +44,7 @@ class RunNumbers:
             and perhaps paid twice.
         number_of_attempts: all attempts.
         killed: attempts without an end line.
-        uncertain: attempts that have ended, and whose last requests are not in the history.
+        uncertain: attempts that have ended, and whose last answers are not in the history.
         seconds: sum over the attempts of all ranks.
         in_flight, waiting: requests at the last line, while the rank runs.
         skipped: lines of the input that were no documents.

@@ -409,7 +409,12 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
         said = command("doctor", *job, "--all")
         assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
         for _ in range(2):
-            assert "batch_2" in command("run", *job, "--no-wait", code=75)
+            said = command("run", *job, "--no-wait", code=75)
+            assert "batch_2" in said
+            assert "error" not in said.lower()
+            assert "No task needs attention" in command("status", "job")
+            log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
+            assert "ERROR" not in log
         assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
         assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
         assert "All are being canceled" in command("batches", "cancel", "job")

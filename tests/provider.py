@@ -33,7 +33,8 @@ class FakeProvider(FakeServer):
         lost: the status that is sent in their place.
         outcome: returns how a request ends: None: with an answer; "expired"; or a response.
         status: of batches that have ended.
-        hide_output: files of answers are gone.
+        hidden: of the answers: "file", "id" (of the file), "half", or "end" (of the last line).
+        prefix: of each custom id in the answers.
         refuse: returns the errors of a batch that fails as a whole.
     """
 
@@ -48,7 +49,8 @@ class FakeProvider(FakeServer):
         self.lost = 502
         self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
         self.status = "completed"
-        self.hide_output = False
+        self.hidden = ""
+        self.prefix = b""
         self.refuse: Callable[[dict[str, Any]], list[dict[str, str]]] = lambda batch: []
         self.files: dict[str, bytes] = {}
         self.batches: dict[str, dict[str, Any]] = {}
@@ -91,9 +93,18 @@ class FakeProvider(FakeServer):
 
     async def _content(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
-        if name not in self.files or (self.hide_output and name.startswith("out")):
+        hidden = "" if name.startswith("err") else self.hidden
+        if name not in self.files or hidden == "file":
             return web.json_response({"error": "gone"}, status=404)
-        return web.Response(body=self.files[name])
+        content = self.files[name].replace(b'"custom_id":"', b'"custom_id":"%s' % self.prefix)
+        lines = content.splitlines(keepends=True)
+        parts = {
+            "": content,
+            "id": b"",
+            "half": b"".join(lines[: len(lines) // 2]),
+            "end": content[:-9],
+        }
+        return web.Response(body=parts[hidden])
 
     async def _create(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -118,13 +129,18 @@ class FakeProvider(FakeServer):
         return self._reply(request, batch)
 
     def _run(self, content: bytes) -> dict[str, Any]:
-        """Makes the files of answers and errors. Their order is that of no input."""
+        """Makes the files of answers and errors. Their order is that of no input.
+
+        A request whose ``outcome`` is "lost" has no line.
+        """
         answers = []
         errors = []
         for line in reversed(content.splitlines()):
             asked = orjson.loads(line)
             outcome = self.outcome(asked)
             number = len(answers) + len(errors)
+            if outcome == "lost":
+                continue
             if outcome == "expired":
                 error = {"code": "batch_expired", "message": "too late"}
                 errors.append({"custom_id": asked["custom_id"], "response": None, "error": error})
@@ -140,7 +156,8 @@ class FakeProvider(FakeServer):
             body = {"id": "fake", "choices": [choice], "usage": usage}
             answer = {"status_code": 200, "request_id": f"r{number}", "body": body}
             answers.append({"custom_id": asked["custom_id"], "response": answer, "error": None})
-        made: dict[str, Any] = {}
+        counts = {"completed": len(answers), "failed": len(errors)}
+        made: dict[str, Any] = {"request_counts": counts}
         number = next(self._numbers)
         for kind, lines in (("output", answers), ("error", errors)):
             if lines:
@@ -153,6 +170,8 @@ class FakeProvider(FakeServer):
         if batch["status"] == "in_progress" and self._looks[batch["id"]] >= self.steps:
             batch["status"] = self.status
         self._looks[batch["id"]] += 1
+        if self.hidden == "id":
+            return {**batch, "output_file_id": None}
         return batch
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -217,8 +236,10 @@ class FakeMessages(FakeProvider):
         return self._reply(request, self.batches[name])
 
     def _result(self, asked: dict[str, Any]) -> bytes:
-        """``outcome``: the type of a result, or the type of an error."""
+        """``outcome``: the type of a result, or the type of an error; or "lost": no line."""
         outcome = self.outcome(asked)
+        if outcome == "lost":
+            return b""
         result = {"type": outcome}
         if outcome is None:
             tag, _, rest = asked["custom_id"].partition("-")
@@ -234,4 +255,7 @@ class FakeMessages(FakeProvider):
         super()._shown(batch)
         if batch["status"] != "in_progress":
             batch["processing_status"] = "ended"
+            results = map(orjson.loads, self.files[batch["id"]].splitlines())
+            kinds = Counter(result["result"]["type"] for result in results)
+            batch["request_counts"] = {"processing": 0, **kinds}
         return batch

@@ -24,6 +24,7 @@ The custom id of a request is the key of its row, so a row needs no other file.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from dataclasses import dataclass
@@ -86,6 +87,16 @@ def kept_for_rollout(kind: str, value: object, attempt: int, run: str) -> Answer
     """
     fields = {"text": "", "finish_reason": None, "usage": {}, kind: value}
     return Answer(orjson.dumps({**fields, "attempt": attempt, "run": run}), None)
+
+
+def attempts_of(answer: Answer) -> float:
+    """Returns in how many batches the request was; infinity if the row is no longer of a batch."""
+    if answer.result is None:
+        return math.inf
+    fields = orjson.loads(answer.result)
+    if OF_BATCH.isdisjoint(fields):
+        return math.inf
+    return float(fields["attempt"])
 
 
 @dataclass

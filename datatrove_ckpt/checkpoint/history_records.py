@@ -38,6 +38,8 @@ or was given up; is started again.
 EndWhy = Literal["done", "stopped", "error"]
 """An attempt: every document is in the output; was asked to stop, and saved its work; failed."""
 
+WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
+"""What stops an attempt that has a batch at a provider: it needs no attention."""
 _MAX_TEXT = 4000
 _MAX_KINDS = 64
 _MAX_BUCKET = 400  # 2^100

@@ -13,7 +13,7 @@ import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CkptError, printable
+from datatrove_ckpt.errors import CkptError, WaitsForBatches, printable
 
 
 def as_json(content: JsonObject) -> str:
@@ -66,5 +66,7 @@ def fail(error: BaseException, code: int) -> int:
     if not isinstance(error, CkptError):
         text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(printable(redact("\n".join([f"error: {text}", *notes]))), file=sys.stderr)
+    if not isinstance(error, WaitsForBatches):  # all is well
+        text = f"error: {text}"
+    print(printable(redact("\n".join([text, *notes]))), file=sys.stderr)
     return code

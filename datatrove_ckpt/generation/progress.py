@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.history_records import (
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion, token_counts, token_details
@@ -351,11 +351,13 @@ class RankReporter:
     def _end(self, completed: bool) -> End:
         if completed:
             return End(why="done")
-        if self.waits_for_batches:
-            return End(why="stopped", what="a pass over the input, for batches of requests")
+        error = sys.exception()
+        is_between_passes = error is None and self.waits_for_batches
+        if is_between_passes or isinstance(error, WaitsForBatches):
+            return End(why="stopped", what=history_records.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
-        return End(why="error", what=_described(sys.exception()))
+        return End(why="error", what=_described(error))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     FAILURE,
     Batch,
     RequestId,
+    attempts_of,
     kept_for_rollout,
 )
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
@@ -73,6 +74,9 @@ _BACKLOG_SECONDS = 0.05
 _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
+_SHOWN_ID = 100
+_UNSENT = frozenset({"expired", "cancelled"})  # batches of which requests were not sent
+_NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
 
 
@@ -219,8 +223,7 @@ class ProviderPasses:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
-        self._gone_since: dict[int, float] = {}
-        self._collected: set[str] = set()
+        self._short_since: dict[int, float] = {}
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
@@ -397,41 +400,68 @@ class ProviderPasses:
         )
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
-        """Reads the answers. Returns False if the provider says that it has no such file: that may
-        pass, and its answers were paid for.
+        """Reads the answers. Returns False if the provider has no such file, or fewer lines than it
+        has counted: the rest may come, and was paid for.
+
+        A request without a line counts as one that failed, unless the batch expired or was
+        canceled. So ``request_max_attempts`` ends what would be paid for again and again.
 
         Raises:
-            ServerRefused: it has said so for ``server_patience_seconds``.
+            ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
         """
         rows: list[CachedRequest] = []
+        found: set[RequestId] = set()
+        strange = ""
         gone = ""
         for file in remote.files:
-            if file in self._collected:
-                continue
             try:
                 async with aclosing(provider.answers(file)) as answers:
                     async for answer in answers:
-                        rows += _rows(answer, batch.run)
+                        request = RequestId.parse(answer.custom_id)
+                        if request is None:
+                            strange = repr(answer.custom_id)[:_SHOWN_ID]
+                            continue
+                        found.add(request)
+                        rows += _rows(request, answer, batch.run)
                         if len(rows) >= _ROWS:
                             await self._change(partial(_put, rows))
                             rows = []
                 await self._change(partial(_put, rows))
                 rows = []
-                self._collected.add(file)
             except FileGone as error:
-                gone = f"{file} ({error})"
+                gone = f"It has no file {file} ({error}). "
         await self._change(lambda rank: rank.sync())
-        if gone:
-            now = time.monotonic()
-            since = self._gone_since.setdefault(batch.number, now)
-            if now - since < self._configs[batch.model].server_patience_seconds:
-                return False
-        await self._note(batch, "read")
-        if gone:
+        if strange:
+            logger.warning(f"Batch {remote.id} has answers that are not of this run: {strange}")
+        config = self._configs[batch.model]
+        is_strange = strange != "" and not found
+        if is_strange and config.provider_batches:
             raise ServerRefused(
-                f"Batch {remote.id}: the provider has no file {gone} of its answers, which were "
-                "paid for. If you run the same command again, its requests are sent, and paid for, "
-                "again."
+                f"Batch {remote.id}: no answer has the custom_id of a request, but all have others "
+                f"like {strange}. A gateway may have changed them. The batch was paid for, and "
+                "is read again by the same command. With provider_batches set to false its "
+                "requests are sent, and paid for, again."
+            )
+        counts = f"{len(found)} of {plural(remote.lines, 'line')}"
+        is_short = bool(gone) or (len(found) < remote.lines and not is_strange)
+        if is_short:
+            now = time.monotonic()
+            if batch.number not in self._short_since:
+                logger.warning(
+                    f"Batch {remote.id} is {remote.status}, and the provider gives {counts} of its "
+                    f"answers. {gone}The run waits for the rest."
+                )
+            since = self._short_since.setdefault(batch.number, now)
+            if now - since < config.server_patience_seconds:
+                return False
+        if len(found) < batch.requests and (is_short or remote.status not in _UNSENT):
+            await self._change(partial(_fail_others, batch, found))
+        await self._note(batch, "read")
+        if is_short:
+            raise ServerRefused(
+                f"Batch {remote.id}: the provider gives {counts} of its answers, which were paid "
+                f"for. {gone}If you run the same command again, the other requests are sent, and "
+                "paid for, again."
             )
         logger.info(
             f"Batch {remote.id} is {remote.status}, and its answers are saved. Requests that have "
@@ -455,12 +485,28 @@ def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
     rank.write([row for row in rows if row.chunk_index not in rank.log.commits], {})
 
 
-def _rows(answer: BatchAnswer, run: str) -> list[CachedRequest]:
+def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:
+    path = rank.batches.path(batch.number)
+    if not path.exists():  # another node has it
+        return
+    rows = []
+    with path.open("rb") as lines:
+        for line in lines:
+            name, _, _ = line.removeprefix(CUSTOM_ID).partition(b'"')
+            request = RequestId.parse(name.decode())
+            if request is None or request in found:
+                continue
+            # An earlier look may have saved its answer.
+            answer = rank.cache.answers(request.ordinal).get(request.key)
+            if answer is None or attempts_of(answer) < request.attempt:
+                failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
+                rows.append(request.row(failure))
+    _put(rows, rank)
+    rank.sync()
+
+
+def _rows(request: RequestId, answer: BatchAnswer, run: str) -> list[CachedRequest]:
     """Returns the row for an answer; none if the request was not sent."""
-    request = RequestId.parse(answer.custom_id)
-    if request is None:
-        logger.warning(f"A batch has an answer that is not of this run: {answer.custom_id!r:.100}")
-        return []
     status = answer.status
     if status == 0:
         return []

@@ -15,7 +15,12 @@ from collections.abc import Sequence
 
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
-from datatrove_ckpt.checkpoint.history_records import InputPosition, Progress, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import (
+    WAITS_FOR_BATCHES,
+    InputPosition,
+    Progress,
+    WorkCounts,
+)
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import (
     RankLedger,
@@ -188,7 +193,9 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
         rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        rank.need_attention("interrupted", f"{attempt.how_it_ended} {ago}; what it did is saved")
+        if attempt.what != WAITS_FOR_BATCHES:
+            reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
+            rank.need_attention("interrupted", reason)
     else:
         rank.state = "unfinished"  # repaired since, or its input has grown
 

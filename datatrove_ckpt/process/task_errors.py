@@ -17,7 +17,7 @@ from typing import Any
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import log_text
-from datatrove_ckpt.errors import CkptError, Preempted, causes
+from datatrove_ckpt.errors import CkptError, Preempted, WaitsForBatches, causes
 
 _DATATROVE = "datatrove.executor"
 _ROUTINE = (
@@ -119,10 +119,14 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
             record["message"] += f"\n{trace}"
         elif isinstance(own, Preempted):  # the rank has said so, with what is saved: it is no error
             hidden_as = "DEBUG"
+        elif isinstance(own, WaitsForBatches):  # all is well
+            hidden_as = "INFO"
         else:
             logger.debug(trace)
         if own is not None:
-            is_named = _said_later or isinstance(own, Preempted)
+            is_named = isinstance(own, Preempted)
+            if _said_later and not isinstance(own, WaitsForBatches):
+                is_named = True
             record["message"] = f"stopped by {type(own).__name__}" if is_named else str(own)
     if _of_many and record["level"].no < _WARNING and str(record["name"]).startswith(_ROUTINE):
         hidden_as = record["level"].name

@@ -200,31 +200,71 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
     assert set(provider.billed.values()) == {1}
 
 
+FORMS = pytest.mark.parametrize(
+    ("form", "rollout", "config"),
+    [(FakeProvider, ask, BATCHES), (FakeMessages, message, MESSAGES)],
+    ids=["openai", "anthropic"],
+)
+
+
+@FORMS
+@pytest.mark.parametrize("hidden", ["file", "id", "half", "end"])
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_answers_whose_file_is_not_found_are_awaited_and_not_paid_for_again_by_itself(
-    tmp_path, comes_back
+def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
+    tmp_path, form, rollout, config, hidden, comes_back
 ):
-    config = {**BATCHES, "server_patience_seconds": 60 if comes_back else 0.3}
-    with FakeProvider() as provider:
-        provider.hide_output = True
+    config = {**config, "server_patience_seconds": 60 if comes_back else 0.3}
+    with form() as provider:
+        provider.hidden = hidden
         shown = provider._shown
         looks = []
 
         def look(batch):
             looks.append(batch)
-            provider.hide_output = not comes_back or len(looks) < 20
+            if comes_back and len(looks) >= 20:
+                provider.hidden = ""
+            if not comes_back and len(looks) >= 5:
+                provider.hidden = "file"  # what was read stays
             return shown(batch)
 
         provider._shown = look
         if not comes_back:
             with pytest.raises(ServerRefused, match="which were paid for"):
-                runner(tmp_path, provider, config=config).run(documents(3))
+                runner(tmp_path, provider, rollout, config=config).run(documents(3))
             provider._shown = shown
-            provider.hide_output = False
+            provider.hidden = ""
         assert set(provider.billed.values()) <= {1}
-        runner(tmp_path, provider, config=config).run(documents(3))
+        runner(tmp_path, provider, rollout, config=config).run(documents(3))
     assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {2 - comes_back}
+    twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
+    assert sum(provider.billed.values()) == 3 + twice
+
+
+@FORMS
+def test_a_request_without_a_line_is_sent_as_often_as_one_that_fails(
+    tmp_path, form, rollout, config
+):
+    with form() as provider:
+        provider.outcome = lambda request: "lost" if "text 1" in str(request) else None
+        config = {**config, "request_max_attempts": 3}
+        with pytest.raises(Exception, match=r"after 3 batches.*no line for this request"):
+            runner(tmp_path, provider, rollout, config=config).run(documents(3))
+    assert len(provider.batches) == 3
+    assert set(provider.billed.values()) == {1}
+
+
+@FORMS
+def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, rollout, config):
+    with form() as provider:
+        provider.prefix = b"gateway/"
+        for _ in range(2):
+            with pytest.raises(ServerRefused, match="gateway/"):
+                runner(tmp_path, provider, rollout, config=config).run(documents(3))
+        assert len(provider.batches) == 1
+        config = {**config, "provider_batches": False}
+        runner(tmp_path, provider, rollout, config=config).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert len(provider.payloads) == 3
 
 
 def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
@@ -369,7 +409,12 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
         said = command("doctor", *job, "--all")
         assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
         for _ in range(2):
-            assert "batch_2" in command("run", *job, "--no-wait", code=75)
+            said = command("run", *job, "--no-wait", code=75)
+            assert "batch_2" in said
+            assert "error" not in said.lower()
+            assert "No task needs attention" in command("status", "job")
+            log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
+            assert "ERROR" not in log
         assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
         assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
         assert "All are being canceled" in command("batches", "cancel", "job")

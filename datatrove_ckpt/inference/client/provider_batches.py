@@ -49,12 +49,14 @@ class RemoteBatch:
     Attributes:
         files: of its answers and of its errors, as far as there are any.
         errors: why it has failed, with codes.
+        lines: how many lines its files have, as far as its counts tell. Files may come later.
     """
 
     id: str
     status: str
     files: tuple[str, ...] = ()
     errors: tuple[tuple[str, str], ...] = ()
+    lines: int = 0
 
 
 class BatchAnswer(NamedTuple):
@@ -198,7 +200,7 @@ class BatchProvider:
                     yield self._answer(content)
                 elif line.strip():
                     logger.warning(
-                        "A line of a batch's answers is not JSON. Its request is sent again."
+                        "A line of a batch's answers is not JSON, and counts as missing."
                     )
 
     def _answer(self, content: JsonObject) -> BatchAnswer:
@@ -219,6 +221,7 @@ class BatchProvider:
             str(answer.get("status")),
             tuple(f"files/{file}/content" for file in files if file),
             tuple((str(one.get("code")), str(one.get("message"))) for one in errors),
+            _total(answer, "completed", "failed"),
         )
 
     async def _lines(self, file: str) -> AsyncGenerator[bytes]:
@@ -323,8 +326,8 @@ class MessageBatches(BatchProvider):
 
     async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
         remote = self._batch(listed)
-        counts = _object(listed.get("request_counts")).values()
-        if remote.id in known | self._others or sum(counts) != batch.requests:
+        requests = remote.lines + _total(listed, "processing")
+        if remote.id in known | self._others or requests != batch.requests:
             return False
         if listed.get("archived_at"):
             return False
@@ -355,7 +358,9 @@ class MessageBatches(BatchProvider):
     def _batch(self, answer: JsonObject) -> RemoteBatch:
         # Not ``results_url``: the key goes to no other host.
         file = f"{self._path}/{_id(answer)}/results"
-        return RemoteBatch(_id(answer), str(answer.get("processing_status")), (file,))
+        lines = _total(answer, "succeeded", "errored", "canceled", "expired")
+        status = str(answer.get("processing_status"))
+        return RemoteBatch(_id(answer), status, (file,), lines=lines)
 
 
 async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
@@ -370,6 +375,12 @@ async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
 
 def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
+
+
+def _total(answer: JsonObject, *kinds: str) -> int:
+    counts = _object(answer.get("request_counts"))
+    numbers = [counts.get(kind) for kind in kinds]
+    return sum(number for number in numbers if isinstance(number, int))
 
 
 def _id(answer: JsonObject) -> str:

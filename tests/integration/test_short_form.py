@@ -934,18 +934,59 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, 
         assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
-def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(capfd):
+_REQUESTED = (
+    "This model's maximum context length is 2048 tokens. However, you requested {total} tokens "
+    "({prompt} in the messages, {asked} in the completion)."
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "asked"),
+    [
+        ("This model's maximum context length is 2048 tokens", 1, 9000),
+        (_REQUESTED, 17, 2040),
+        (_REQUESTED, 1900, 200),
+        (
+            "You passed {prompt} input tokens and requested {asked} output tokens. However, the "
+            "model's context length is only 2048 tokens, resulting in a maximum input length of 8 "
+            "tokens.",
+            17,
+            2040,
+        ),
+        (
+            "Requested token count exceeds the model's maximum context length of 2048 tokens. You "
+            "requested a total of {total} tokens: {prompt} tokens from the input messages and "
+            "{asked} tokens for the completion.",
+            17,
+            2040,
+        ),
+    ],
+)
+def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(
+    words, prompt, asked, capfd
+):
     def refuse(payload, times):
-        return 400 if payload["max_tokens"] >= 2048 else None
+        return 400 if prompt + payload["max_tokens"] > 2048 else None
 
     with FakeServer(status=refuse) as server:
-        server.error = "This model's maximum context length is 2048 tokens"
+        server.error = words.format(prompt=prompt, asked=asked, total=prompt + asked)
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-        assert main(["run", "job.yaml", "--max-tokens", "9000"]) == 1
+        assert main(["run", "job.yaml", "--max-tokens", str(asked)]) == 1
         said = capfd.readouterr().err
         assert "the same command" not in said
+        assert "The prompt is longer" not in said
         printed = said.partition("To continue: datatrove-ckpt ")[2].splitlines()[0]
         assert main(shlex.split(printed)) == 0
+
+
+def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
+    with FakeServer(status=lambda payload, times: 400) as server:
+        server.error = _REQUESTED.format(prompt=2060, asked=10, total=2070)
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml", "--max-tokens", "10"]) == 1
+        said = capfd.readouterr().err
+        assert "The prompt is longer than the model's context." in said
+        assert "max_tokens is" not in said
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -726,9 +726,15 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 # the first document and the input's files --------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["prompt=Say {txt}", "prompt_column=txt"])
+@pytest.mark.parametrize(
+    ("setting", "columns"),
+    [
+        ("prompt=Say {txt}", "text, id, file_path. Did you mean 'text'?"),
+        ("prompt_column=txt", "file_path."),
+    ],
+)
 def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
-    setting, command, monkeypatch
+    setting, columns, command, monkeypatch
 ):
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
 
@@ -736,9 +742,7 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ServerHost, "lend", lend)
-    said = (
-        "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
-    )
+    said = f"document 'id 0' has no column 'txt'; its columns: {columns} Correct the name."
     assert said in command("run", "job.yaml", f"--{setting}", code=1).error
     assert said in command("doctor", "job.yaml", f"--{setting}", code=1)
     assert said not in command(

@@ -758,15 +758,19 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
     again = ("run", "job.yaml", "--input=runs/x/output", f"--prompt={parts}")
     said = command(*again, "--answer=summary", "--run-folder=runs/same", code=1).error
     assert "has 'summary' and 'rollout_results' in its metadata already" in said
-    assert said.endswith("Give other names: answer and metadata_key.")
+    names = "--answer summary_2 and --metadata-key rollout_results_2"
+    assert said.endswith(f"Give other names: {names}.")
     other = command(*again, "--run-folder=runs/other", code=1).error
-    assert "Give other names: metadata_key." in other
+    assert other.endswith("Give other names: --metadata-key rollout_results_2.")
+    with pytest.raises(ConfigError, match=r"names: metadata_key='rollout_results_2'\.$"):
+        datatrove_ckpt.run(
+            **{**JOB, "endpoint": server.url, "input": "runs/x/output", "run_folder": "runs/py"}
+        )
     assert "'rollout_results' in its metadata" in command(
         "doctor", *again[1:], "--run-folder=runs/other", code=1
     )
     assert len(server.payloads) == sent
-    names = ("--answer=grade", "--metadata-key=grades")
-    command(*again, *names, "--run-folder=runs/y")
+    command(*again, *names.replace(" and", "").split(), "--run-folder=runs/y")
     rows = [document.metadata for document in OutputPath("runs/y/output")]
     for row in rows:
         first = row["rollout_results"][0]
@@ -774,7 +778,8 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
             f"{row['summary']} {first['text']} {json.dumps(first['usage'], separators=(',', ':'))}"
         )
         assert server.asked[asked] == 1
-        assert row["grade"] == row["grades"][0]["text"] != row["summary"] == first["text"]
+        second = row["rollout_results_2"][0]
+        assert row["summary_2"] == second["text"] != row["summary"] == first["text"]
     assert len(rows) == 3
     # As in datatrove, without a name.
     warned = command(*again, "--answer=null", "--run-folder=runs/z")

@@ -192,8 +192,14 @@ class ChangeSetting(Remedy):
 
     def __str__(self) -> str:
         if self.door.is_command:
-            return f"add {self.flag} to the command"
-        return f"pass {self.name}={self.value!r} to {self.door.form or 'InferenceRunner'}"
+            return f"add {self.setting} to the command"
+        return f"pass {self.setting} to {self.door.form or 'InferenceRunner'}"
+
+    @property
+    def setting(self) -> str:
+        if self.door.is_command:
+            return self.flag
+        return f"{self.name}={self.value!r}"
 
     @property
     def command(self) -> str:
@@ -203,7 +209,9 @@ class ChangeSetting(Remedy):
 
     @property
     def flag(self) -> str:
-        value = str(self.value).lower()
+        value = shlex.quote(str(self.value))
+        if isinstance(self.value, bool):
+            value = value.lower()
         if self.door.form:
             return f"--{self.name.replace('_', '-')} {value}"
         return f"--pipeline.{self.door.runner}.{self.name}={value}"
@@ -216,10 +224,19 @@ class SetTasks(Remedy):
     def __str__(self) -> str:
         if not _words:
             return f"tasks={self.number}"
-        without = _command_without("tasks")
+        return f"{_command_without('tasks')} {self.flag}"
+
+    @property
+    def setting(self) -> str:
+        if self.door.is_command:
+            return self.flag
+        return f"tasks={self.number}"
+
+    @property
+    def flag(self) -> str:
         if self.door.form:
-            return f"{without} --tasks {self.number}"
-        return f"{without} --executor.tasks={self.number}"
+            return f"--tasks {self.number}"
+        return f"--executor.tasks={self.number}"
 
 
 @dataclass(frozen=True)

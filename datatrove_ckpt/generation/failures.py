@@ -198,6 +198,11 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 
+_PROMPT_TOKENS = re.compile(
+    r"(\d+) (?:(?:tokens )?(?:in|from) (?:the|your) (?:input|messages|prompt)"
+    r"|(?:input|prompt) tokens)"
+)
+
 
 _RUN_AGAIN = "Fix the cause and run the same command again."
 
@@ -225,9 +230,15 @@ def _way_out(error: BaseException) -> list[object]:
     if too_long := _TOO_LONG.search(rejected.body):
         context = int(too_long[1] or 0)
         asked = max_tokens_of(getattr(error, "payload", None) or {})
-        if asked >= context > 0:
-            way.append(f"max_tokens is {asked}, and the model's context {context}. To continue: ")
-            return [*way, LowerMaxTokens(context // 2)]
+        prompt = 1
+        if found := _PROMPT_TOKENS.search(rejected.body):
+            prompt = int(found[1])
+        if asked + prompt > context > prompt:
+            way.append(
+                f"max_tokens is {asked}, and the model's context, which holds the prompt, too, "
+                f"{context}. To continue: "
+            )
+            return [*way, LowerMaxTokens(min(context // 2, context - prompt))]
         way.append(
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )

@@ -172,8 +172,14 @@ class FinishedDocuments:
                     file.write(b"".join((digest, len(data).to_bytes(_LENGTH_BYTES), data)))
             file.flush()
         causes = [f"{number} {cause}" for cause, number in self._causes.items()]
-        if not keys and not any("${rank}" in place for place in self._places):
+        why = ""
+        # Single documents have fewer results where a rollout returned None.
+        if 0 < self._most_results < self._rollouts:
+            most = plural(self._most_results, "result")
+            why = f"no document has over {most}, and rollouts_per_document is {self._rollouts}"
+        elif not keys and not any("${rank}" in place for place in self._places):
             why = "; ".join(causes) or "no rows"
+        if why:
             raise ConfigError(
                 f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's "
                 f"{written.finished_folders}; metadata_key and rollouts_per_document must be that "
@@ -189,11 +195,6 @@ class FinishedDocuments:
         )
         for cause in causes:
             logger.warning(f"finished_from: not taken over: {cause}.")
-        if 0 < self._most_results < self._rollouts:
-            logger.warning(
-                f"finished_from: rollouts_per_document is {self._rollouts}, but no document has "
-                f"over {plural(self._most_results, 'result')}."
-            )
 
     def _files(self, place: str) -> list[_OldFile]:
         path = place.replace("${rank}", f"{self._rank:05d}")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors.doors import ChangeSetting
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
@@ -48,10 +50,15 @@ class NamedAnswer:
         names = {self.name: "answer", self.metadata_key: "metadata_key"}
         taken = [name for name in names if name in document.metadata]
         if taken:
+            others = []
+            for name in taken:
+                numbered = (f"{name}_{number}" for number in count(2))
+                other = next(each for each in numbered if each not in document.metadata)
+                others.append(ChangeSetting(names[name], other).setting)
             raise ConfigError(
                 f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
                 "in its metadata already, perhaps of an earlier run, and this run would replace "
-                f"that. Give other names: {' and '.join(names[name] for name in taken)}."
+                f"that. Give other names: {' and '.join(others)}."
             )
 
     def put(self, document: Document, results: Sequence[object]) -> None:

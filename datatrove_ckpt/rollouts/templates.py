@@ -110,12 +110,15 @@ def fill(template: str, document: Document, text: str, **others: str) -> str:
 
 
 def lacks(document: Document, setting: str, key: str) -> ConfigError:
-    keys = list(map(str, document.metadata))
-    close = difflib.get_close_matches(key, [*keys, *(one for one in _OWN if one != key)], n=1)
+    columns = list(map(str, document.metadata))
+    if setting == "prompt":
+        columns = [*_OWN, *columns]
+    close = difflib.get_close_matches(key, columns, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ConfigError(
-        f"{setting}: document {document.id!r} has no metadata {key!r}; its metadata keys: "
-        f"{', '.join(keys) or 'none'}.{hint}"
+        f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
+        f"{', '.join(columns) or 'none'}.{hint} Correct the name. If other documents have the "
+        "column, drop this document, or fill the column in."
     )
 
 

@@ -60,6 +60,21 @@ def test_a_dead_endpoint(found):
     assert "Start the server, or correct endpoint_url." in text
 
 
+def test_an_endpoint_whose_host_has_no_address(found, monkeypatch):
+    resolve = socket.getaddrinfo
+
+    def without_dns(host, *arguments, **options):
+        if host == "no-such-host.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", without_dns)
+    url = "http://no-such-host.invalid:8000"
+    state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
+    assert state == "problem"
+    assert text.startswith(f"{url}/v1/models: no host of this name (DNS)")
+
+
 def test_one_dead_endpoint_of_two_is_a_warning(server):
     from datatrove_ckpt import InferenceConfig
     from datatrove_ckpt.preflight.doctor import check_endpoints

@@ -317,11 +317,13 @@ def test_a_document_with_another_text_or_id_is_asked_again(job, command):
 
 def test_nothing_to_take_over_is_refused_before_the_first_request(job, command):
     with FakeServer() as server:
-        for places, says in {
-            "nowhere": "finished_from: nowhere does not exist",
-            "input": "10 documents without results under 'rollout_results'",
-        }.items():
-            write_yaml(job, server.url, places)
+        for places, rollouts, says in (
+            ("nowhere", 1, "finished_from: nowhere does not exist"),
+            ("input", 1, "10 documents without results under 'rollout_results'"),
+            (OLD, 3, "no document has over 1 result, and rollouts_per_document is 3"),
+        ):
+            config = f"config: {{rollouts_per_document: {rollouts}, "
+            write_yaml(job, server.url, places, **{"config: {": config})
             assert says in command("run", "job.yaml", code=None).err
             shutil.rmtree(job / "new")
         assert not server.asked

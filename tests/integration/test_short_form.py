@@ -470,6 +470,18 @@ def test_workers_are_processes_that_share_the_tasks(door):
     assert os.getpid() not in pids
 
 
+def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
+    with FakeServer() as server:
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        command("run", "job.yaml", "--workers", "4")
+        (said,) = [line for line in log if "workers is 4, but the run has 1 task" in line]
+        assert "start a new run with --tasks 4 and at least as many input files." in said
+        log.clear()
+        tasks = ("--tasks", "2", "--workers", "2", "--run-folder", "runs/y")
+        command("run", "job.yaml", *tasks)
+        assert not [line for line in log if "workers is" in line]
+
+
 def test_slurm_gets_a_task_for_each_file(capsys):
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
@@ -726,9 +738,15 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 # the first document and the input's files --------------------------------------------------------
 
 
-@pytest.mark.parametrize("setting", ["prompt=Say {txt}", "prompt_column=txt"])
+@pytest.mark.parametrize(
+    ("setting", "columns"),
+    [
+        ("prompt=Say {txt}", "text, id, file_path. Did you mean 'text'?"),
+        ("prompt_column=txt", "file_path."),
+    ],
+)
 def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
-    setting, command, monkeypatch
+    setting, columns, command, monkeypatch
 ):
     Path("job.yaml").write_text(yaml.safe_dump(JOB))
 
@@ -736,9 +754,7 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
         raise AssertionError("a server would have been started")
 
     monkeypatch.setattr(ServerHost, "lend", lend)
-    said = (
-        "document 'id 0' has no metadata 'txt'; its metadata keys: file_path. Did you mean 'text'?"
-    )
+    said = f"document 'id 0' has no column 'txt'; its columns: {columns} Correct the name."
     assert said in command("run", "job.yaml", f"--{setting}", code=1).error
     assert said in command("doctor", "job.yaml", f"--{setting}", code=1)
     assert said not in command(
@@ -754,15 +770,19 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
     again = ("run", "job.yaml", "--input=runs/x/output", f"--prompt={parts}")
     said = command(*again, "--answer=summary", "--run-folder=runs/same", code=1).error
     assert "has 'summary' and 'rollout_results' in its metadata already" in said
-    assert said.endswith("Give other names: answer and metadata_key.")
+    names = "--answer summary_2 and --metadata-key rollout_results_2"
+    assert said.endswith(f"Give other names: {names}.")
     other = command(*again, "--run-folder=runs/other", code=1).error
-    assert "Give other names: metadata_key." in other
+    assert other.endswith("Give other names: --metadata-key rollout_results_2.")
+    with pytest.raises(ConfigError, match=r"names: metadata_key='rollout_results_2'\.$"):
+        datatrove_ckpt.run(
+            **{**JOB, "endpoint": server.url, "input": "runs/x/output", "run_folder": "runs/py"}
+        )
     assert "'rollout_results' in its metadata" in command(
         "doctor", *again[1:], "--run-folder=runs/other", code=1
     )
     assert len(server.payloads) == sent
-    names = ("--answer=grade", "--metadata-key=grades")
-    command(*again, *names, "--run-folder=runs/y")
+    command(*again, *names.replace(" and", "").split(), "--run-folder=runs/y")
     rows = [document.metadata for document in OutputPath("runs/y/output")]
     for row in rows:
         first = row["rollout_results"][0]
@@ -770,7 +790,8 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
             f"{row['summary']} {first['text']} {json.dumps(first['usage'], separators=(',', ':'))}"
         )
         assert server.asked[asked] == 1
-        assert row["grade"] == row["grades"][0]["text"] != row["summary"] == first["text"]
+        second = row["rollout_results_2"][0]
+        assert row["summary_2"] == second["text"] != row["summary"] == first["text"]
     assert len(rows) == 3
     # As in datatrove, without a name.
     warned = command(*again, "--answer=null", "--run-folder=runs/z")
@@ -934,18 +955,59 @@ def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, 
         assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
-def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(capfd):
+_REQUESTED = (
+    "This model's maximum context length is 2048 tokens. However, you requested {total} tokens "
+    "({prompt} in the messages, {asked} in the completion)."
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "asked"),
+    [
+        ("This model's maximum context length is 2048 tokens", 1, 9000),
+        (_REQUESTED, 17, 2040),
+        (_REQUESTED, 1900, 200),
+        (
+            "You passed {prompt} input tokens and requested {asked} output tokens. However, the "
+            "model's context length is only 2048 tokens, resulting in a maximum input length of 8 "
+            "tokens.",
+            17,
+            2040,
+        ),
+        (
+            "Requested token count exceeds the model's maximum context length of 2048 tokens. You "
+            "requested a total of {total} tokens: {prompt} tokens from the input messages and "
+            "{asked} tokens for the completion.",
+            17,
+            2040,
+        ),
+    ],
+)
+def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continues_the_run(
+    words, prompt, asked, capfd
+):
     def refuse(payload, times):
-        return 400 if payload["max_tokens"] >= 2048 else None
+        return 400 if prompt + payload["max_tokens"] > 2048 else None
 
     with FakeServer(status=refuse) as server:
-        server.error = "This model's maximum context length is 2048 tokens"
+        server.error = words.format(prompt=prompt, asked=asked, total=prompt + asked)
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-        assert main(["run", "job.yaml", "--max-tokens", "9000"]) == 1
+        assert main(["run", "job.yaml", "--max-tokens", str(asked)]) == 1
         said = capfd.readouterr().err
         assert "the same command" not in said
+        assert "The prompt is longer" not in said
         printed = said.partition("To continue: datatrove-ckpt ")[2].splitlines()[0]
         assert main(shlex.split(printed)) == 0
+
+
+def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
+    with FakeServer(status=lambda payload, times: 400) as server:
+        server.error = _REQUESTED.format(prompt=2060, asked=10, total=2070)
+        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        assert main(["run", "job.yaml", "--max-tokens", "10"]) == 1
+        said = capfd.readouterr().err
+        assert "The prompt is longer than the model's context." in said
+        assert "max_tokens is" not in said
 
 
 @pytest.mark.parametrize("short", [True, False])

@@ -55,7 +55,7 @@ def test_a_part_of_an_earlier_answer_is_filled_in_and_the_whole_of_it_as_json():
 
 @pytest.mark.parametrize("part", ["rollout_results[1].text", "summary.mood", "summary.moods[0][0]"])
 def test_a_part_that_a_document_lacks_is_named(part):
-    with pytest.raises(ConfigError, match=rf"document 'd1' has no metadata '{re.escape(part)}'"):
+    with pytest.raises(ConfigError, match=rf"document 'd1' has no column '{re.escape(part)}'"):
         asked(PromptRollout(f"{{{part}}}"), document(**EARLIER))
 
 

@@ -587,6 +587,10 @@ class PlainTransport(UnaskedCounter):
             self._loop.call_later(QUIET, connection.deliver)
 
     def explain(self, error: Exception) -> str:
+        if isinstance(error, socket.gaierror):
+            if error.errno == socket.EAI_NONAME:
+                return "no host of this name (DNS)"
+            return f"the name of the host was not found (DNS): {error.strerror}"
         number = getattr(error, "errno", None)
         return self.redact(os.strerror(number) if number else str(error))
 

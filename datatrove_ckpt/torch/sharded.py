@@ -79,8 +79,7 @@ def check_fits(state: Any, content: Any) -> None:
         pairs = [(place, own.get(place), then) for place, then in leaves(content, "")]
     elif type(state) in _SHAPED:
         parameters = chain(*(group["params"] for group in state.param_groups))
-        numbers = chain(*(group["params"] for group in content["param_groups"]))
-        for number, now in zip(numbers, parameters, strict=False):
+        for number, now in enumerate(parameters):
             kept = content["state"].get(number, {})
             pairs += [(place, now, then) for place, then in leaves(kept, str(number))]
     for place, now, then in pairs:
@@ -103,21 +102,16 @@ def give(state: Any, content: Any) -> None:
     for key in state.keys() - content.keys():
         del state[key]
     for key, value in content.items():
-        now = state.get(key)
-        if isinstance(now, torch.Tensor) and _may_hold(now, value):
+        now: Any = state.get(key)
+        are_tensors = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+        # An integer would cut a number, a vector repeat it.
+        if are_tensors and now.shape == value.shape and torch.can_cast(value.dtype, now.dtype):
             with torch.no_grad():
                 now.copy_(value)
         elif isinstance(now, dict) and isinstance(value, dict):
             give(now, value)
         else:
             state[key] = value
-
-
-def _may_hold(now: torch.Tensor, value: object) -> bool:
-    """Whether a copy loses nothing: an integer would cut a number, a vector repeat it."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return now.shape == value.shape and bool(torch.can_cast(value.dtype, now.dtype))
 
 
 def _is_part(value: object) -> bool:

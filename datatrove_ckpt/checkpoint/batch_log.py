@@ -18,8 +18,6 @@ The order of effects, each safe to repeat, and what the next attempt does after 
     7. "created"; sync                wait
     8. rows of the request cache      read again, put again
     9. "read"; sync; remove the file  the next pass
-
-The custom id of a request is the key of its row, so a row needs no other file.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ Only the HTTP status decides, not a body, which may quote the document. One exce
 500 for a text that is too long for an embedding counts as 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no slot. No request has its
-own task or log line, which cost 0.1 ms of CPU each.
+(at most 120 s, and never beyond the patience). A sleeping request holds no slot.
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
 ``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server sends a
@@ -33,8 +32,7 @@ reason.
 
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
-A refused connection, a 5xx, a 429 or a body that is no completion is never a document's fault. Two
-clocks end the retries; both run for ``server_patience_seconds``:
+Two clocks end the retries; both run for ``server_patience_seconds``:
 
     the outage clock   runs while no request at all is answered. At its end the run stops
                        (``ServerUnavailable``).

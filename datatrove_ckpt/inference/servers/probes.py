@@ -127,8 +127,7 @@ class Admission:
       nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
     - An engine that runs more than its KV cache can hold preempts requests, which lose their work
-      and wait again. So after a preemption the limit is what runs, and grows slowly: up to a fifth
-      more throughput in ``tests/unit/test_admission.py`` if prompts are expensive.
+      and wait again. So after a preemption the limit is what runs, and grows slowly.
 
     Attributes:
         limit: requests that may be in flight.

@@ -72,6 +72,7 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
     assert len(provider.batches) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lost", [502, 429])
 def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
     """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""

@@ -224,19 +224,10 @@ class SetTasks(Remedy):
     def __str__(self) -> str:
         if not _words:
             return f"tasks={self.number}"
-        return f"{_command_without('tasks')} {self.flag}"
-
-    @property
-    def setting(self) -> str:
-        if self.door.is_command:
-            return self.flag
-        return f"tasks={self.number}"
-
-    @property
-    def flag(self) -> str:
+        without = _command_without("tasks")
         if self.door.form:
-            return f"--tasks {self.number}"
-        return f"--executor.tasks={self.number}"
+            return f"{without} --tasks {self.number}"
+        return f"{without} --executor.tasks={self.number}"
 
 
 @dataclass(frozen=True)

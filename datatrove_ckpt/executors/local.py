@@ -45,7 +45,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.errors.doors import SetTasks, written
+from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
@@ -187,11 +187,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if complete:
             logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
         if self.workers > self.world_size:
-            more = SetTasks(self.workers).setting
             logger.info(
                 f"workers is {self.workers}, but the run has {plural(self.world_size, 'task')}, "
-                f"and one process runs each task. For more processes, start a new run with {more} "
-                "and at least as many input files."
+                "and one process runs each task. For more processes, start a new run with tasks: "
+                f"{self.workers}, and at least as many input files."
             )
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
 

@@ -475,7 +475,7 @@ def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         command("run", "job.yaml", "--workers", "4")
         (said,) = [line for line in log if "workers is 4, but the run has 1 task" in line]
-        assert "start a new run with --tasks 4 and at least as many input files." in said
+        assert "start a new run with tasks: 4, and at least as many input files." in said
         log.clear()
         tasks = ("--tasks", "2", "--workers", "2", "--run-folder", "runs/y")
         command("run", "job.yaml", *tasks)

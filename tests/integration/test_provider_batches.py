@@ -29,7 +29,8 @@ MESSAGES = {**BATCHES, "api_key": KEY}
 
 
 @pytest.fixture(autouse=True)
-def _soon(monkeypatch):
+def _soon(monkeypatch, policy):
+    policy("SERVER", first=0.01)
     monkeypatch.setattr(provider_passes, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LIST_LAG_SECONDS", 0.3)

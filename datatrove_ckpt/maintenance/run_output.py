@@ -13,7 +13,8 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.maintenance.documents import output_files, read_rows
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import open_place
-from datatrove_ckpt.output.formats import PARQUET, document_of
+from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.formats import JSONL, format_of_file
 
 if TYPE_CHECKING:
     import datasets
@@ -43,8 +44,8 @@ class RunOutput:
 
         with open_place(self._run_folder) as place:
             files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
-        kind = "parquet" if files and PARQUET.suffix in files[0] else "json"
-        return datasets.load_dataset(kind, data_files=files, split="train")
+        known = format_of_file("".join(files[:1])) or JSONL
+        return datasets.load_dataset(known.loader, data_files=files, split="train")
 
     @property
     def counts(self) -> DocumentCounts:

@@ -40,12 +40,10 @@ class RunOutput:
 
     def to_dataset(self) -> datasets.Dataset:
         """Returns a dataset of the files, which may be larger than the memory."""
-        import datasets
-
         with open_place(self._run_folder) as place:
             files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
         known = format_of_file("".join(files[:1])) or JSONL
-        return datasets.load_dataset(known.loader, data_files=files, split="train")
+        return known.dataset(files)
 
     @property
     def counts(self) -> DocumentCounts:

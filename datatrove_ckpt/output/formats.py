@@ -17,6 +17,7 @@ import orjson
 from datatrove_ckpt.common import JsonObject
 
 if TYPE_CHECKING:
+    import datasets
     from datatrove.io import DataFolder
     from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -78,6 +79,11 @@ class Format:
     def count(self, file: IO[bytes]) -> int:
         """Returns how many rows a file has."""
         return sum(1 for _ in self.rows(file))
+
+    def dataset(self, files: list[str]) -> datasets.Dataset:
+        import datasets
+
+        return datasets.load_dataset(self.loader, data_files=files, split="train")
 
     def rows(self, file: IO[bytes]) -> Rows:
         """Yields each row, without media, with its line; None for a torn line. The line is empty if

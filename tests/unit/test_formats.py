@@ -36,6 +36,7 @@ def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_pa
     with known.open(writer.output_folder, path.name) as file:
         rows = [row for row, _ in known.rows(file)]
     assert [document_of(row) for row in rows] == DOCUMENTS
+    assert known.dataset([str(path)])["text"][:] == [document.text for document in DOCUMENTS]
 
 
 @pytest.mark.parametrize("name", BY_NAME)

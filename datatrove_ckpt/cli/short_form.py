@@ -6,8 +6,7 @@ r"""The short form of a job, written out as the long form, which everything else
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
 Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can
-stand beside these by its name. The other settings follow from the input and the machine. A run that
-has begun keeps its number of tasks, and the form of its output.
+stand beside these by its name.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ _SET_BY_FORM = {
     "pipeline": "is made of what stands beside",
 }
 NAMES = [field.name for field in fields(ShortJob)]
-# Arguments that the form fills in itself.
+# Set by the form.
 OURS = (
     "rollout_fn",
     "config",
@@ -409,11 +408,11 @@ def run(
     """
     content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
-    for name in [name for name, value in content.items() if value is None and name != "answer"]:
-        del content[name]
-    for name, value in content.items():
+    for name, value in [*content.items()]:
         if isinstance(value, Path):
             content[name] = str(value)
+        if value is None and name != "answer":
+            del content[name]
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
     from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
     from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -477,7 +476,6 @@ def _format(job: ShortJob, reader: Node, begun: Node) -> str:
 
 
 def _writer(form: str, answer: str | None, folder: str) -> Node:
-    """Returns the writer. With a name of the answers, each key of the metadata is a column."""
     known = BY_NAME[form]
     settings = known.settings(answer is not None)
     name = f"{_FILENAME}{form}"
@@ -524,9 +522,7 @@ def _rollout(job: ShortJob, source: str) -> object:
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:
-    """Returns the settings of the server: of the endpoint, or of the engine that fits this
-    machine.
-    """
+    """Returns the settings of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
         what = "a name on the hub, or the path of a GGUF file"
         if job.endpoint:
@@ -659,8 +655,8 @@ def _count_tasks(reader: Node, job: ShortJob, source: str, only_look: bool) -> i
 
 
 def _useful_tasks(reader: Node, job: ShortJob, source: str) -> int:
-    """Returns how many tasks get a file; on this machine, how many get enough of the input."""
-    if "glob_pattern" not in reader:  # a dataset, whose rows any number of tasks can share
+    """Returns how many tasks have work."""
+    if "glob_pattern" not in reader:  # a dataset
         return _MOST_TASKS if job.is_elsewhere else 1
     folder = reader["data_folder"]
     names = _list(folder, reader["glob_pattern"], source)

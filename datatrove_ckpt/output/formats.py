@@ -1,8 +1,7 @@
-"""The formats of output files that can be read again: ``verify --full`` counts rows,
-``finished_from`` copies them. The short form offers each by its name.
+"""The formats of output files that can be read again.
 
-Other files are written, published and compared by their hashes all the same. What a format needs is
-imported in its methods, because every command imports this module.
+Other files are written, published and compared by their hashes all the same. Every command imports
+this module: a format imports what it needs in its methods.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ class Format:
     """What the files of one writer hold: a row for each document.
 
     Attributes:
-        writer: the class, by the name that it has in YAML files.
-        module: of the writer.
-        suffix: of file names, before that of a compression. Without its dot, the format's name in
-            the short form.
-        compressions: suffixes that the short form offers; none if the format has compression of its
-            own.
-        loader: the format's name in ``datasets.load_dataset``.
+        writer: the class, as YAML files name it.
+        suffix: of file names, before that of a compression; the short form leaves its dot out.
+        compressions: their suffixes in the short form; none if it is compressed by itself.
+        loader: its name in ``datasets.load_dataset``.
     """
 
     writer: ClassVar[str]
@@ -46,14 +42,10 @@ class Format:
     loader: ClassVar[str]
 
     def settings(self, has_columns: bool) -> JsonObject:
-        """Returns the writer's settings in the short form.
-
-        Args:
-            has_columns: each key of the metadata is a column. Older runs have none.
+        """Returns the writer's settings in the short form. ``has_columns``: each key of the
+        metadata is one; not in older runs.
         """
-        if has_columns:
-            return {"expand_metadata": True, "compression": "infer"}
-        return {"compression": "infer"}
+        return {"expand_metadata": has_columns, "compression": "infer"}
 
     @property
     def writer_class(self) -> type[DiskWriter]:
@@ -72,12 +64,10 @@ class Format:
         )
 
     def open(self, folder: DataFolder, path: str) -> Any:
-        """Opens a file for ``count`` or ``rows``."""
         compression = "infer" if self.compressions else None
         return folder.open(path, "rb", compression=compression)
 
     def count(self, file: IO[bytes]) -> int:
-        """Returns how many rows a file has."""
         return sum(1 for _ in self.rows(file))
 
     def dataset(self, files: list[str]) -> datasets.Dataset:
@@ -120,9 +110,10 @@ class Parquet(Format):
     loader = "parquet"
 
     def settings(self, has_columns: bool) -> JsonObject:
+        compression = "snappy"
         if has_columns:  # 1,000 documents take 10 ms, and a third less room than with snappy
-            return {"expand_metadata": True, "compression": "zstd"}
-        return {"expand_metadata": True}
+            compression = "zstd"
+        return {"expand_metadata": True, "compression": compression}
 
     def count(self, file: IO[bytes]) -> int:
         import pyarrow.parquet
@@ -153,7 +144,7 @@ BY_NAME = {
     for one in FORMATS
     for compression in ("", *one.compressions)
 }
-"""By the names of the short form, which are the ends of file names, too."""
+"""By the names of the short form."""
 
 
 def is_known(writer: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
@@ -35,11 +35,11 @@ class Format:
         loader: its name in ``datasets.load_dataset``.
     """
 
-    writer: ClassVar[str]
-    module: ClassVar[str] = "datatrove.pipeline.writers"
-    suffix: ClassVar[str]
-    compressions: ClassVar[tuple[str, ...]] = (".gz", ".zst")
-    loader: ClassVar[str]
+    writer: str
+    module: str = "datatrove.pipeline.writers"
+    suffix: str
+    compressions: tuple[str, ...] = (".gz", ".zst")
+    loader: str
 
     def settings(self, has_columns: bool) -> JsonObject:
         """Returns the writer's settings in the short form. ``has_columns``: each key of the
@@ -48,9 +48,8 @@ class Format:
         return {"expand_metadata": has_columns, "compression": "infer"}
 
     @property
-    def writer_class(self) -> type[DiskWriter]:
-        found: type[DiskWriter] = getattr(import_module(self.module), self.writer)
-        return found
+    def writer_class(self) -> Any:
+        return getattr(import_module(self.module), self.writer)
 
     def is_written_by(self, writer: DiskWriter) -> bool:
         """Whether the writer has no other method for rows than the format's class."""

@@ -6,8 +6,7 @@ r"""The short form of a job, written out as the long form, which everything else
     model: HuggingFaceTB/SmolLM2-1.7B-Instruct
 
 Every setting of the reader, of ``InferenceRunner``, of ``InferenceConfig`` and of an answer can
-stand beside these by its name. The other settings follow from the input and the machine. A run that
-has begun keeps its number of tasks, and the form of its output.
+stand beside these by its name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from difflib import get_close_matches
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.cli.yaml_config import (
@@ -45,22 +44,27 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, current, entered, use
+from datatrove_ckpt.output.formats import BY_NAME, JSONL
 
 if TYPE_CHECKING:
     from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
 
+    OutputFormat: TypeAlias = str
+else:
+    OutputFormat = Literal[*BY_NAME]
+
 Node: TypeAlias = JsonObject
 
-_BY_READER = {
-    "JsonlReader": ".jsonl .json .ndjson",
-    "ParquetReader": ".parquet",
-    "IpcReader": ".arrow .ipc .feather",
-    "CSVReader": ".csv",
-}
 _SUFFIXES = {
-    suffix: reader for reader, suffixes in _BY_READER.items() for suffix in suffixes.split()
+    ".jsonl": "JsonlReader",
+    ".json": "JsonlReader",
+    ".ndjson": "JsonlReader",
+    ".parquet": "ParquetReader",
+    ".arrow": "IpcReader",
+    ".ipc": "IpcReader",
+    ".feather": "IpcReader",
+    ".csv": "CSVReader",
 }
-OutputFormat: TypeAlias = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
@@ -137,7 +141,7 @@ _SET_BY_FORM = {
     "pipeline": "is made of what stands beside",
 }
 NAMES = [field.name for field in fields(ShortJob)]
-# Arguments that the form fills in itself.
+# Set by the form.
 OURS = (
     "rollout_fn",
     "config",
@@ -240,7 +244,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
     readers = [reader["class_path"]]
     if not reader["class_path"]:
-        readers = sorted([*_BY_READER, "HuggingFaceDatasetReader"])
+        readers = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
     places = [(reader, name) for name in readers]
     places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):
@@ -297,7 +301,7 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
         model = model or "(of the input)"
     elif job.endpoint and isinstance(first.get("body"), dict):
         model = model or first["body"].get("model")
-    if job.output_format == "parquet":
+    if job.output_format is not None and BY_NAME[job.output_format] is not JSONL:
         raise ConfigError(f"{source}: output_format: answers to a batch file are JSON lines.")
     reader["class_path"] = "BatchReader"
     return replace(job, task="batch", model=model)
@@ -404,11 +408,11 @@ def run(
     """
     content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
-    for name in [name for name, value in content.items() if value is None and name != "answer"]:
-        del content[name]
-    for name, value in content.items():
+    for name, value in [*content.items()]:
         if isinstance(value, Path):
             content[name] = str(value)
+        if value is None and name != "answer":
+            del content[name]
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
     from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
     from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -464,7 +468,7 @@ def _format(job: ShortJob, reader: Node, begun: Node) -> str:
     if job.output_format is not None:
         return job.output_format
     given = str(begun.get("output_filename")).removeprefix(_FILENAME)
-    if given in get_args(OutputFormat):
+    if given in BY_NAME:
         return given
     if not begun and (job.task == "embed" or reader["class_path"] in _TYPED):
         return "parquet"
@@ -472,16 +476,10 @@ def _format(job: ShortJob, reader: Node, begun: Node) -> str:
 
 
 def _writer(form: str, answer: str | None, folder: str) -> Node:
-    """Returns the writer. With a name of the answers, each key of the metadata is a column."""
-    arguments: Node = {"output_folder": folder, "output_filename": f"{_FILENAME}{form}"}
-    if form == "parquet" or answer is not None:
-        arguments["expand_metadata"] = True
-    if form != "parquet":
-        compression = None if form == "jsonl" else "infer"
-        return _node("JsonlWriter", **arguments, compression=compression)
-    if answer is not None:  # 1,000 documents take 10 ms, and a third less room than with snappy
-        arguments["compression"] = "zstd"
-    return _node("ParquetWriter", **arguments)
+    known = BY_NAME[form]
+    settings = known.settings(answer is not None)
+    name = f"{_FILENAME}{form}"
+    return _node(known.writer, output_folder=folder, output_filename=name, **settings)
 
 
 def _flags(task: str, config: Node) -> Node:
@@ -524,9 +522,7 @@ def _rollout(job: ShortJob, source: str) -> object:
 
 
 def _server(job: ShortJob, content: Node, source: str) -> Node:
-    """Returns the settings of the server: of the endpoint, or of the engine that fits this
-    machine.
-    """
+    """Returns the settings of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
         what = "a name on the hub, or the path of a GGUF file"
         if job.endpoint:
@@ -650,23 +646,25 @@ def _looks_like(name: str, suffixes: list[str]) -> bool:
 def _count_tasks(reader: Node, job: ShortJob, source: str, only_look: bool) -> int:
     if only_look:
         return 1
-    most = _MOST_TASKS
     try:
-        if "glob_pattern" in reader:
-            folder = reader["data_folder"]
-            names = _list(folder, reader["glob_pattern"], source)
-            most = min(len(names), most)
-            if not job.is_elsewhere and "://" not in folder:
-                most = min(
-                    most, sum(Path(folder, name).stat().st_size for name in names) // _LEAST_BYTES
-                )
-        elif not job.is_elsewhere:
-            most = 1
+        return max(1, _useful_tasks(reader, job, source))
     except (ConfigError, OSError):
         if job.is_elsewhere:
             raise
         return 1  # the checks before a start name what is wrong
-    return max(1, most)
+
+
+def _useful_tasks(reader: Node, job: ShortJob, source: str) -> int:
+    """Returns how many tasks have work."""
+    if "glob_pattern" not in reader:  # a dataset
+        return _MOST_TASKS if job.is_elsewhere else 1
+    folder = reader["data_folder"]
+    names = _list(folder, reader["glob_pattern"], source)
+    most = min(len(names), _MOST_TASKS)
+    if job.is_elsewhere or "://" in folder:
+        return most
+    size = sum(Path(folder, name).stat().st_size for name in names)
+    return min(most, size // _LEAST_BYTES)
 
 
 def _suffix(name: str) -> str:

@@ -36,6 +36,7 @@ from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import Door, current, written
+from datatrove_ckpt.output.formats import FORMATS
 
 _Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
@@ -47,8 +48,7 @@ _NAMES_BY_MODULE = {
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",
     "datatrove.pipeline.readers": "CSVReader WarcReader",
-    "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter JsonlWriter "
-    "ParquetWriter",
+    "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter "
     "FastTextClassifierFilter FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter "
     "LambdaFilter LanguageFilter RegexFilter SamplerFilter UnigramLogProbFilter URLFilter",
@@ -59,6 +59,7 @@ MASK = "*** hidden ***"
 """What ``run --dry-run`` writes in the place of a secret. No file with it is built."""
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
 # Of ``default_generation_params``; settings in the short form.
 ANSWER = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 

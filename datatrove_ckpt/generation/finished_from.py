@@ -39,8 +39,8 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import Row
-from datatrove_ckpt.output.documents import Result, decode, encode, result_of
-from datatrove_ckpt.output.formats import Format, document_of, format_of_file
+from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
+from datatrove_ckpt.output.formats import Format, format_of_file
 
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
@@ -222,9 +222,8 @@ class FinishedDocuments:
 
     def _documents(self, old: _OldFile) -> Iterator[Document]:
         where = old.folder.resolve_paths(old.name)
-        compression = None if old.format.is_compressed else "infer"
         try:
-            with old.folder.open(old.name, "rb", compression=compression) as file:
+            with old.format.open(old.folder, old.name) as file:
                 for row, line in old.format.rows(file):
                     document, cause = self._document(row, line)
                     if document is not None:

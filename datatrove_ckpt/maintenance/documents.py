@@ -133,9 +133,8 @@ def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
         raise OutputFailed(
             f"{where} cannot be shown: no format is known of files with this ending."
         )
-    compression = None if known.is_compressed else "infer"
     try:
-        with file_system_call(), folder.open(path, "rb", compression=compression) as file:
+        with file_system_call(), known.open(folder, path) as file:
             for row, _ in known.rows(file):
                 if row is not None:
                     yield row

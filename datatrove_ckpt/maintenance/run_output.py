@@ -13,7 +13,8 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.maintenance.documents import output_files, read_rows
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import open_place
-from datatrove_ckpt.output.formats import PARQUET, document_of
+from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.formats import JSONL, format_of_file
 
 if TYPE_CHECKING:
     import datasets
@@ -39,12 +40,10 @@ class RunOutput:
 
     def to_dataset(self) -> datasets.Dataset:
         """Returns a dataset of the files, which may be larger than the memory."""
-        import datasets
-
         with open_place(self._run_folder) as place:
             files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
-        kind = "parquet" if files and PARQUET.suffix in files[0] else "json"
-        return datasets.load_dataset(kind, data_files=files, split="train")
+        known = format_of_file("".join(files[:1])) or JSONL
+        return known.dataset(files)
 
     @property
     def counts(self) -> DocumentCounts:

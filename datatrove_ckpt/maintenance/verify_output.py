@@ -196,8 +196,7 @@ def _count_documents(folder: DataFolder, path: str) -> int:
     known = format_of_file(path)
     if known is None:
         raise ValueError(path)
-    compression = None if known.is_compressed else "infer"
-    with folder.open(path, "rb", compression=compression) as file:
+    with known.open(folder, path) as file:
         return known.count(file)
 
 

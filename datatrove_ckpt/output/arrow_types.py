@@ -194,3 +194,20 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (pa.ArrowTypeError, pa.ArrowInvalid):  # decimals with too many digits
         return None
+
+
+def with_float32(value: Any, kind: DataType) -> Any:
+    """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_struct(kind):
+        return {field.name: with_float32(value[field.name], field.type) for field in kind}
+    if types.is_float32(kind):
+        return np.float32(value)
+    if not types.is_list(kind):
+        return value
+    if types.is_float32(kind.value_type):
+        return np.asarray(value, np.float32)
+    return [with_float32(item, kind.value_type) for item in value]

@@ -559,3 +559,11 @@ def _unwrap(value: Any, readers: dict[str, _Convert]) -> object:
         if type(item) is dict or type(item) is list:
             value[key] = _unwrap(item, readers)
     return value
+
+
+def document_of(row: JsonObject) -> Document:
+    """Returns the row's document, also from columns of metadata."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {name: value for name, value in row.items() if name not in (*_NAMES, "metadata")}
+    return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)

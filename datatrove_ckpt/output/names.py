@@ -19,6 +19,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.errors import InvalidFileName
+from datatrove_ckpt.output.formats import FORMATS
 
 STAGING = layout.OUTPUT_STAGING
 
@@ -26,7 +27,8 @@ _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
 _MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
-_ENDING = r"\.(?:jsonl?|ndjson|parquet|arrow|csv|tsv|txt|warc|gz|gzip|zst|zstd|bz2|xz|lz4|snappy)"
+_OTHERS = ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .xz .lz4 .snappy"
+_ENDING = "|".join(map(re.escape, [*(one.suffix for one in FORMATS), *_OTHERS.split()]))
 _ENDINGS = re.compile(f"(?:{_ENDING})+$")
 
 _RANK = r"\d{5,}"

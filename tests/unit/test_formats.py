@@ -2,43 +2,46 @@
 read again.
 """
 
+from pathlib import Path
+
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.cli.yaml_config import SHORT_NAMES
-from datatrove_ckpt.output.formats import FORMATS, format_of_file, is_known
+from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.formats import BY_NAME, format_of_file, is_known
 from datatrove_ckpt.output.names import stem, writer_name
 
-TEXTS = ["one", "two\nlines", "dreiß"]
+DOCUMENTS = [
+    Document("one", "0", metadata={"n": 1, "answer": "a"}),
+    Document("two\nlines", "1", metadata={"n": 2, "answer": 'b,"\r\n'}),
+    Document("dreiß", "2", metadata={"n": 3, "answer": ""}),
+]
 
 
-@pytest.mark.parametrize(
-    ("known", "compression"),
-    [
-        (known, how)
-        for known in FORMATS
-        for how in ((None,) if known.is_compressed else (None, "gzip", "zstd"))
-    ],
-)
-def test_what_a_writer_has_written_is_counted_and_read(known, compression, tmp_path):
-    writer = known.writer(str(tmp_path), f"name{known.suffix}", compression=compression)
+@pytest.mark.parametrize("has_columns", [True, False])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_path):
+    known = BY_NAME[name]
+    writer = known.writer_class(str(tmp_path), f"name.{name}", **known.settings(has_columns))
     with writer:
-        for index, text in enumerate(TEXTS):
-            writer.write(Document(text, str(index)))
+        for document in DOCUMENTS:
+            writer.write(document)
+    assert writer_name(writer).endswith(known.writer)
     assert is_known(writer_name(writer)), "verify does not count its rows"
-    assert format_of_file(f"a/name{known.suffix}") is known
-    assert known.writer.__name__ in SHORT_NAMES, "YAML files cannot name its writer"
-    assert stem(f"name{known.suffix}") == "name", (
-        "its files are not recognised if the template lacks the suffix"
-    )
+    assert format_of_file(f"a/name.{name}") is known
+    assert stem(f"name.{name}") == "name"
     (path,) = tmp_path.iterdir()
-    with writer.output_folder.open(path.name, "rb", compression=compression) as file:
-        assert known.count(file) == len(TEXTS)
-    with writer.output_folder.open(path.name, "rb", compression=compression) as file:
+    with known.open(writer.output_folder, path.name) as file:
+        assert known.count(file) == len(DOCUMENTS)
+    with known.open(writer.output_folder, path.name) as file:
         rows = [row for row, _ in known.rows(file)]
-    assert [(row["id"], row["text"]) for row in rows if row] == [
-        (str(index), text) for index, text in enumerate(TEXTS)
-    ]
+    assert [document_of(row) for row in rows] == DOCUMENTS
+    assert known.dataset([str(path)])["text"][:] == [document.text for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_page_of_the_short_form_names_it(name):
+    assert f"`{name}`" in Path("docs/cli.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ ROOMS = {
     "maintenance": "errors common config checkpoint mirror claims output",
     "preflight": "errors common config process checkpoint mirror inference.servers output readers generation runner",
     "executors": "errors common config process checkpoint mirror claims inference.servers generation runner preflight",
-    "cli": "errors common config process checkpoint maintenance claims generation preflight executors",
+    "cli": "errors common config process checkpoint output maintenance claims generation preflight executors",
     "testing": "common checkpoint mirror",
 }
 

@@ -451,13 +451,36 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("body", [b'{"output": "hi"}', b'{"choices": [{"content": "hi"}]}', b"[]"])
+@pytest.mark.parametrize(
+    "body", [b'{"output": "hi"}', b'{"choices": [{"content": "hi"}]}', b"[]", b"<!DOCTYPE html>"]
+)
 def test_answers_of_a_form_that_the_way_does_not_know_end_the_run_with_path_and_body(body):
     outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
     assert isinstance(outcome.result, ServerRefused)
     assert "/v1/chat/completions has answered one request " in str(outcome.result)
-    assert str(outcome.result).endswith(f": {body.decode()}")
+    assert "correct endpoint_url or the proxy" in str(outcome.result)
+    assert str(outcome.result).strip("'").endswith(body.decode())
     assert 60 <= sum(outcome.sleeps) < 600
+
+
+async def test_an_endpoint_that_hangs_is_told_once_and_nothing_is_sent_again(log):
+    async with talking(GOOD, never, **KINDS["endpoint"]) as (server, client, _):
+        servers, (target,) = client.servers, client.servers.router.targets
+        assert await client.complete(BODY) == HI
+        hanging = asyncio.ensure_future(client.complete(BODY))
+        await server.arrived.acquire()
+        await server.arrived.acquire()
+        found = []
+        for quiet in (10, 119, 121, 130, 1, 700, 800, 1):  # 130 s are the longest silence then
+            target.alive_at = time.monotonic() - quiet
+            servers.look()
+            found.append(round(servers.outage.hangs))
+        assert found == [0, 0, 121, 130, 0, 0, 800, 0]
+        hanging.cancel()
+        assert len(server.requests) == 2
+    assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO"] * 2
+    assert "has not answered for 121 s, and before for at most 0 s." in log[0]
+    assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
 
 
 @pytest.mark.parametrize("accepted", [False, True])

@@ -679,7 +679,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
 
 
 def numbered(content):
-    return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
+    return orjson.dumps({"id": f"chatcmpl-{content:0>32}", **orjson.loads(chat(content))})
 
 
 @pytest.mark.parametrize(
@@ -702,7 +702,39 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
             "5",
         ]
         assert len(server.requests) == 5
-    assert "".join(log).count("has sent an answer without a request") == 1
+    assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
+
+
+async def test_equal_answers_whose_ids_may_be_equal_by_chance_are_answers(log):
+    """As the seconds of a small server, or the 999 numbers of Ollama."""
+
+    async def reply(server, writer):
+        second = len(server.requests) // 3
+        writer.write(http(200, b'{"id": "chatcmpl-%d", %b' % (second, chat("yes")[1:])))
+
+    async with talking(reply) as (server, client, _):
+        for number in range(9):
+            assert (await client.complete(b"%d" % number)).text == "yes"
+        assert (len(server.requests), server.connections) == (9, 1)
+    assert not log
+
+
+@pytest.mark.parametrize("short", [0.0, 9.0])
+async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatch):
+    monkeypatch.setattr(plain_transport, "SHORT", short)
+    monkeypatch.setattr(plain_transport, "QUIET", 0.1)
+
+    async def reply(server, writer):
+        writer.write(http(200, chat()))
+        await turns()
+        writer.write(b"\r\n")
+
+    async with talking(reply) as (server, client, _):
+        for _ in range(3):
+            assert await client.complete(BODY) == HI
+            await turns()
+        assert len(server.requests) == 3
+    assert not log
 
 
 async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers():

@@ -44,7 +44,9 @@ from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-_ID = re.compile(rb'"id": ?"[^"]+"')
+# A shorter one may be a counter, the second, or one of Ollama's 999 numbers.
+_ID = re.compile(rb'"id": ?"[^"]{24,}"')
+_BLANK = b"\r\n"  # behind an answer: no answer
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -385,6 +387,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
+            if self._complete is not None and not data.strip(_BLANK):
+                return
             if self._response is None or self._complete is not None:
                 raise UnaskedBytes
             if self._parser is None:
@@ -397,7 +401,8 @@ class _Connection(asyncio.Protocol):
                 self._complete = self._parser.response()
                 self._finish(self._parser.reusable)
         except RemoteProtocolError as error:
-            if isinstance(error, UnaskedBytes) and not data.startswith(_REQUEST_TIMEOUT):
+            is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
+            if isinstance(error, UnaskedBytes) and is_answer:
                 self._owner.note_unasked()
             self.abort(error)
 
@@ -478,13 +483,13 @@ class UnaskedCounter:
         if self._first_id in answer:
             return  # answers of this server have no id of their own
         if not self.unasked:  # equal answers and ids by chance are never refused
-            self.note_unasked()
+            self.note_unasked("one answer, with its id, to two requests")
         raise UnaskedBytes
 
-    def note_unasked(self) -> None:
+    def note_unasked(self, what: str = "an answer without a request") -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent an answer without a request. The answer before it on that "
+                f"{self.url} has sent {what}. The last answer on that "
                 "connection is dropped and requested again, unless a document has it already. "
                 "From now on, each request to this server has a connection of its own."
             )

@@ -84,8 +84,8 @@ class InputPosition(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """How long no request has been answered, and after how long the rank stops because of that;
-    0: its requests have not failed, but are in flight for unusually long.
+    """How long no request has been answered, and after how long the rank stops because of that; 0:
+    no request has failed.
 
     ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
     models.

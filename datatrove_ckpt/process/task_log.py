@@ -2,7 +2,7 @@
 
 A task appends to its log: datatrove would truncate the log of a living rank that is started again.
 Ranks that run at once in this process have separate logs; lines of other threads go to all of them.
-On a full disk a log lacks lines: the task's own error says that the disk is full.
+On a full disk a log lacks lines: the task's error says why.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
 """

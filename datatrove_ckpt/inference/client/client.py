@@ -27,8 +27,7 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 (at most 120 s, and never beyond the patience). A sleeping request holds no slot.
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
-``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server sends a
-reason.
+``accept_null_finish_reason`` decides.
 
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
@@ -188,9 +187,8 @@ class Outage:
             self._since = self._said_at = None
 
     def silent(self, seconds: float, timeout: float) -> None:
-        """Warns of an unusual silence of an endpoint, whose requests are in flight.
-
-        They are not sent again, because they may be paid for: a slow endpoint looks the same.
+        """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
+        is sent again.
         """
         if seconds < self._quiet:
             self._longest = max(self._longest, self._quiet)
@@ -418,9 +416,7 @@ class ModelServers:
         return self.config.request_timeout or _DEFAULT_TIMEOUT
 
     def look(self) -> None:
-        """Looks for a silent endpoint, each second. Servers of ours are watched by their metrics,
-        and restarted.
-        """
+        """Looks for a silent endpoint. Servers of ours are watched by ``pool.py``."""
         busy = [target.alive_at for target in self.router.targets if target.attempts]
         if busy and self.config.server_type == "endpoint":
             self.outage.silent(time.monotonic() - max(busy), self.timeout)

@@ -12,9 +12,8 @@ arrive by then, the response is dropped, and from then on no connection carries 
 response that comes later still is noticed if each answer has its own ``id``: it equals the response
 before it.
 
-httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
-responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression
-recognises the usual answer that arrives in one piece, for a fifth of the cost.
+httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
+piece, for a fifth of the cost.
 
 Interim responses (1xx) have no body (RFC 9112, section 6.3). This module skips them, because llhttp
 knows only 100, 102 and 103.
@@ -46,7 +45,7 @@ QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
 # A shorter one may be a counter, the second, or one of Ollama's 999 numbers.
 _ID = re.compile(rb'"id": ?"[^"]{24,}"')
-_BLANK = b"\r\n"  # behind an answer: no answer
+_BLANK = b"\r\n"  # no answer
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -111,8 +110,7 @@ def usual_response(data: bytes) -> Response | None:
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
-    The result does not depend on how the bytes are split, with one exception: the limit on framing
-    is not checked for the piece that completes the response.
+    Only the limit on framing depends on how the bytes are split.
     """
 
     def __init__(self) -> None:

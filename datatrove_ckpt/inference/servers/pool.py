@@ -399,7 +399,6 @@ class ServerSupervisor:
             return  # nothing is sent again
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            # This is rare; with an event, each answer would look for waiters.
             await asyncio.sleep(_PROBE_PAUSE)
 
     async def _run_probes(self) -> None:

@@ -84,7 +84,8 @@ class InputPosition(NamedTuple):
 
 
 class Silence(NamedTuple):
-    """How long all requests have failed, and after how long the rank stops because of that.
+    """How long no request has been answered, and after how long the rank stops because of that; 0:
+    no request has failed.
 
     ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
     models.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -23,19 +24,24 @@ from datatrove_ckpt.common.formatting import (
 from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
 from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics
+from datatrove_ckpt.maintenance.where import NotBegun
 
 
 def status(arguments: argparse.Namespace) -> int:
-    with place_of(arguments, wanted_files) as place:
-        state = read_run_state(place)
-        bars = takes_unicode()
-        shown = list(describe(state, bars))
+    bars = takes_unicode()
+    try:
+        with place_of(arguments, wanted_files) as place:
+            state = read_run_state(place)
+            shown = list(describe(state, bars))
+    except NotBegun as waiting:
+        state = RunState(arguments.what, False, time.time())
+        shown = [str(waiting)]
     if arguments.json:
         say(to_json(state).decode())
     else:
         if sys.stdout.isatty():
             shown = list(wrapped(shown, shutil.get_terminal_size().columns))
-        if arguments.all:
+        if arguments.all and state.ranks:
             shown += ["", *table([*state.ranks, *state.retries], state.read_at, bars)]
         say("\n".join(shown))
     return int(state.is_damaged)

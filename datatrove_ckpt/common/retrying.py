@@ -346,7 +346,7 @@ class RetryPolicy:
 
     The waits grow geometrically from ``first`` to ``longest``. ``jitter`` is the share of a wait
     that is random: 0 for one caller, 1 ("full jitter") for thousands of requests that failed
-    together (M. Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog, 2015).
+    together.
 
     Attributes:
         retried: the HTTP statuses that another attempt may change.
@@ -479,10 +479,7 @@ SERVER = RetryPolicy(
     spread=0.0,
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
-"""The statuses of an inference server that belong to one request: its content, its size.
-
-No other status does.
-"""
+"""The only statuses of an inference server that belong to one request: its content, its size."""
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 

@@ -61,7 +61,8 @@ class InferenceConfig:
             as many as keep a short queue in each server.
         max_concurrent_documents: documents in work, per task. None: generations // rollouts per
             document; times ``texts_per_request``, but at most 10,000 for that.
-        request_timeout: seconds for one attempt of a request. None: 3600.
+        request_timeout: seconds for one attempt of a request, also at an endpoint that hangs.
+            None: 3600.
         model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
         server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its
             server stops.
@@ -77,8 +78,8 @@ class InferenceConfig:
         request_max_attempts: attempts of a request that fails while others are answered (408, 409,
             425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the task; at least
             ``server_patience_seconds`` pass, too.
-        server_patience_seconds: how long the run waits while no request is answered (unreachable,
-            5xx, 429). Then the task stops; no document is blamed.
+        server_patience_seconds: how long the run waits while requests fail, and none is answered
+            (unreachable, 5xx, 429). Then the task stops; no document is blamed.
         server_stop_timeout_sec: time until a server that was asked to stop is killed.
         replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the
             cores). They share ``max_concurrent_generations``.

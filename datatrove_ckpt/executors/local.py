@@ -42,6 +42,7 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentError,
     GivenUp,
+    ServerError,
     UnexpectedExit,
     WorkerDied,
 )
@@ -264,7 +265,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             with task_of_many(self.local_tasks > 1):
                 return super()._run_for_rank(rank, local_rank, node_rank)
-        except (DocumentError, UnexpectedExit) as error:  # where a user's code may be the cause
+        except (DocumentError, ServerError, UnexpectedExit) as error:  # its log may tell more
             log = self.logging_dir.resolve_paths(f"logs/task_{rank:05d}.log")
             error.add_note(f"The traceback is in the log of task {rank}: {log}")
             raise

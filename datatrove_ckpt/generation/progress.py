@@ -164,14 +164,13 @@ class RankReporter:
         return [model.client for model in self._models.values() if model.client is not None]
 
     def silence(self) -> Silence:
-        outages = (outage for model in self._models.values() for outage in model.outages)
-        return max(
-            (
-                Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
-                for one in outages
-            ),
-            default=Silence(),
-        )
+        longest = Silence()
+        for model in self._models.values():
+            for one in model.outages:
+                failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
+                hanging = Silence(round(one.hangs, 1), model=one.model)
+                longest = max(longest, failing, hanging)
+        return longest
 
     def answered(self, answer: Completion, config: InferenceConfig) -> None:
         """Counts an answer of a server."""
@@ -258,6 +257,7 @@ class RankReporter:
         for model in self._models.values():
             if model.client is not None:
                 model.newest.look(model.client.stats.answers)
+                model.client.servers.look()
 
     def now(self) -> RankProgress:
         self._sum_up()

@@ -141,8 +141,12 @@ def _judge_running(rank: RankState, recent: History, now: float, uploaded: float
     if last.silence.lasts:
         # To the minute, so that all ranks in one outage have one reason.
         since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
-        patience = f"{last.silence.patience:g} s (server_patience_seconds)"
-        reason = f"{last.silence}: no answer since {since:%H:%M}; a task stops after {patience}"
+        reason = f"{last.silence}: no answer since {since:%H:%M}"
+        if last.silence.patience:
+            patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+            reason = f"{reason}; a task stops after {patience}"
+        else:
+            reason = f"{reason}; each request waits for its request_timeout"
         rank.need_attention("stuck", reason)
     elif last.wait.quiet >= STUCK_SECONDS:
         rank.need_attention("stuck", _stuck(recent, last, now))

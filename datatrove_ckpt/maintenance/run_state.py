@@ -39,9 +39,8 @@ Trouble = Literal[
 """Why a rank needs attention, the most urgent first. ``silent`` to ``slow`` are ranks that run.
 
     silent        its process is there, and has written no line of its history for minutes
-    stuck         it writes lines, and no document or answer has come for minutes; or requests fail,
-                  and for half a
-                  minute none was answered
+    stuck         it writes lines, and no document or answer has come for minutes; or for half a
+                  minute all requests fail
     slow          it is far behind the median of the ranks that run and those that are finished
     unfinished    it is not finished, and no rank of the run goes on
 """

@@ -24,6 +24,11 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
 
+
+class NotBegun(ConfigError):
+    """No task has a checkpoint yet."""
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -127,7 +132,7 @@ def open_place(
                 break
         else:
             if config is not None:
-                raise ConfigError(_not_begun(place, f"{place.what}, its mirror"))
+                raise NotBegun(_not_begun(place, f"{place.what}, its mirror"))
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
                 f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
@@ -152,8 +157,10 @@ def _named(what: str) -> tuple[Place, str | None]:
             place.folder = checkpoints
             place.output = _if_folder(root / "output")
             place.logging_dir = _if_folder(root / "logs")
-        if not checkpoints.exists() and (root / "logs").is_dir():
-            raise ConfigError(_not_begun(place, str(checkpoints)))
+        for folder in (checkpoints, root):
+            is_missing = folder.name == "checkpoints" and not folder.exists()
+            if is_missing and (folder.parent / "logs").is_dir():
+                raise NotBegun(_not_begun(place, str(folder)))
     if place.folder.is_dir() and _looks_like_mirror(place.folder):
         return place, place.what
     return place, None
@@ -239,7 +246,7 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
     if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
-        raise ConfigError(
+        raise NotBegun(
             _not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node")
         )
     return place, None

@@ -122,7 +122,7 @@ class ChunkWriting:
         except NotUnited as error:
             raise _NotWritten from error
         if found:
-            logger.warning(f"Task {self._rank}: {warning(found, chunk_index)}")
+            logger.warning(warning(found, chunk_index, self._rank))
 
     def _write(
         self,

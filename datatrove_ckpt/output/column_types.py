@@ -185,14 +185,14 @@ class Misfit:
     later: str
 
 
-def warning(found: list[Misfit], chunk_index: int) -> str:
+def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
         for one in found
     )
     return (
-        f"{columns} (seen at chunk {chunk_index}). Loaders take the types of the first file, so "
-        "the dataset may not load as one, or values load as texts that are none. "
+        f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
+        "first file, so the dataset may not load as one, or values load as texts that are none. "
         f"{written.one_type}."
     )
 

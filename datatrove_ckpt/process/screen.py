@@ -378,8 +378,7 @@ class BarTerminal:
         others            overwrite the bar; the next drawing clears the rest
 
     So no process waits for another, and a kill leaves nothing to restore, unlike a thread or a
-    scroll region as in apt. tqdm writes text and bar separately, so that lines of two processes
-    mix, and forks inherit its held lock.
+    scroll region as in apt.
 
     Args:
         text: makes the bar from the number of columns. None: another process draws it.

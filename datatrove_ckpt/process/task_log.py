@@ -1,7 +1,8 @@
-"""The log files of tasks: datatrove's, with two differences.
+"""The log files of tasks: datatrove's, with three differences.
 
 A task appends to its log: datatrove would truncate the log of a living rank that is started again.
 Ranks that run at once in this process have separate logs; lines of other threads go to all of them.
+On a full disk a log lacks lines: the task's error says why.
 
 Imported with ``InferenceRunner``, and so by every process that unpickles an executor with its step.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import TextIO
 
@@ -31,13 +32,33 @@ _sinks: dict[int, int] = {}
 """The sinks of ranks that run at once, by the ids of their log files."""
 
 
+class _OnDisk(io.TextIOBase):
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
 def _is_of(rank: int) -> Callable[[object], bool]:
     return lambda record: rank_of_many() in (rank, None)
 
 
 def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1) -> TextIO:
     def append(path: str, mode: str) -> TextIO:
-        return folder.open(path, "a" if folder.is_local() else mode)  # type: ignore[no-any-return]
+        if folder.is_local():
+            return _OnDisk(folder.open(path, "a"))  # type: ignore[return-value]
+        return folder.open(path, mode)  # type: ignore[no-any-return]
 
     if rank_of_many() is None:
         return _add_task_logger(  # type: ignore[no-any-return]

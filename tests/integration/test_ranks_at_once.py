@@ -127,10 +127,9 @@ def test_each_rank_has_its_own_log():
         executor(*RANKS).run()
     for rank in range(3):
         text = Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
-        assert f"Task {rank}: " in text
         assert f"Processing done for rank={rank}" in text
         assert re.findall(r"Reading input file (\d)", text) == [str(rank)]
-        assert not [other for other in range(3) if other != rank and f"Task {other}: " in text]
+        assert len(re.findall(r"documents? written to", text)) == 1
 
 
 def test_at_most_so_many_run_at_once():

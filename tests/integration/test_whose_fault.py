@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from datatrove.executor import LocalPipelineExecutor
 
+from datatrove_ckpt.checkpoint.history_records import Progress
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -18,7 +19,9 @@ from datatrove_ckpt.errors import (
     ServerUnavailable,
     UnexpectedExit,
 )
+from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
+from tests.histories import read_history
 from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
 from tests.patience import until
 
@@ -86,6 +89,26 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path):
         runner(tmp_path, another, rollout, **settings).run(documents(8))
         assert set(another.asked) == {f"text {number}" for number in range(3, 8)}
     assert ids(tmp_path) == all_of(8)
+
+
+def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(tmp_path, log, monkeypatch):
+    monkeypatch.setattr(client, "hang_after", lambda longest: 0.1)
+    path = tmp_path / "checkpoints/00000/history.jsonl"
+
+    def is_told():
+        silent = [one for one in read_history(path).records if isinstance(one, Progress)]
+        return any(one.silence.seconds > one.silence.patience == 0 for one in silent)
+
+    def answer(payload, times):
+        if "text 3" in str(payload):
+            until(is_told)
+        return "hi"
+
+    with FakeServer(answer) as server:
+        runner(tmp_path, server, config={"max_concurrent_generations": 1}).run(documents(4))
+        assert server.asked.total() == 4
+    assert "The server has not answered for " in "".join(log)
+    assert ids(tmp_path) == all_of(4)
 
 
 @pytest.mark.parametrize("status", [402, 451])

@@ -451,13 +451,36 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     assert outcome.stats.answers == 0
 
 
-@pytest.mark.parametrize("body", [b'{"output": "hi"}', b'{"choices": [{"content": "hi"}]}', b"[]"])
+@pytest.mark.parametrize(
+    "body", [b'{"output": "hi"}', b'{"choices": [{"content": "hi"}]}', b"[]", b"<!DOCTYPE html>"]
+)
 def test_answers_of_a_form_that_the_way_does_not_know_end_the_run_with_path_and_body(body):
     outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
     assert isinstance(outcome.result, ServerRefused)
     assert "/v1/chat/completions has answered one request " in str(outcome.result)
-    assert str(outcome.result).endswith(f": {body.decode()}")
+    assert "correct endpoint_url or the proxy" in str(outcome.result)
+    assert str(outcome.result).strip("'").endswith(body.decode())
     assert 60 <= sum(outcome.sleeps) < 600
+
+
+async def test_an_endpoint_that_hangs_is_told_once_and_nothing_is_sent_again(log):
+    async with talking(GOOD, never, **KINDS["endpoint"]) as (server, client, _):
+        servers, (target,) = client.servers, client.servers.router.targets
+        assert await client.complete(BODY) == HI
+        hanging = asyncio.ensure_future(client.complete(BODY))
+        await server.arrived.acquire()
+        await server.arrived.acquire()
+        found = []
+        for quiet in (10, 119, 121, 130, 1, 700, 800, 1):  # 130 s are the longest silence then
+            target.alive_at = time.monotonic() - quiet
+            servers.look()
+            found.append(round(servers.outage.hangs))
+        assert found == [0, 0, 121, 130, 0, 0, 800, 0]
+        hanging.cancel()
+        assert len(server.requests) == 2
+    assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO"] * 2
+    assert "has not answered for 121 s, and before for at most 0 s." in log[0]
+    assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
 
 
 @pytest.mark.parametrize("accepted", [False, True])
@@ -656,7 +679,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
 
 
 def numbered(content):
-    return orjson.dumps({"id": f"chatcmpl-{content}", **orjson.loads(chat(content))})
+    return orjson.dumps({"id": f"chatcmpl-{content:0>32}", **orjson.loads(chat(content))})
 
 
 @pytest.mark.parametrize(
@@ -679,7 +702,39 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
             "5",
         ]
         assert len(server.requests) == 5
-    assert "".join(log).count("has sent an answer without a request") == 1
+    assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
+
+
+async def test_equal_answers_whose_ids_may_be_equal_by_chance_are_answers(log):
+    """As the seconds of a small server, or the 999 numbers of Ollama."""
+
+    async def reply(server, writer):
+        second = len(server.requests) // 3
+        writer.write(http(200, b'{"id": "chatcmpl-%d", %b' % (second, chat("yes")[1:])))
+
+    async with talking(reply) as (server, client, _):
+        for number in range(9):
+            assert (await client.complete(b"%d" % number)).text == "yes"
+        assert (len(server.requests), server.connections) == (9, 1)
+    assert not log
+
+
+@pytest.mark.parametrize("short", [0.0, 9.0])
+async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatch):
+    monkeypatch.setattr(plain_transport, "SHORT", short)
+    monkeypatch.setattr(plain_transport, "QUIET", 0.1)
+
+    async def reply(server, writer):
+        writer.write(http(200, chat()))
+        await turns()
+        writer.write(b"\r\n")
+
+    async with talking(reply) as (server, client, _):
+        for _ in range(3):
+            assert await client.complete(BODY) == HI
+            await turns()
+        assert len(server.requests) == 3
+    assert not log
 
 
 async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers():

@@ -137,23 +137,28 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path, hold):
     assert not_yet.trouble is None
 
 
-@pytest.mark.parametrize(("seconds", "is_stuck"), [(28.0, False), (31.0, True), (590.0, True)])
+@pytest.mark.parametrize(
+    ("seconds", "is_stuck", "patience"),
+    [(28.0, False, 600.0), (31.0, True, 600.0), (590.0, True, 600.0), (130.0, True, 0.0)],
+)
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
-    tmp_path, running, seconds, is_stuck
+    tmp_path, running, seconds, is_stuck, patience
 ):
     """One outage has one reason, however many ranks it has met."""
     for number in range(2):  # they have lost the server at nearly the same time
-        silence = Silence(seconds - number, 600.0, True)
+        silence = Silence(seconds - number, patience, patience > 0)
         lines = [*minutes(T, 3, 60, 3600), minute(T + 3 * MIN + 10, 180, 3600, silence=silence)]
         running(*lines, number=number)
     history = [start(T, host=HERE), *minutes(T, 2, 60, 120), done(T + 2 * MIN)]
     write_rank(tmp_path, 2, history=history, chunks=1, per_chunk=120, finished=True)
     state = read(tmp_path, T + 3 * MIN + 10)
     since = datetime.datetime.fromtimestamp(T + 3 * MIN + 10 - seconds).astimezone()
-    ends = "a task stops after 600 s (server_patience_seconds)"
+    what, ends = "gives no answers", "each request waits for its request_timeout"
+    if patience:
+        what, ends = "is unreachable", "a task stops after 600 s (server_patience_seconds)"
     expected = (None, "")
     if is_stuck:
-        expected = ("stuck", f"the server is unreachable: no answer since {since:%H:%M}; {ends}")
+        expected = ("stuck", f"the server {what}: no answer since {since:%H:%M}; {ends}")
     assert {(rank.trouble, rank.reason) for rank in state.ranks[:2]} == {expected}
     assert sum("no answer since" in line for line in describe(state)) == is_stuck
     assert bool(state.totals.rates.documents) == bool(state.totals.time_left) == (not is_stuck)

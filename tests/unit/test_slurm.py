@@ -3,6 +3,7 @@
 The real one is in tests/real/test_slurm.py.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -136,6 +137,11 @@ def test_a_job_is_submitted_and_the_closing_line_says_how_to_look_at_it(login_no
     assert script["cpus-per-task"] == "1"
     assert not {"array", "gpus"} & script.keys()
     assert "\nDATATROVE_CKPT_LAST_JOB=1 launch_pickled_pipeline " in last
+    for what in (CONFIG, "slurm_run", "slurm_run/checkpoints"):
+        assert main(["status", what, "--all"]) == 0, "it waits in its queue"
+        assert "A submitted job may wait in its queue." in capsys.readouterr().out
+        assert main(["status", what, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ranks"] == []
 
 
 def test_tasks_that_are_dealt_out_must_all_end_well_before_the_last_job(login_node, capsys):

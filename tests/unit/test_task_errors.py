@@ -3,11 +3,16 @@
 What it says of ours is changed, and nothing else.
 """
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
+from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, Preempted
+from datatrove_ckpt.process import task_log
 from datatrove_ckpt.process.task_errors import safe_log
 
 
@@ -33,6 +38,17 @@ def said(tmp_path, capfd):
         return capfd.readouterr().err, (tmp_path / "logs" / "logs" / "task_00000.log").read_text()
 
     return run
+
+
+def test_a_log_on_a_full_disk_lacks_lines_and_is_no_error(capfd):
+    full = Path("/dev/full")
+    folder = SimpleNamespace(is_local=lambda: True, open=lambda path, mode: Path.open(full, mode))
+    log = task_log.base.add_task_logger(folder, 0)
+    logger.warning("said")
+    task_log.base.close_task_logger(log)
+    terminal = capfd.readouterr().err
+    assert "said" in terminal
+    assert "No space left" not in terminal
 
 
 def test_an_interrupted_rank_is_no_error_for_datatrove(said):

@@ -461,7 +461,10 @@ def read_json(raw: bytes) -> object:
             "the answer holds bytes that are not UTF-8, which JSON must be"
         ) from None
     except (ValueError, RecursionError):
-        raise RetryableError(
+        kind: type[RetryableError] = UnknownForm
+        if raw.lstrip()[:1] in (b"", b"{", b"["):  # perhaps cut off
+            kind = RetryableError
+        raise kind(
             "the answer is not JSON",
             quoted=raw[: 8 * _SHOWN].decode(errors="replace"),
             quoted_as=repr,

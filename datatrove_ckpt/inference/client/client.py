@@ -27,8 +27,7 @@ Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as lon
 (at most 120 s, and never beyond the patience). A sleeping request holds no slot.
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
-``accept_null_finish_reason`` decides, and ``generate.py`` stops the rank if such a server sends a
-reason.
+``accept_null_finish_reason`` decides.
 
 Answers from stopped or lost servers are dropped: they may be half a text with status 200.
 
@@ -115,6 +114,18 @@ _HINT = (
 )
 
 
+def hang_after(longest: float) -> float:
+    """Returns how long a server that has answered may be silent before it hangs.
+
+    Measured with ``tests/simulated_engine.py``: GPUs count no token for 26 s at most, in a prompt
+    of 128,000 tokens; CPUs for up to 20 minutes, but for at most 4.7 times as long as before.
+
+    Args:
+        longest: its longest silence so far.
+    """
+    return max(120.0, 6 * longest)
+
+
 @dataclass(slots=True)
 class ClientStats:
     """Counters of one client.
@@ -150,6 +161,7 @@ class Outage:
     Attributes:
         answers: how many requests were answered.
         unreachable: the last failure says that no server can be reached.
+        hangs: seconds for which an endpoint has been silent, if that is unusual.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float], model: str = "") -> None:
@@ -158,6 +170,8 @@ class Outage:
         self.clock = clock
         self.answers = 0
         self.unreachable = False
+        self.hangs = 0.0
+        self._quiet = self._longest = 0.0
         self._said = f"{model}: " if model else ""
         # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()
@@ -171,6 +185,28 @@ class Outage:
             if self._said_at is not None:
                 self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
             self._since = self._said_at = None
+
+    def silent(self, seconds: float, timeout: float) -> None:
+        """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
+        is sent again.
+        """
+        if seconds < self._quiet:
+            self._longest = max(self._longest, self._quiet)
+            if self.hangs:
+                self._log("INFO", f"The server answers, after {self._quiet:.0f} s.")
+        self._quiet = seconds
+        had_hung = self.hangs > 0
+        self.hangs = 0.0
+        if self.answers and seconds >= hang_after(self._longest):
+            self.hangs = seconds
+            if not had_hung:
+                self._log(
+                    "WARNING",
+                    f"The server has not answered for {seconds:.0f} s, and before for at most "
+                    f"{self._longest:.0f} s. Its requests wait for {timeout:g} s each "
+                    "(request_timeout), because they may be paid for. If it hangs, stop the run, "
+                    "and run the same command again, perhaps with a shorter request_timeout.",
+                )
 
     def begun(self, unreachable: bool, since: float) -> None:
         """``since``: when the outage began, unless it has begun already."""
@@ -366,7 +402,7 @@ class ModelServers:
         """Returns the connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
-            timeout = self.config.request_timeout or _DEFAULT_TIMEOUT
+            timeout = self.timeout
             if target.api_key is not None:
                 headers = target.api_key.headers(way.path)
             else:
@@ -374,6 +410,16 @@ class ModelServers:
             found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
             target.transports[way.path] = found
         return found
+
+    @property
+    def timeout(self) -> float:
+        return self.config.request_timeout or _DEFAULT_TIMEOUT
+
+    def look(self) -> None:
+        """Looks for a silent endpoint. Servers of ours are watched by ``pool.py``."""
+        busy = [target.alive_at for target in self.router.targets if target.attempts]
+        if busy and self.config.server_type == "endpoint":
+            self.outage.silent(time.monotonic() - max(busy), self.timeout)
 
     def oldest_in_flight(self) -> float:
         """Returns seconds; 0 without requests in flight."""
@@ -628,7 +674,9 @@ class CompletionClient:
         if lasts >= _STOPPING and request.unknown_forms >= self._config.request_max_attempts:
             raise ServerRefused(
                 f"{url} has answered one request {request.unknown_forms} times, for {lasts:.0f} s, "
-                f"in a form that cannot be used: {failure}"
+                "in a form that cannot be used. If something else answers there, such as a login "
+                f"page or a proxy, correct {written.endpoint_url} or the proxy, and run the same "
+                f"command again. The last cause: {failure}"
             )
 
 

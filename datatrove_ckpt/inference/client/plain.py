@@ -12,9 +12,8 @@ arrive by then, the response is dropped, and from then on no connection carries 
 response that comes later still is noticed if each answer has its own ``id``: it equals the response
 before it.
 
-httptools (llhttp) parses the responses. This module adds limits on size, and rejects compressed
-responses, protocol upgrades, and transfer codings other than ``chunked``. A regular expression
-recognises the usual answer that arrives in one piece, for a fifth of the cost.
+httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
+piece, for a fifth of the cost.
 
 Interim responses (1xx) have no body (RFC 9112, section 6.3). This module skips them, because llhttp
 knows only 100, 102 and 103.
@@ -44,7 +43,9 @@ from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-_ID = re.compile(rb'"id": ?"[^"]+"')
+# A shorter one may be a counter, the second, or one of Ollama's 999 numbers.
+_ID = re.compile(rb'"id": ?"[^"]{24,}"')
+_BLANK = b"\r\n"  # no answer
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.
 _MAX_FRAMING_BYTES = 1 << 16
@@ -109,8 +110,7 @@ def usual_response(data: bytes) -> Response | None:
 class ResponseParser:
     """Parses one response, in pieces of any size.
 
-    The result does not depend on how the bytes are split, with one exception: the limit on framing
-    is not checked for the piece that completes the response.
+    Only the limit on framing depends on how the bytes are split.
     """
 
     def __init__(self) -> None:
@@ -385,6 +385,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
+            if self._complete is not None and not data.strip(_BLANK):
+                return
             if self._response is None or self._complete is not None:
                 raise UnaskedBytes
             if self._parser is None:
@@ -397,7 +399,8 @@ class _Connection(asyncio.Protocol):
                 self._complete = self._parser.response()
                 self._finish(self._parser.reusable)
         except RemoteProtocolError as error:
-            if isinstance(error, UnaskedBytes) and not data.startswith(_REQUEST_TIMEOUT):
+            is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
+            if isinstance(error, UnaskedBytes) and is_answer:
                 self._owner.note_unasked()
             self.abort(error)
 
@@ -478,13 +481,13 @@ class UnaskedCounter:
         if self._first_id in answer:
             return  # answers of this server have no id of their own
         if not self.unasked:  # equal answers and ids by chance are never refused
-            self.note_unasked()
+            self.note_unasked("one answer, with its id, to two requests")
         raise UnaskedBytes
 
-    def note_unasked(self) -> None:
+    def note_unasked(self, what: str = "an answer without a request") -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent an answer without a request. The answer before it on that "
+                f"{self.url} has sent {what}. The last answer on that "
                 "connection is dropped and requested again, unless a document has it already. "
                 "From now on, each request to this server has a connection of its own."
             )

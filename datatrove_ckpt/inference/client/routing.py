@@ -35,8 +35,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
 # How much busier than the least busy server the server may be that has the document's prompt in its
-# cache. Simulated engines took 156 s in place of 234 s with three prompts of a document at a time,
-# and 393 s in place of 484 s with sixteen.
+# cache. Simulated engines took 156 s in place of 234 s with three prompts of a document at a time.
 _BUSIER = 1.25
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]

@@ -138,10 +138,7 @@ class EndpointAnswer:
 
 
 async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
-    """Requests the URL, and then its /v1 if that may be the API.
-
-    datatrove appends /v1 to the URL of a local server only.
-    """
+    """Requests the URL, and then its /v1 if that may be the API."""
     target = url.api("models")
     below = url.join("v1")
     api = None if url.may_lack_version else url

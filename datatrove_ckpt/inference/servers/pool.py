@@ -18,7 +18,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.client.client import ModelServers
+from datatrove_ckpt.inference.client.client import ModelServers, hang_after
 from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
@@ -173,18 +173,6 @@ _LONG_AGO = -1.0
 _PROGRESS_CHECKS_PER_HANG = 4
 _MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
-
-
-def hang_after(longest: float) -> float:
-    """Returns how long a server that has answered may count no tokens before it hangs.
-
-    Measured with ``tests/simulated_engine.py``: GPUs are silent for 26 s at most, in a prompt of
-    128,000 tokens. A CPU may be silent for 20 minutes, but for at most 4.7 times as long as before.
-
-    Args:
-        longest: its longest silence so far.
-    """
-    return max(120.0, 6 * longest)
 
 
 @dataclass(eq=False, repr=False)
@@ -411,7 +399,6 @@ class ServerSupervisor:
             return  # nothing is sent again
         deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
         while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
-            # This is rare; with an event, each answer would look for waiters.
             await asyncio.sleep(_PROBE_PAUSE)
 
     async def _run_probes(self) -> None:

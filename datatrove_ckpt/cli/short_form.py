@@ -539,7 +539,7 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
         config["server_log_folder"] = "server_logs"
     else:
         config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
-    from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
+    from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
 
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
@@ -554,7 +554,9 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
             "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}",
         }
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
-    config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
+    on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus and engine.package]
+    installed = [engine for engine in on_gpus if find_spec(engine.package)]
+    config["server_type"] = (installed or on_gpus)[0].name
     is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
     if len(gpus) > job.workers > 0 and not is_decided:
         config["replicas"] = len(gpus) // job.workers

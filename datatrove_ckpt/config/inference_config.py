@@ -28,10 +28,6 @@ from datatrove_ckpt.errors.doors import written
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
-ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
-FormEngine = Literal["vllm", "sglang", "llamacpp", "openai", "none"]
-"""The engines whose request fields a rollout may ask for."""
-
 
 @dataclass
 class InferenceConfig:
@@ -41,8 +37,8 @@ class InferenceConfig:
     others are ours.
 
     Attributes:
-        server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned
-            answers) or "custom" (your own script, ``model_kwargs["server_script"]``).
+        server_type: an engine, such as "vllm"; "endpoint" (runs already), "dummy" (canned answers)
+            or "custom" (your own script, ``model_kwargs["server_script"]``).
         model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path,
             ``package://NAME/FILE`` of an installed package, ``hf://ORG/NAME`` (one is chosen) or
             ``hf://ORG/NAME/FILE``.
@@ -57,7 +53,7 @@ class InferenceConfig:
         pp: stages that the model's layers are divided into.
         default_generation_params: payload keys that a rollout's own override.
         rollouts_per_document: rollouts of each document.
-        max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp):
+        max_concurrent_generations: requests in flight, per task. "auto" (engines with metrics):
             as many as keep a short queue in each server.
         max_concurrent_documents: documents in work, per task. None: generations // rollouts per
             document; times ``texts_per_request``, but at most 10,000 for that.
@@ -115,7 +111,7 @@ class InferenceConfig:
 
     # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or
     # YAML.
-    server_type: ServerType
+    server_type: str
     model_name_or_path: str
     model_max_context: int = 8192
     use_chat: bool = True

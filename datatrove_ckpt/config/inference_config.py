@@ -712,11 +712,10 @@ class Engine:
         def size(default: int, *names: str) -> int:
             return int(next((given[name] for name in names if name in given), default))
 
-        # SGLang: data parallel inside the tensor parallel group.
-        within = bool(given.get("enable-dp-attention"))
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
-        if within:
+        # SGLang: data parallel inside the tensor parallel group.
+        if given.get("enable-dp-attention"):
             return tp * pp
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 

@@ -93,9 +93,9 @@ class AnswerForm:
             raise ConfigError(f"engine: {engine!r} is not one of {', '.join(known)}.")
         if self.kind is None or engine in ("none", CANNED):
             return {}
-        found = ENGINES["endpoint" if engine == "openai" else engine].form_fields(
-            self.kind, getattr(self, self.kind)
-        )
+        if engine == "openai":
+            engine = "endpoint"
+        found = ENGINES[engine].form_fields(self.kind, getattr(self, self.kind))
         if isinstance(found, str):
             raise ConfigError(
                 f"{self.kind}: {found}, or set engine: none, so that answers are only checked."
@@ -124,10 +124,7 @@ class AnswerForm:
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
     """Returns the engine for the form. Raises ConfigError if it must be known and is not."""
-    engine = ENGINES[server_type]
-    if engine.is_canned:
-        return CANNED
-    if engine.is_known:
+    if ENGINES[server_type].is_known:
         return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too

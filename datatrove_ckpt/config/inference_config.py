@@ -234,16 +234,16 @@ class InferenceConfig:
             )
 
     def _check_numbers(self) -> None:
-        for rule, name in ((rule, name) for rule, names in _MINIMA.items() for name in names):
-            value = getattr(self, name)
-            default = type(self).__dataclass_fields__[name].default
-            if (value is None and default is None) or (
-                value == "auto" and name == "max_concurrent_generations"
-            ):
-                continue
-            is_enough = value >= int(rule[-1])  # NaN is not
-            if not is_enough or (value == 0 and rule == "> 0"):
-                raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
+        for rule, names in _MINIMA.items():
+            for name in names:
+                value = getattr(self, name)
+                default = type(self).__dataclass_fields__[name].default
+                is_auto = value == "auto" and name == "max_concurrent_generations"
+                if is_auto or (value is None and default is None):
+                    continue
+                is_enough = value >= int(rule[-1])  # NaN is not
+                if not is_enough or (value == 0 and rule == "> 0"):
+                    raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
     def _check_gpus(self) -> None:
         if self.gpus is None:
@@ -301,10 +301,9 @@ class InferenceConfig:
     @property
     def endpoint_urls(self) -> list[str]:
         """With ``${NAME}`` not replaced."""
-        if isinstance(self.endpoint_url, str):
-            urls = [self.endpoint_url]
-        else:
-            urls = list(self.endpoint_url or [])
+        urls = self.endpoint_url or []
+        if isinstance(urls, str):
+            urls = [urls]
         return [url.strip() for url in urls]
 
     @property
@@ -456,9 +455,7 @@ def _check_url(url: Key) -> None:
     if unhidden:
         raise ConfigError(
             f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to "
-            "files. Export it as "
-            "an environment "
-            "variable, and write ${VARIABLE} in its place."
+            "files. Export it as an environment variable, and write ${VARIABLE} in its place."
         )
 
 
@@ -666,8 +663,7 @@ class Engine:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
                     "port, with a fresh key. To use another address, start the server yourself "
-                    "and set server_type "
-                    '"endpoint".'
+                    'and set server_type "endpoint".'
                 )
 
     def find(self, config: InferenceConfig) -> str | None:

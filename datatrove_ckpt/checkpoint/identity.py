@@ -555,25 +555,16 @@ def _lines(change: Change) -> list[str]:
 
 def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
     """Returns parts of a message: how to continue after changes that were not accepted."""
-    folders = [", or choose ", StartOver(), " for the new ones"]
     old = changes[0].old
+    go_on: list[object] = ["Go on with the old settings"]
+    end: list[object] = ["."]
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
-        return [
-            f"Go on with {plural(old, 'task')} (",
-            SetTasks(old),
-            ")",
-            *folders,
-            f"{written.old_results}.",
-        ]
-    go_on = ["Go on with the old settings", *folders]
-    if not may_mix or any(change.is_layout for change in changes):
-        return [*go_on, "."]
-    return [
-        *go_on,
-        ", or ",
-        ChangeSetting("accept_changes"),
-        " to mix the two: what is done stays as it is.",
-    ]
+        go_on = [f"Go on with {plural(old, 'task')} (", SetTasks(old), ")"]
+        end = [f"{written.old_results}."]
+    elif may_mix and not any(change.is_layout for change in changes):
+        mix = ChangeSetting("accept_changes")
+        end = [", or ", mix, " to mix the two: what is done stays as it is."]
+    return [*go_on, ", or choose ", StartOver(), " for the new ones", *end]
 
 
 def records(changes: Iterable[Change]) -> list[Json]:

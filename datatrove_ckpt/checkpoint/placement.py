@@ -75,21 +75,24 @@ class DiskRoom:
             unwritten: bytes that documents in work may still write.
         """
         was_low = self._is_low
+        now = time.monotonic()
         if waiting <= few:
             self._is_low = False
-        elif (now := time.monotonic()) >= self._next_look or waiting != self._waiting:
+        elif now >= self._next_look or waiting != self._waiting:
             self._next_look = now + _LOOK_SECONDS
             self._waiting = waiting
-            needed = (reserve_bytes(self._folder) + unwritten) * (_ROOM_AGAIN if was_low else 1)
-            self._is_low = free_bytes(self._folder) < needed
-        if self._is_low and not was_low:
+            free = free_bytes(self._folder)
             reserve = reserve_bytes(self._folder) + unwritten
-            logger.warning(
-                f"{self._folder}: only {byte_size(free_bytes(self._folder))} are free, less than "
-                f"the reserve of {byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the "
-                "hub. No new document is started until there is room; those in work go on."
-            )
-        elif was_low and not self._is_low:
+            if was_low:
+                self._is_low = free < reserve * _ROOM_AGAIN
+            elif free < reserve:
+                self._is_low = True
+                logger.warning(
+                    f"{self._folder}: only {byte_size(free)} are free, less than the reserve of "
+                    f"{byte_size(reserve)}, and {plural(waiting, 'chunk')} wait for the hub. No "
+                    "new document is started until there is room; those in work go on."
+                )
+        if was_low and not self._is_low:
             logger.info(
                 f"{self._folder}: {byte_size(free_bytes(self._folder))} are free. New documents "
                 "are started."

@@ -186,7 +186,8 @@ def uncommitted_journals(
     Raises:
         CheckpointCorrupt: a journal is not of this run.
     """
-    before = ordinal = 0
+    before = 0
+    ordinal = 0
     done = sorted(commits, reverse=True)
     for chunk_index in journal_indices(folder):
         if chunk_index in commits:
@@ -202,8 +203,7 @@ def uncommitted_journals(
             )
         first = ordinal + (chunk_index - before) * records_per_chunk
         following = commits.get(chunk_index + 1)
-        yield (
-            chunk_index,
-            first,
-            following.first_ordinal if following else first + records_per_chunk,
-        )
+        end = first + records_per_chunk
+        if following is not None:
+            end = following.first_ordinal
+        yield chunk_index, first, end

@@ -368,10 +368,8 @@ def _check_place(job: ShortJob, source: str) -> None:
     if "://" in job.run_folder and job.jobs is None:
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For "
-            "Hugging Face Jobs, "
-            "add `jobs: {}`. For the output alone, give a folder here: --print-config then writes "
-            "the long form, in "
-            'which a URL can replace "output_folder".'
+            "Hugging Face Jobs, add `jobs: {}`. For the output alone, give a folder here: "
+            '--print-config then writes the long form, in which a URL can replace "output_folder".'
         )
 
 
@@ -531,11 +529,11 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
-    if job.jobs:
-        config["server_log_folder"] = "server_logs"
-    else:
-        config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
-    from datatrove_ckpt.config.inference_config import visible_gpus  # slow to import
+    logs = "server_logs"
+    if not job.jobs:
+        logs = str(Path(job.run_folder, "logs", "server"))
+    config["server_log_folder"] = logs
+    from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
 
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
@@ -545,12 +543,13 @@ def _server(job: ShortJob, content: Node, source: str) -> Node:
             re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
             and not Path(job.model).exists()
         )
-        config |= {
-            "server_type": "llamacpp",
-            "model_name_or_path": f"{'hf://' if on_hub else ''}{job.model}",
-        }
+        if on_hub:
+            config["model_name_or_path"] = f"hf://{job.model}"
+        config["server_type"] = "llamacpp"
         return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
-    config["server_type"] = next((name for name in ("vllm", "sglang") if find_spec(name)), "vllm")
+    on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus and engine.package]
+    installed = [engine for engine in on_gpus if find_spec(engine.package)]
+    config["server_type"] = (installed or on_gpus)[0].name
     is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
     if len(gpus) > job.workers > 0 and not is_decided:
         config["replicas"] = len(gpus) // job.workers

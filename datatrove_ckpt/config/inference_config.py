@@ -28,10 +28,6 @@ from datatrove_ckpt.errors.doors import written
 
 LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
-ServerType = Literal["llamacpp", "vllm", "sglang", "endpoint", "dummy", "custom"]
-FormEngine = Literal["vllm", "sglang", "llamacpp", "openai", "none"]
-"""The engines whose request fields a rollout may ask for."""
-
 
 @dataclass
 class InferenceConfig:
@@ -41,8 +37,8 @@ class InferenceConfig:
     others are ours.
 
     Attributes:
-        server_type: "llamacpp", "vllm", "sglang", "endpoint" (runs already), "dummy" (canned
-            answers) or "custom" (your own script, ``model_kwargs["server_script"]``).
+        server_type: an engine, such as "vllm"; "endpoint" (runs already), "dummy" (canned answers)
+            or "custom" (your own script, ``model_kwargs["server_script"]``).
         model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path,
             ``package://NAME/FILE`` of an installed package, ``hf://ORG/NAME`` (one is chosen) or
             ``hf://ORG/NAME/FILE``.
@@ -57,7 +53,7 @@ class InferenceConfig:
         pp: stages that the model's layers are divided into.
         default_generation_params: payload keys that a rollout's own override.
         rollouts_per_document: rollouts of each document.
-        max_concurrent_generations: requests in flight, per task. "auto" (vllm, sglang, llamacpp):
+        max_concurrent_generations: requests in flight, per task. "auto" (engines with metrics):
             as many as keep a short queue in each server.
         max_concurrent_documents: documents in work, per task. None: generations // rollouts per
             document; times ``texts_per_request``, but at most 10,000 for that.
@@ -116,7 +112,7 @@ class InferenceConfig:
 
     # datatrove's fields, in datatrove's order. ``Any`` for values that users wrote in Python or
     # YAML.
-    server_type: ServerType
+    server_type: str
     model_name_or_path: str
     model_max_context: int = 8192
     use_chat: bool = True
@@ -239,16 +235,16 @@ class InferenceConfig:
             )
 
     def _check_numbers(self) -> None:
-        for rule, name in ((rule, name) for rule, names in _MINIMA.items() for name in names):
-            value = getattr(self, name)
-            default = type(self).__dataclass_fields__[name].default
-            if (value is None and default is None) or (
-                value == "auto" and name == "max_concurrent_generations"
-            ):
-                continue
-            is_enough = value >= int(rule[-1])  # NaN is not
-            if not is_enough or (value == 0 and rule == "> 0"):
-                raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
+        for rule, names in _MINIMA.items():
+            for name in names:
+                value = getattr(self, name)
+                default = type(self).__dataclass_fields__[name].default
+                is_auto = value == "auto" and name == "max_concurrent_generations"
+                if is_auto or (value is None and default is None):
+                    continue
+                is_enough = value >= int(rule[-1])  # NaN is not
+                if not is_enough or (value == 0 and rule == "> 0"):
+                    raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
     def _check_gpus(self) -> None:
         if self.gpus is None:
@@ -306,10 +302,9 @@ class InferenceConfig:
     @property
     def endpoint_urls(self) -> list[str]:
         """With ``${NAME}`` not replaced."""
-        if isinstance(self.endpoint_url, str):
-            urls = [self.endpoint_url]
-        else:
-            urls = list(self.endpoint_url or [])
+        urls = self.endpoint_url or []
+        if isinstance(urls, str):
+            urls = [urls]
         return [url.strip() for url in urls]
 
     @property
@@ -461,9 +456,7 @@ def _check_url(url: Key) -> None:
     if unhidden:
         raise ConfigError(
             f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to "
-            "files. Export it as "
-            "an environment "
-            "variable, and write ${VARIABLE} in its place."
+            "files. Export it as an environment variable, and write ${VARIABLE} in its place."
         )
 
 
@@ -671,8 +664,7 @@ class Engine:
                 raise ConfigError(
                     f"model_kwargs: {name!r} cannot be set: servers listen on {HOST}, on a free "
                     "port, with a fresh key. To use another address, start the server yourself "
-                    "and set server_type "
-                    '"endpoint".'
+                    'and set server_type "endpoint".'
                 )
 
     def find(self, config: InferenceConfig) -> str | None:
@@ -717,11 +709,10 @@ class Engine:
         def size(default: int, *names: str) -> int:
             return int(next((given[name] for name in names if name in given), default))
 
-        # SGLang: data parallel inside the tensor parallel group.
-        within = bool(given.get("enable-dp-attention"))
         tp = size(config.tp, "tensor-parallel-size", "tp-size", "tp")
         pp = size(config.pp, "pipeline-parallel-size", "pp-size")
-        if within:
+        # SGLang: data parallel inside the tensor parallel group.
+        if given.get("enable-dp-attention"):
             return tp * pp
         return tp * pp * size(config.dp, "data-parallel-size", "dp-size", "dp")
 

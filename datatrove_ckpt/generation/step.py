@@ -138,6 +138,15 @@ class Step(PipelineStep):
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
+        self._check_names()
+        local = self.checkpoints_local_dir
+        check_writer(self.output_writer, checkpoints=local is not None)
+        if local is None:
+            self._check_without_checkpoints()
+        else:
+            self._check_folders(local)
+
+    def _check_names(self) -> None:
         key = self.metadata_key
         if isinstance(self.rollout_fn, EmbedRollout) and self.rollout_fn.column == key:
             raise ConfigError(
@@ -152,32 +161,29 @@ class Step(PipelineStep):
             raise ConfigError(
                 f"metadata_key: {key!r} would replace the document's own. Give another name."
             )
-        check_writer(self.output_writer, checkpoints=self.checkpoints_local_dir is not None)
-        local = self.checkpoints_local_dir
+
+    def _check_folders(self, local: str) -> None:
+        if get_protocol(local) not in ("file", "local"):
+            raise ConfigError(
+                f"{written.checkpoints_local_dir}: {local!r} must be a local directory."
+            )
+        check_output_folder(self.output_writer, local)
+        folder = Path(local).absolute()
+        answers = self.answers_from
+        if answers is not None and Path(answers).absolute() == folder:
+            raise ConfigError(
+                f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of "
+                "another run."
+            )
         remote = self.checkpoints_remote_dir
-        if local is not None:
-            if get_protocol(local) not in ("file", "local"):
-                raise ConfigError(
-                    f"{written.checkpoints_local_dir}: {local!r} must be a local directory."
-                )
-            check_output_folder(self.output_writer, local)
-            if (
-                self.answers_from is not None
-                and Path(self.answers_from).absolute() == Path(local).absolute()
-            ):
-                raise ConfigError(
-                    f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of "
-                    "another run."
-                )
-            if remote is not None:
-                check_mirror(remote)
-                if Path(remote.removeprefix("file://")).absolute() == Path(local).absolute():
-                    raise ConfigError(
-                        f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would "
-                        "be no copy."
-                    )
+        if remote is None:
             return
-        self._check_without_checkpoints()
+        check_mirror(remote)
+        if Path(remote.removeprefix("file://")).absolute() == folder:
+            raise ConfigError(
+                f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would be no "
+                "copy."
+            )
 
     def _check_without_checkpoints(self) -> None:
         if any(model.provider_batches for model in self.models.values()):

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from datatrove_ckpt.checkpoint.history_read import (
-    RATE_SECONDS,
-    Rates,
-)
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, Rates
 from datatrove_ckpt.checkpoint.history_records import InputPosition
-from datatrove_ckpt.checkpoint.ledger import (
-    few,
-)
+from datatrove_ckpt.checkpoint.ledger import few
 from datatrove_ckpt.maintenance.judge import done_rates
-from datatrove_ckpt.maintenance.run_state import RankState, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, State, Totals
 
 
 def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
@@ -52,34 +47,32 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
     """
     rates = Rates()
     since = now - RATE_SECONDS
-    running = [
-        (rank, rank.attempt)
-        for rank in ranks
-        if rank.state == "running" and rank.attempt is not None
-    ]
-    finished = [
-        (rank, rank.attempt)
-        for rank in ranks
-        if rank.state == "finished" and rank.attempt is not None
-    ]
+    running = _with_attempt(ranks, "running")
     finished = [
         (rank, attempt)
-        for rank, attempt in finished
+        for rank, attempt in _with_attempt(ranks, "finished")
         if attempt.last_seen > since and rank.documents
     ]
-    begun = max((attempt.started for _, attempt in running), default=since)
-    if begun <= since or not finished or not any(rank.goes_on for rank, _ in running):
+    goes_on = any(rank.goes_on for rank, _ in running)
+    has_begun = any(attempt.started > since for _, attempt in running)
+    if not (goes_on and has_begun and finished):
         for rank, _ in running:
             rates.add(rank.rates)
         return rates
-    seconds = now - max(since, min(attempt.started for _, attempt in running + finished))
+    first = min(attempt.started for _, attempt in running + finished)
+    seconds = now - max(first, since)
     for rank, attempt in running:
         rates.add(rank.rates, (now - max(attempt.started, since)) / seconds)
     for rank, attempt in finished:
         length = max(attempt.last_seen - attempt.started, 1e-3)
-        share = min(1.0, (attempt.last_seen - since) / length) * attempt.own / rank.documents
+        within = min(1.0, (attempt.last_seen - since) / length)
+        share = within * attempt.own / rank.documents
         rates.add(done_rates(rank.counts, rank.position.done), share / seconds)
     return rates
+
+
+def _with_attempt(ranks: list[RankState], state: State) -> list[tuple[RankState, AttemptSummary]]:
+    return [(rank, rank.attempts[-1]) for rank in ranks if rank.state == state and rank.attempts]
 
 
 def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import missing_package
-from datatrove_ckpt.config.inference_config import ENGINES, FormEngine
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 CANNED = "canned"
 """The "engine" of ``server_type: dummy``, whose answers have no form and are not checked."""
+_WITH_FIELDS = [
+    engine.name for engine in ENGINES.values() if engine.is_known and not engine.is_canned
+]
 
 _MANY_BLANKS = 64
 _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
@@ -85,15 +88,14 @@ class AnswerForm:
         Raises:
             ConfigError: the engine has none for it.
         """
+        known = (*_WITH_FIELDS, "openai", "none")
+        if engine not in (*known, CANNED):
+            raise ConfigError(f"engine: {engine!r} is not one of {', '.join(known)}.")
         if self.kind is None or engine in ("none", CANNED):
             return {}
-        if engine not in get_args(FormEngine):
-            raise ConfigError(
-                f"engine: {engine!r} is not one of {', '.join(get_args(FormEngine))}."
-            )
-        found = ENGINES["endpoint" if engine == "openai" else engine].form_fields(
-            self.kind, getattr(self, self.kind)
-        )
+        if engine == "openai":
+            engine = "endpoint"
+        found = ENGINES[engine].form_fields(self.kind, getattr(self, self.kind))
         if isinstance(found, str):
             raise ConfigError(
                 f"{self.kind}: {found}, or set engine: none, so that answers are only checked."
@@ -122,14 +124,11 @@ class AnswerForm:
 
 def engine_of(server_type: str, form: AnswerForm) -> str:
     """Returns the engine for the form. Raises ConfigError if it must be known and is not."""
-    engine = ENGINES[server_type]
-    if engine.is_canned:
-        return CANNED
-    if engine.is_known:
+    if ENGINES[server_type].is_known:
         return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
-    *first, last = (name for name in get_args(FormEngine) if name in ENGINES)
+    *first, last = _WITH_FIELDS
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type "
         f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "

@@ -65,8 +65,8 @@ class PromptRollout(OneRequest):
         show_error: a further attempt shows the model its answer and what is wrong with it.
         invalid_answer: "fail": a document without a valid answer fails. "drop": the rollout gives
             None.
-        engine: whose request fields to use for the form: "vllm", "sglang", "llamacpp", "openai" or
-            "none". None: those of the ``server_type``.
+        engine: whose request fields to use for the form: an engine, "openai" or "none". None: those
+            of the ``server_type``.
         images: what goes into the message after the text: "media", the document's media (pictures,
             sound, PDFs); or the metadata key of bytes, a path, an http(s) or data URL, a mapping
             with ``bytes`` or ``path``, or a list.

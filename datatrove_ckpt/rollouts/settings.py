@@ -14,7 +14,6 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
-from datatrove_ckpt.config.inference_config import FormEngine
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import (
     CANNED,
@@ -206,13 +205,13 @@ class OneRequest(WholeText):
     answer_attempts: int = 3
     show_error: bool = False
     invalid_answer: Literal["fail", "drop"] = "fail"
-    engine: FormEngine | None = None
+    engine: str | None = None
     # found by for_config
     form_for: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.form.check()
-        if self.form.kind is not None and self.engine is not None:
+        if self.engine is not None:
             self.form.fields(self.engine)
         if self.answer_attempts < 1:
             raise ConfigError(f"answer_attempts: must be >= 1; it is {self.answer_attempts!r}.")

@@ -37,18 +37,20 @@ class Row(NamedTuple):
 class Index:
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
-        size = _OF_DICTS if isinstance(reader, JsonlReader) else 1
+        self._inputs = self.blocks._inputs
+        size = 1
+        if isinstance(reader, JsonlReader):
+            size = _OF_DICTS
         self.table = BlockTable(
             self.blocks, self.blocks.sequential, reader.skip, reader.limit, size
         )
-        self._inputs = inputs = self.blocks._inputs
-        files = inputs.digest(len(inputs.names)).state()
-        # How the files are sampled, and a hash of the samples. The ETags of remote files cost
-        # nothing.
-        samples = "\n".join(map(inputs.sample, range(len(inputs.names))))
-        kind = "bytes" if inputs.folder.is_local() else "tags"
+        number = len(self._inputs.names)
+        samples = "\n".join(map(self._inputs.sample, range(number)))
+        kind = "tags"  # the ETags of remote files, which cost nothing
+        if self._inputs.folder.is_local():
+            kind = "bytes"
         self.state: State = {
-            "files": files,
+            "files": self._inputs.digest(number).state(),
             "rows": self.table.total,
             "blocks": self.table.hash,
             "skip": reader.skip,

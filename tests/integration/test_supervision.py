@@ -272,6 +272,21 @@ async def vllm_here(routes, monkeypatch, **settings):
         await runner.cleanup()
 
 
+@pytest.mark.usefixtures("idle_vllm")
+async def test_a_server_is_ready_when_it_lists_its_models_and_its_health_path_answers_200(
+    monkeypatch, policy
+):
+    """As SGLang, which lists them while it warms up."""
+    statuses = [503, 500]
+
+    async def health(request):
+        return web.Response(status=statuses.pop() if statuses else 200)
+
+    policy("READY", first=0.0)
+    async with vllm_here([web.get("/health", health), web.get("/", health)], monkeypatch):
+        assert not statuses
+
+
 class MuteVllm:
     """A vLLM that gets one request, answers it only when the test says so, and counts tokens.
 

@@ -1,6 +1,6 @@
 """The engines: the values of ``server_type``.
 
-Each is one file, and one row here; ``Engine`` says what it may set.
+Each is one file, and one row here. The short form takes the first installed one that leases GPUs.
 """
 
 from __future__ import annotations

@@ -116,10 +116,9 @@ def resolve_model_path(model: str) -> Path:
         return _download(found[1], found[2])
     if model.startswith(_PACKAGE_SCHEME):
         name, _, file = model.removeprefix(_PACKAGE_SCHEME).partition("/")
+        spec = None
         if name.isidentifier():
             spec = find_spec(name)
-        else:
-            spec = None
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
                 f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which "

@@ -48,11 +48,8 @@ class Custom(AnyProgram):
         return script
 
     def command(self, launch: Launch) -> EngineCommand:
-        given = {
-            name: value
-            for name, value in (launch.config.model_kwargs or {}).items()
-            if name != "server_script"
-        }
+        given = dict(launch.config.model_kwargs or {})
+        del given["server_script"]
         start = (launch.python, str(launch.found))
         return EngineCommand(
             (*start, *arguments({"port": launch.port}, given)), launch.key_variable

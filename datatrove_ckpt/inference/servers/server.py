@@ -310,7 +310,9 @@ class InferenceServer:
     async def _wait_until_answering(self) -> None:
         longest = self.config.server_ready_delay_sec
         failures = 0
-        while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT):
+        while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT) or (
+            await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
+        ):
             failures += 1
             await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
 

@@ -34,7 +34,6 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
     "python -m tests.bench.barrier": "minutes; tests/integration/test_ranks_at_once.py has fewer documents",
-    "python -m tests.bench.gpu_tasks --documents 400": "needs a GPU",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them
 instead.

@@ -18,6 +18,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {"index.md": readme.replace("](docs/", "]("), "api.md": _api()}
     for path in (ROOT / "configs").iterdir():
         made[f"configs/{path.name}"] = path.read_text()
+    made["extra.css"] = (ROOT / ".site/extra.css").read_text()
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files

@@ -31,13 +31,9 @@ RUN_ELSEWHERE = {
     "python -m tests.bench.driver report": "twelve minutes; its text is checked in tests/unit/test_pages.py",
     "python -m tests.bench.peers --python ray=ray-env/bin/python --python curator=curator-env/bin/python": "minutes; "
     "tests/integration/test_peers.py runs it with fewer documents",
-    "pytest --override-ini addopts= -s tests/real/test_trainers.py": ".ci/run",
     "python -m tests.bench.engine --engine vllm --model Qwen/Qwen3-4B --output engine.md": "needs a GPU; "
     "tests/real/test_engine_bench.py runs it with llama.cpp",
     "python -m tests.bench.barrier": "minutes; tests/integration/test_ranks_at_once.py has fewer documents",
-    "python -m tests.bench.barrier --documents 1600 --workers 2 --tasks 2 10 40": "the same",
-    "python -m tests.bench.barrier --documents 960 --tasks 1 10 40 80 --ranks-at-once 32 8": "the same",
-    "python -m tests.bench.gpu_tasks --documents 400": "needs a GPU",
 }
 """Shell commands that ``tests/integration/test_examples.py`` does not run, and who covers them
 instead.

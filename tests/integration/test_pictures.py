@@ -19,6 +19,7 @@ from tests.yaml_jobs import write_tasks
 
 PICTURES = ROOT / "docs/pictures"
 COLUMNS = 112
+NARROW = 58  # of the recording, which is read on telephones, too
 _SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" width="{}" role="img">{}</svg>\n'
 )
@@ -27,6 +28,7 @@ _SVG = (
 _STYLE = (
     "text { font: 14px ui-monospace, Menlo, Consolas, monospace; fill: #f4f3ef; white-space: pre; }"
 )
+_STILL = "@media (prefers-reduced-motion: reduce) { g { animation: none !important } }"
 _GROUND = '<rect width="100%" height="100%" rx="8" fill="#1b1b1a"/>'
 
 
@@ -50,24 +52,23 @@ def recording(frames):
     """A picture that moves.
 
     Args:
-        frames: for how many seconds each is seen, and its lines. Where pictures do not move, the
-            last is seen.
+        frames: for how many seconds each is seen, and its lines. Where pictures do not move, or
+            the reader wants none that does, the last is seen.
     """
     whole = sum(seconds for seconds, _ in frames)
-    styles, drawn, start = [], [], 0.0
+    styles, drawn, start = [_STYLE, _STILL], [], 0.0
     for number, (seconds, lines) in enumerate(frames):
-        first, last = 100 * start / whole, 100 * (start + seconds) / whole
-        styles.append(
-            f"@keyframes f{number} {{ 0% {{ opacity: 0 }} {first:.2f}% {{ opacity: 1 }} "
-            f"{last:.2f}% {{ opacity: {number == len(frames) - 1:d} }} }}"
-        )
-        still = f"opacity: {number == len(frames) - 1:d}"
-        animation = f"{still}; animation: f{number} {whole}s step-end infinite"
-        drawn.append(f'<g style="{animation}">{text_of(lines)}</g>')
+        last = number == len(frames) - 1
+        steps = f"{100 * start / whole:.2f}% {{ opacity: 1 }} "
         start += seconds
-    width = round(28 + 8.4 * COLUMNS)
+        steps += "" if last else f"{100 * start / whole:.2f}%, 100% {{ opacity: 0 }} "
+        before = "0% { opacity: 0 } " if number else ""
+        styles.append(f"@keyframes f{number} {{ {before}{steps}}}")
+        animation = f"opacity: {last:d}; animation: f{number} {whole:.1f}s step-end infinite"
+        drawn.append(f'<g style="{animation}">{text_of(lines)}</g>')
+    width = round(28 + 8.4 * NARROW)
     height = 19 * max(len(lines) for _, lines in frames) + 20
-    inside = "\n".join([f"<style>{_STYLE} {' '.join(styles)}</style>", _GROUND, *drawn])
+    inside = "\n".join([f"<style>{' '.join(styles)}</style>", _GROUND, *drawn])
     return _SVG.format(width, height, width, inside)
 
 
@@ -138,6 +139,11 @@ max_concurrent_generations: 8
 RUN = "$ datatrove-ckpt run summaries.yaml"
 
 
+def unwrapped(lines):
+    """The text of a narrow terminal, which has wrapped it at any character."""
+    return re.sub(r" +", " ", "".join(line.ljust(NARROW) for line in lines))
+
+
 @pytest.mark.alone
 def test_the_recording_shows_a_run_that_is_killed_and_finished_by_the_same_command(here):
     rows = [json.dumps({"id": f"{number}", "text": f"text {number}"}) for number in range(240)]
@@ -156,18 +162,18 @@ def test_the_recording_shows_a_run_that_is_killed_and_finished_by_the_same_comma
     with FakeServer(delay=lambda payload, times: 0.35) as server:
         (here / "summaries.yaml").write_text(JOB.replace("URL", server.url))
         words = ["run", "summaries.yaml"]
-        with Terminal(COLUMNS) as terminal, on_terminal(terminal, here, *words) as process:
+        with Terminal(NARROW) as terminal, on_terminal(terminal, here, *words) as process:
             film(terminal, 50, [RUN])
             process.kill()
         shown = [*frames[-1][1], "$ kill -9 %1", RUN]
         frames += [(1.5, shown[:-1]), (1.0, shown)]
-        with Terminal(COLUMNS) as terminal, on_terminal(terminal, here, *words) as process:
+        with Terminal(NARROW) as terminal, on_terminal(terminal, here, *words) as process:
             resuming = re.compile(r"Resuming: .* output files\)")
-            lines = terminal.until(lambda lines: resuming.search("".join(lines)) is not None)
-            shown.append(resuming.search("".join(lines))[0])
+            lines = terminal.until(lambda lines: resuming.search(unwrapped(lines)) is not None)
+            shown += textwrap.wrap(resuming.search(unwrapped(lines))[0], NARROW)
             film(terminal, 80, shown)
             lines = terminal.until(lambda lines: process.poll() is not None)
-    closing = re.search(r"240 of 240 documents are in .*? requests were sent", "".join(lines))
+    closing = re.search(r"240 of 240 documents are in .*? requests were sent", unwrapped(lines))
     said = closing[0].replace(f"{here}/", "")
-    frames.append((6.0, [*frames[-1][1], *textwrap.wrap(said, COLUMNS)]))
+    frames.append((6.0, [*frames[-1][1], *textwrap.wrap(said, NARROW)]))
     keep("crash", recording(frames))

@@ -402,7 +402,7 @@ class Requests:
                     way = as_asked(way, sent)
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
-                self._rank.observer.own.cached += 1
+                self._count_cached(result)
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
@@ -418,8 +418,12 @@ class Requests:
 
     def count_finished(self, result: object) -> None:
         if isinstance(result, Result):
-            self._rank.observer.own.cached += 1
+            self._count_cached(result)
             self._count(result, self._model.usual)
+
+    def _count_cached(self, result: Result) -> None:
+        self._rank.observer.own.cached += 1
+        self._answers.tokens += token_counts(result.usage or {})
 
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
@@ -439,7 +443,6 @@ class Requests:
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
-        answers.tokens += token_counts(result.usage or {})
 
     async def _send(
         self,
@@ -475,7 +478,7 @@ class Requests:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
-        rank.observer.answered(completion, model.config)
+        tokens = rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id
@@ -483,6 +486,7 @@ class Requests:
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
+        answers.tokens += tokens
         return _result(fields, response_id, name)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:

@@ -123,10 +123,6 @@ class Model:
     is_dead: bool = False
 
 
-class Documents(Protocol):
-    def cancel(self, ordinal: int) -> bool: ...
-
-
 class RankContext(Protocol):
     """The ``Scheduler``, for a request."""
 
@@ -140,7 +136,7 @@ class RankContext(Protocol):
     has_ended: bool
 
     @property
-    def documents(self) -> Documents: ...
+    def documents(self) -> Mapping[int, asyncio.Task[None]]: ...
 
     async def wait_for_storage(self) -> None: ...
 
@@ -248,7 +244,9 @@ class Answers:
         left = self._parked_at + _PARKED_SECONDS - loop.time()
         if left > 0 or self._pending:
             loop.call_later(max(left, _PARKED_SECONDS / 2), self._drop)
-        elif self._rank.documents.cancel(self.slot.ordinal):
+            return
+        task = self._rank.documents.get(self.slot.ordinal)
+        if task is not None and task.cancel():
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
     def is_repeatable(self, run: str) -> bool:

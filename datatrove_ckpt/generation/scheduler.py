@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -268,8 +268,10 @@ class Scheduler:
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
-                self._idle.clear()
-                self.documents.start(slot.ordinal, self._process(source, slot))
+                if not self.documents:
+                    self._idle.clear()
+                work = self._process(source, slot)
+                self.documents[slot.ordinal] = self._loop.create_task(work)
 
     def _look_at_first(self, document: Document) -> None:
         if self.answer is not None:
@@ -353,9 +355,11 @@ class Scheduler:
         except BaseException as error:
             self.shutdown.fail(error)
         finally:
-            self.documents.done(slot.ordinal)
+            # A callback of the task would take a turn of the event loop of its own.
+            self.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
-            self.drain.check_soon()
+            if self.drain.is_active:
+                self.drain.check_soon()
             if not self.documents and not self.shutdown.has_failed:
                 self._idle.set()
 
@@ -473,27 +477,10 @@ _PATIENCE = (0.2, 0.8, 2.0, 2.0)
 _PATIENCE_FAST = (0.2, 0.8)
 
 
-class DocumentTasks:
-    def __init__(self) -> None:
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ended = False
-        self._loop = asyncio.get_running_loop()
+class DocumentTasks(dict[int, asyncio.Task[None]]):
+    """By ordinal. They handle their errors themselves."""
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
-        """Starts a coroutine that handles its errors itself, and calls ``done`` when it ends."""
-        self._tasks[ordinal] = self._loop.create_task(work)
-
-    def done(self, ordinal: int) -> None:
-        # A callback of the task would take a turn of the event loop of its own.
-        self._tasks.pop(ordinal, None)
-
-    def cancel(self, ordinal: int) -> bool:
-        """Cancels the task of a document. Returns whether there was one."""
-        task = self._tasks.get(ordinal)
-        return task is not None and task.cancel()
+    _ended = False
 
     async def end(self, fast: bool) -> None:
         """Cancels the remaining tasks, repeatedly if needed, for five seconds; ``fast``: for
@@ -516,7 +503,7 @@ class DocumentTasks:
             )
 
     def _left(self) -> list[asyncio.Task[None]]:
-        return [task for task in self._tasks.values() if not task.done()]
+        return [task for task in self.values() if not task.done()]
 
 
 # An early stop, in order -------------------------------------------------------------------------

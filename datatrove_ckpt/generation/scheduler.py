@@ -219,39 +219,46 @@ class Scheduler:
             serving = {
                 background.create_task(self._serve(model)): model for model in self.models.values()
             }
-            background_tasks = [
-                *serving,
+            watching = [
                 background.create_task(self._watch_checkpoint()),
                 background.create_task(stop_when_requested(self, [*serving])),
                 background.create_task(self.shutdown.failed()),
             ]
-            # An error that ends a wait must abort before any document is cancelled.
-            try:
-                await self._admit_all(documents)
-                host = host_loop()
-                if host is not None:
-                    host.has_admitted = True
-                await self._idle.wait()
-            except BaseException:
-                self.shutdown.abort()
-                raise
-            finally:
-                await self.documents.end(self.shutdown.is_fast)
-            if self.parked:
-                self.checkpoint.hurry()
-                while self.checkpoint.publishing:
-                    await self.next_change()
-            else:
-                self.checkpoint.end_of_input(documents.shard())
-                while not self.checkpoint.all_committed:
-                    await self.next_change()
+            await self._run_documents(documents)
+            await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
-            self._completed.set_result(None)
-            for task in background_tasks:
-                if task not in serving or not serving[task].client.done():
+            self._completed.set_result(None)  # ends ``_serve`` of servers that are ready
+            for task, model in serving.items():
+                if not model.client.done():
                     task.cancel()
+            for task in watching:
+                task.cancel()
+
+    async def _run_documents(self, documents: DocumentSource) -> None:
+        # An error that ends a wait must abort before any document is cancelled.
+        try:
+            await self._admit_all(documents)
+            host = host_loop()
+            if host is not None:
+                host.has_admitted = True
+            await self._idle.wait()
+        except BaseException:
+            self.shutdown.abort()
+            raise
+        finally:
+            await self.documents.end(self.shutdown.is_fast)
+
+    async def _save(self, documents: DocumentSource) -> None:
+        if self.parked:
+            self.checkpoint.hurry()
+            while self.checkpoint.publishing:
+                await self.next_change()
+        else:
+            self.checkpoint.end_of_input(documents.shard())
+            while not self.checkpoint.all_committed:
+                await self.next_change()
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):

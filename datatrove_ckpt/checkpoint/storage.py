@@ -73,13 +73,15 @@ class StorageThread:
         return self._submitted_bytes - self._written_bytes
 
     def put_answer(self, request: CachedRequest) -> None:
-        self._raise_failure()
+        if self.error is not None:
+            raise self.error
         result, error = request.answer
         self._submitted_bytes += _ITEM_BYTES + len(result or b"") + len(error or "")
         self._queue.put((self._submitted_bytes, None, request))
 
     def put_finished(self, chunk: Chunk, finished: Finished) -> None:
-        self._raise_failure()
+        if self.error is not None:
+            raise self.error
         self._submitted_bytes += _ITEM_BYTES + len(finished.document)
         self._queue.put((self._submitted_bytes, chunk, finished))
 
@@ -94,7 +96,8 @@ class StorageThread:
     # any thread ----------------------------------------------------------------------------------
 
     def call(self, function: Call) -> None:
-        self._raise_failure()
+        if self.error is not None:
+            raise self.error
         self._queue.put(function)
 
     def ask(self, function: Callable[[], T]) -> T:
@@ -115,10 +118,6 @@ class StorageThread:
             if not self._thread.is_alive() and not future.done():
                 return function()
         return future.result()
-
-    def _raise_failure(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     # storage thread ------------------------------------------------------------------------------
 

@@ -123,10 +123,6 @@ class Model:
     is_dead: bool = False
 
 
-class Documents(Protocol):
-    def cancel(self, ordinal: int) -> bool: ...
-
-
 class RankContext(Protocol):
     """The ``Scheduler``, for a request."""
 
@@ -140,7 +136,7 @@ class RankContext(Protocol):
     has_ended: bool
 
     @property
-    def documents(self) -> Documents: ...
+    def documents(self) -> Mapping[int, asyncio.Task[None]]: ...
 
     async def wait_for_storage(self) -> None: ...
 
@@ -248,7 +244,9 @@ class Answers:
         left = self._parked_at + _PARKED_SECONDS - loop.time()
         if left > 0 or self._pending:
             loop.call_later(max(left, _PARKED_SECONDS / 2), self._drop)
-        elif self._rank.documents.cancel(self.slot.ordinal):
+            return
+        task = self._rank.documents.get(self.slot.ordinal)
+        if task is not None and task.cancel():
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
     def is_repeatable(self, run: str) -> bool:
@@ -402,7 +400,7 @@ class Requests:
                     way = as_asked(way, sent)
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
-                self._rank.observer.own.cached += 1
+                self._count_cached(result)
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
@@ -418,8 +416,12 @@ class Requests:
 
     def count_finished(self, result: object) -> None:
         if isinstance(result, Result):
-            self._rank.observer.own.cached += 1
+            self._count_cached(result)
             self._count(result, self._model.usual)
+
+    def _count_cached(self, result: Result) -> None:
+        self._rank.observer.own.cached += 1
+        self._answers.tokens += token_counts(result.usage or {})
 
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
@@ -439,7 +441,6 @@ class Requests:
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
-        answers.tokens += token_counts(result.usage or {})
 
     async def _send(
         self,
@@ -475,7 +476,7 @@ class Requests:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
-        rank.observer.answered(completion, model.config)
+        tokens = rank.observer.answered(completion, model.config)
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id
@@ -483,6 +484,7 @@ class Requests:
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
         if self._keep(key, Answer(trim(kept), None)):
             await rank.wait_for_storage()
+        answers.tokens += tokens
         return _result(fields, response_id, name)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:

@@ -172,9 +172,10 @@ class RankReporter:
                 longest = max(longest, failing, hanging)
         return longest
 
-    def answered(self, answer: Completion, config: InferenceConfig) -> None:
-        """Counts an answer of a server."""
-        prompt, completion = token_counts(answer.usage)
+    def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
+        """Counts an answer of a server; returns its tokens."""
+        tokens = token_counts(answer.usage)
+        prompt, completion = tokens
         self.answers.append((answer.seconds, prompt, completion))
         cached, reasoning = token_details(answer.usage)
         if cached or reasoning:
@@ -186,6 +187,7 @@ class RankReporter:
             self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
         if config.prices:
             self.own.cost += config.cost(prompt, cached, completion, tier)
+        return tokens
 
     def _sum_up(self) -> None:
         """Counts the new answers; groups equal values, so that each answer costs little."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -219,39 +219,46 @@ class Scheduler:
             serving = {
                 background.create_task(self._serve(model)): model for model in self.models.values()
             }
-            background_tasks = [
-                *serving,
+            watching = [
                 background.create_task(self._watch_checkpoint()),
                 background.create_task(stop_when_requested(self, [*serving])),
                 background.create_task(self.shutdown.failed()),
             ]
-            # An error that ends a wait must abort before any document is cancelled.
-            try:
-                await self._admit_all(documents)
-                host = host_loop()
-                if host is not None:
-                    host.has_admitted = True
-                await self._idle.wait()
-            except BaseException:
-                self.shutdown.abort()
-                raise
-            finally:
-                await self.documents.end(self.shutdown.is_fast)
-            if self.parked:
-                self.checkpoint.hurry()
-                while self.checkpoint.publishing:
-                    await self.next_change()
-            else:
-                self.checkpoint.end_of_input(documents.shard())
-                while not self.checkpoint.all_committed:
-                    await self.next_change()
+            await self._run_documents(documents)
+            await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
-            self._completed.set_result(None)
-            for task in background_tasks:
-                if task not in serving or not serving[task].client.done():
+            self._completed.set_result(None)  # ends ``_serve`` of servers that are ready
+            for task, model in serving.items():
+                if not model.client.done():
                     task.cancel()
+            for task in watching:
+                task.cancel()
+
+    async def _run_documents(self, documents: DocumentSource) -> None:
+        # An error that ends a wait must abort before any document is cancelled.
+        try:
+            await self._admit_all(documents)
+            host = host_loop()
+            if host is not None:
+                host.has_admitted = True
+            await self._idle.wait()
+        except BaseException:
+            self.shutdown.abort()
+            raise
+        finally:
+            await self.documents.end(self.shutdown.is_fast)
+
+    async def _save(self, documents: DocumentSource) -> None:
+        if self.parked:
+            self.checkpoint.hurry()
+            while self.checkpoint.publishing:
+                await self.next_change()
+        else:
+            self.checkpoint.end_of_input(documents.shard())
+            while not self.checkpoint.all_committed:
+                await self.next_change()
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):
@@ -268,8 +275,10 @@ class Scheduler:
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
-                self._idle.clear()
-                self.documents.start(slot.ordinal, self._process(source, slot))
+                if not self.documents:
+                    self._idle.clear()
+                work = self._process(source, slot)
+                self.documents[slot.ordinal] = self._loop.create_task(work)
 
     def _look_at_first(self, document: Document) -> None:
         if self.answer is not None:
@@ -353,9 +362,11 @@ class Scheduler:
         except BaseException as error:
             self.shutdown.fail(error)
         finally:
-            self.documents.done(slot.ordinal)
+            # A callback of the task would take a turn of the event loop of its own.
+            self.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
-            self.drain.check_soon()
+            if self.drain.is_active:
+                self.drain.check_soon()
             if not self.documents and not self.shutdown.has_failed:
                 self._idle.set()
 
@@ -473,27 +484,10 @@ _PATIENCE = (0.2, 0.8, 2.0, 2.0)
 _PATIENCE_FAST = (0.2, 0.8)
 
 
-class DocumentTasks:
-    def __init__(self) -> None:
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ended = False
-        self._loop = asyncio.get_running_loop()
+class DocumentTasks(dict[int, asyncio.Task[None]]):
+    """By ordinal. They handle their errors themselves."""
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def start(self, ordinal: int, work: Coroutine[object, None, None]) -> None:
-        """Starts a coroutine that handles its errors itself, and calls ``done`` when it ends."""
-        self._tasks[ordinal] = self._loop.create_task(work)
-
-    def done(self, ordinal: int) -> None:
-        # A callback of the task would take a turn of the event loop of its own.
-        self._tasks.pop(ordinal, None)
-
-    def cancel(self, ordinal: int) -> bool:
-        """Cancels the task of a document. Returns whether there was one."""
-        task = self._tasks.get(ordinal)
-        return task is not None and task.cancel()
+    _ended = False
 
     async def end(self, fast: bool) -> None:
         """Cancels the remaining tasks, repeatedly if needed, for five seconds; ``fast``: for
@@ -516,7 +510,7 @@ class DocumentTasks:
             )
 
     def _left(self) -> list[asyncio.Task[None]]:
-        return [task for task in self._tasks.values() if not task.done()]
+        return [task for task in self.values() if not task.done()]
 
 
 # An early stop, in order -------------------------------------------------------------------------

@@ -502,7 +502,7 @@ class CompletionClient:
             if target is None:
                 target = await self._router.acquire(request)
             deaths = len(request.deaths)
-            was_quarantined = request.is_quarantined
+            was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 return await self._attempt(target, request, body, way)
             except AttemptLost:

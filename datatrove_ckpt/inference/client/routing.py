@@ -95,8 +95,8 @@ class Sender:
         self.order = order
         self.on_server = on_server
         self.in_flight = 0
-        self.on_release: Callable[[], None] = lambda: None
-        self.on_free: Callable[[], None] = lambda: None
+        self.on_release: Callable[[], None] | None = None
+        self.on_free: Callable[[], None] | None = None
 
 
 class Request:
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def is_quarantined(self) -> bool:
-        return self.deaths != [] and self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
+        return self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
 
     @property
     def must_run_alone(self) -> bool:
@@ -353,7 +353,9 @@ class Router:
         """
         if self._failure is not None:
             raise ServerDied(self._failure)
-        if self._waiting or request.is_quarantined or request.may_not_be_sent:
+        if self._waiting or request.may_not_be_sent:
+            return None
+        if request.deaths and request.is_quarantined:
             return None
         target = self._free(request)
         if target is not None:
@@ -381,7 +383,8 @@ class Router:
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
         self.admit()
-        request.sender.on_release()
+        if request.sender.on_release is not None:
+            request.sender.on_release()
 
     def admit(self) -> None:
         if self._quarantine.arrivals:
@@ -395,7 +398,8 @@ class Router:
                 future.set_result(self._assign(target, request))
             heapq.heappop(self._waiting)  # what may not be sent waits until its rank cancels it
         for sender in self.senders:
-            sender.on_free()
+            if sender.on_free is not None:
+                sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

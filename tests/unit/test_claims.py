@@ -386,6 +386,17 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
 
+def test_four_beats_may_be_late_on_object_stores_and_not_five(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)  # of another host
+    late = Process(Job(in_bucket(tmp_path)))
+    late.die()
+    beats = tmp_path / "claims"
+    for seconds, is_alive in ((4.5, True), (1.0, False)):
+        grow_old(beats, seconds * late.store.beat_seconds)
+        look = Process(late.job).store.look()
+        assert (late.owner in look.alive) == is_alive
+
+
 # any order ---------------------------------------------------------------------------------------
 
 

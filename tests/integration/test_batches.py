@@ -171,7 +171,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
         runner(tmp_path, shared, ask, config=config).run(documents(10))
     assert asked(shared)["text 4"] <= 16
     alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]
-    assert alone
+    assert alone, "the bad text was never sent alone"
 
 
 def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):

@@ -16,7 +16,6 @@ from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, rows, runner
 from tests.yaml_jobs import write_input
 
-
 TWICE = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
 
 

@@ -207,12 +207,11 @@ def test_tables_of_every_kind_are_the_same_after_a_torn_crash_at_every_effect(fo
 @pytest.mark.parametrize(
     ("number", "recoveries"),
     [
-        (1, False),
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.full),
         pytest.param(1, True, marks=pytest.mark.full),
     ],
-    ids=["once", "out of order", "longer", "twice"],
+    ids=["out of order", "longer", "twice"],
 )
 def test_output_is_the_same_after_a_power_loss_at_every_effect(folder, number, recoveries):
     with FakeServer() as server:

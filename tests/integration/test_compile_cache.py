@@ -80,7 +80,8 @@ def test_a_new_node_starts_with_what_another_node_compiled(node, log, monkeypatc
     assert not [line for line in log if "compiled could not" in line]
 
 
-@pytest.mark.parametrize("change", ["cut", "other code", "no seal", "another key"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("change", ["other code", "cut", "no seal", "another key"])
 def test_an_archive_that_is_not_whole_or_not_sealed_is_not_used_and_replaced(
     node, log, change, monkeypatch
 ):

@@ -803,7 +803,7 @@ def test_the_objects_of_a_sealed_version_have_a_hash_that_nobody_can_forge(job, 
         Versions(f"{job.remote}/00000").all_versions()[-1]
     )
     parts = list(manifest.parts())
-    assert parts
+    assert parts, "the version has objects"
     assert all(len(part.sha256) == 64 for part in parts)
     store = Versions(f"{job.remote}/00000")
     # As after a collision of xxh128.

@@ -14,6 +14,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, payload_hash
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
+    ConfigError,
     DocumentFailed,
     ServerRefused,
 )
@@ -94,6 +95,30 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
     a._status = lambda payload, times: None
     InferenceRunner(two, {"writer": config(a)}, writer(here), **place).run(documents(1))
     assert len([one for one in a.payloads if "second" not in str(one)]) == 1
+
+
+async def by_paths(document, generate):
+    """All paths get the same payload, in the order of the file."""
+    found = {}
+    for path in Path("order").read_text().split():  # noqa: ASYNC240
+        answer = await generate(chat(document.text), path=path)
+        found[path] = answer.text or answer.answer
+    return found
+
+
+def test_an_answer_stays_with_the_path_of_its_request(here, a):
+    a.paths["/other"] = lambda payload: {"from": "another path"}
+    place = {"checkpoints_local_dir": str(here / "checkpoints")}
+    Path("order").write_text("/v1/chat/completions no-path")
+    with pytest.raises(ConfigError, match="no-path"):
+        InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
+    Path("order").write_text("/other /v1/chat/completions")
+    InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
+    (row,) = rows(here)
+    assert row["metadata"]["rollout_results"] == [
+        {"/other": {"from": "another path"}, "/v1/chat/completions": "a on text 0"}
+    ]
+    assert a.asked.total() == 2
 
 
 # rejections --------------------------------------------------------------------------------------

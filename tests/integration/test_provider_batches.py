@@ -62,7 +62,10 @@ async def two_in_a_row(document, generate):
 
 
 def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
+    """The first answer to a creation is lost, and the list does not show that batch yet."""
     with FakeProvider() as provider:
+        provider.list_lag = 0.1
+        provider.lose["/v1/batches"] = 1
         runner(tmp_path / "online", provider, three).run(documents(5))
         online = len(provider.payloads)
         runner(tmp_path / "batch", provider, three, config=BATCHES).run(documents(5))
@@ -97,11 +100,34 @@ def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
     assert set(provider.billed.values()) == {1}
 
 
+class LosesCreation(FakeProvider):
+    """Gets the first request to create a batch late."""
+
+    is_late = True
+
+    async def _create(self, request):
+        if self.is_late:
+            self.is_late = False
+            return web.json_response({"error": "lost"}, status=502)
+        return await super()._create(request)
+
+
+def test_a_request_to_create_a_batch_that_is_late_finds_no_file(tmp_path):
+    with LosesCreation() as provider:
+        runner(tmp_path, provider, config=BATCHES).run(documents(1))
+    assert [name for name in provider.files if name.startswith("file")] == ["file-2"]
+    assert set(provider.billed.values()) == {1}
+
+
 @pytest.mark.parametrize("status", ["expired", "cancelled"])
 def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
+    """A request that was not sent uses up no attempt."""
+    late = ["expired"]
     with FakeProvider() as provider:
         provider.status = status
-        runner(tmp_path, provider, config=BATCHES).run(documents(5))
+        provider.outcome = lambda request: late.pop() if late else None
+        config = {**BATCHES, "request_max_attempts": 1}
+        runner(tmp_path, provider, config=config).run(documents(5))
     assert len(rows(tmp_path)) == 5
     assert set(provider.billed.values()) == {1}
 
@@ -210,8 +236,14 @@ FORMS = pytest.mark.parametrize(
 
 
 @FORMS
-@pytest.mark.parametrize("hidden", ["file", "id", "half", "end"])
-@pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.parametrize(
+    ("hidden", "comes_back"),
+    [
+        ("half", True),
+        *((hidden, False) for hidden in ("file", "id", "half", "end")),
+        *(pytest.param(hidden, True, marks=pytest.mark.slow) for hidden in ("file", "id", "end")),
+    ],
+)
 def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
     tmp_path, form, rollout, config, hidden, comes_back
 ):

@@ -253,7 +253,7 @@ def test_after_the_end_of_an_epoch_the_next_one_follows(folder, make, workers):
 
 def test_states_that_cannot_be_merged_are_refused(folder):
     read, states = stopped(lambda place: packed(folder, place), (2, 2), 3)
-    assert read
+    assert read, "no sample came before the states"
     one = loader(packed(folder))
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
         restore(one, states[:1])

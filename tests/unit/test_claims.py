@@ -386,6 +386,23 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
 
+def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
+    first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
+    assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
+    assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
+
+
+def test_four_beats_may_be_late_on_object_stores_and_not_five(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)  # of another host
+    late = Process(Job(in_bucket(tmp_path)))
+    late.die()
+    beats = tmp_path / "claims"
+    for seconds, is_alive in ((4.5, True), (1.0, False)):
+        grow_old(beats, seconds * late.store.beat_seconds)
+        look = Process(late.job).store.look()
+        assert (late.owner in look.alive) == is_alive
+
+
 # any order ---------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import pytest
 from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
+from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_text, code_values, code_walk
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -252,6 +253,19 @@ def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_
     }
     assert len(found) == 1
     assert found.pop().startswith(f"bytecode {sys.implementation.cache_tag} ")
+
+
+def test_values_are_compared_as_json_and_what_engines_answer_in_the_order_of_in_its_order():
+    one = {"a": 1, "b": {"c": None}}
+    turned = {"b": {"c": None}, "a": 1.0}
+    assert identity.same_value("model_kwargs", one, turned)
+    assert not identity.same_value("model_kwargs", one, {**one, "a": True})
+    assert not identity.same_value("json_schema", one, turned)
+    kept = {"identity_version": 1, "seed": None}
+    assert [
+        change.field
+        for change in identity.compare(kept, identity.RunIdentity({"identity_version": 1}))
+    ] == ["seed"]
 
 
 # checkpoints of release 0.1.0 --------------------------------------------------------------------

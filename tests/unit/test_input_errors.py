@@ -47,7 +47,7 @@ def read_until(error, reader):
     with suppress(error):
         read.extend(reader.run())
         pytest.fail(f"no {error.__name__}")
-    assert read
+    assert read, f"{error.__name__} came before the first document"
     return read
 
 

@@ -15,6 +15,7 @@ import pytest
 import datatrove_ckpt
 from datatrove_ckpt.generation import code_text
 from datatrove_ckpt.generation.step import Step
+from tests.unit.test_plain_statements import packed
 
 pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
@@ -55,6 +56,7 @@ class Module(NamedTuple):
     classes: list[str]
     writes: set[str]
     """Attributes of other objects than ``self`` that it assigns."""
+    packed: list[str]
 
 
 @cache
@@ -81,6 +83,7 @@ def modules():
                 and isinstance(node.ctx, ast.Store)
                 and ast.unparse(node.value) != "self"
             },
+            packed(tree),
         )
     return found
 
@@ -202,3 +205,7 @@ def test_the_public_names_are_there_and_no_others():
 
 def test_every_module_says_what_its_reader_needs():
     assert [name for name, module in modules().items() if not module.docstring] == []
+
+
+def test_no_statement_does_two_things():
+    assert {name: module.packed for name, module in modules().items() if module.packed} == {}

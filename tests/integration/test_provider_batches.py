@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from collections import defaultdict
 from unittest.mock import patch
 
 import orjson
@@ -19,9 +20,10 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
+from datatrove_ckpt.testing.crashes import CrashReport
+from datatrove_ckpt.testing.disks import disk_in_place
+from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import ask, documents, letters, rows, runner
-from tests.power_loss import PowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -324,13 +326,9 @@ def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
     assert len(provider.payloads) == 4
 
 
-# The log, the files of requests, rows, and what is asked of the provider.
-OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.full)]
+    "kind", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
     ("form", "rollout", "config"),
@@ -340,15 +338,14 @@ OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
 def test_no_kill_pays_for_an_answer_twice(
     tmp_path, monkeypatch, code_described_once, kind, form, rollout, config
 ):
-    """A kill, or a power loss, before each effect of batches on the disk and at the provider."""
+    """A kill, or a power loss, before each effect on the disk and at the provider."""
 
-    def crashing(method):
+    def watched(method):
         async def call(self, *arguments):
-            if isinstance(files.disk, WatchedDisk):
+            if isinstance(files.disk, CopyingDisk):
                 files.disk.happen("sync", (tmp_path,), method.__name__, lambda: None)
             return await method(self, *arguments)
 
-        call.__name__ = method.__name__
         return call
 
     for kind_of_batch, name in (
@@ -357,44 +354,38 @@ def test_no_kill_pays_for_an_answer_twice(
         (BatchProvider, "delete"),
         (MessageBatches, "create"),
     ):
-        monkeypatch.setattr(kind_of_batch, name, crashing(getattr(kind_of_batch, name)))
+        monkeypatch.setattr(kind_of_batch, name, watched(getattr(kind_of_batch, name)))
     folder = tmp_path / "job"
+    folder.mkdir()
+    states = []
+    reports = defaultdict(CrashReport)
+
+    class Disk(kind):
+        def keep(self):
+            super().keep()
+            states.append(provider.state())
 
     def attempt():
         job = {"config": config, "records_per_chunk": 3}
         runner(folder, provider, rollout, **job).run(documents(2))
 
-    def attempt_on(disk):
-        folder.mkdir(exist_ok=True)
-        with disk_in_place(disk):
-            attempt()
-        return disk
-
     with form() as provider:
         provider.list_lag = 0.1
-        nothing = provider.state()
-        whole = attempt_on(CrashingDisk(10**9, folder))
+        disk = Disk(folder)
+        with disk_in_place(disk):
+            attempt()
         expected = rows(folder)
-        points = [
-            number
-            for number, label in enumerate(whole.happened)
-            if label.partition(" ")[2].startswith(OF_BATCHES)
-        ]
-        for number in points:
-            provider.restore(nothing)
-            shutil.rmtree(folder)
-            folder.mkdir()
-            disk = attempt_on(kind(number, folder))
-            at_crash = provider.state()
-            for survivor in disk.survivors():
-                provider.restore(at_crash)
-                attempt()
-                where = (number, disk.crashed_at, survivor)
-                assert rows(folder) == expected, where
-                assert len(provider.billed) == 4, where
-                assert set(provider.billed.values()) == {1}, where
-    assert "sync create" in whole.happened
-    assert len(points) > 24
+        for number, where in disk.left():
+            state = states[number]
+            if not reports[str(state)].is_new(folder, 0):
+                continue
+            provider.restore(state)
+            attempt()
+            assert rows(folder) == expected, where
+            assert len(provider.billed) == 4, where
+            assert set(provider.billed.values()) == {1}, where
+    assert disk.points.count("sync create") == 2
+    assert len(reports) > 4
 
 
 def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeypatch):

@@ -225,7 +225,7 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 
         def look(batch):
             looks.append(batch)
-            if comes_back and len(looks) >= 20:
+            if comes_back and len(looks) >= 6:
                 provider.hidden = ""
             if not comes_back and len(looks) >= 5:
                 provider.hidden = "file"  # what was read stays
@@ -237,11 +237,28 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
                 runner(tmp_path, provider, rollout, config=config).run(documents(3))
             provider._shown = shown
             provider.hidden = ""
+            assert provider.reads < len(looks) / 2
         assert set(provider.billed.values()) <= {1}
         runner(tmp_path, provider, rollout, config=config).run(documents(3))
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
     assert sum(provider.billed.values()) == 3 + twice
+
+
+@FORMS
+def test_the_wait_for_missing_answers_goes_on_in_the_next_process(tmp_path, form, rollout, config):
+    with form() as provider:
+        provider.hidden = "half"
+        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 1})
+        step.no_wait = True
+        waits = 0
+        while waits < 60:
+            with pytest.raises((WaitsForBatches, ServerRefused)) as raised:
+                step.run(documents(3))
+            if raised.errisinstance(ServerRefused):
+                break
+            waits += 1
+    assert 0 < waits < 60
 
 
 @FORMS
@@ -412,9 +429,13 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
         assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
         assert "All are being canceled" in command("batches", "cancel", "job")
         assert provider.batches["batch_2"]["status"] == "cancelled"
-        command("run", *job, "--no-wait")
+        assert "batch_2 of task 0: 4 requests, canceling" in command("batches", "list", "job")
+        assert "batch_2 of task 0: 4 requests, canceling" in command("status", "job")
+        assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
         assert "No batch is open" in command("batches", "list", "job")
-        assert "4 answers in tier batch, cost 2.0" in command("status", "job")
+        said = command("status", "job")
+        assert "4 answers in tier batch, cost 2.0" in said
+        assert "0 sent, 4 answered in batches, 0 answered from cache" in said
         command("verify", "job")
     assert set(provider.billed.values()) == {1}
     assert len(provider.billed) == 4

@@ -44,8 +44,6 @@ ANSWER = "batch_answer"
 FAILURE = "batch_failure"
 """Likewise: why there is no answer, for a request that is to be sent again."""
 OF_BATCH = frozenset({ANSWER, FAILURE})
-INCOMPLETE = "incomplete"
-"""The state of a batch that has ended, some of whose lines the provider does not give yet."""
 _ID = re.compile(r"(?:[0-9a-f]{6}-)?(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
 
 
@@ -104,8 +102,8 @@ class Batch:
     """A batch of requests.
 
     Attributes:
-        state: "filled", "uploaded", "creating", "created", perhaps "canceling" and ``INCOMPLETE``;
-            then "read" or "dropped".
+        state: "filled", "uploaded", "creating", "created", "canceling", "incomplete" (lines
+            are missing); then "read" or "dropped".
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.

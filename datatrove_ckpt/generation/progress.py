@@ -128,7 +128,7 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
             cached answers. Answers of servers are summed up once a second.
-        last: where the attempt ended. Empty without a checkpoint.
+        last: empty without a checkpoint.
         answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 

@@ -25,7 +25,6 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
-    INCOMPLETE,
     Batch,
     BatchLog,
     RequestId,
@@ -85,7 +84,7 @@ _SHOWN_ID = 100
 _UNSENT = frozenset({"expired", "cancelled"})  # batches of which requests were not sent
 _NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
-_RARER = 4
+_RARER = 4  # the next look at incomplete answers, which reads all
 
 
 @dataclass
@@ -183,10 +182,10 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
 
 
 async def cancel(folder: Path, batch: Batch) -> str:
-    """Cancels a batch of a rank's folder, in no run. Returns why it could not; "" if it could.
+    """Cancels a batch of a rank that is not at work. Returns why it could not; "" if it could.
 
     Raises:
-        CkptError: the provider cannot be reached, or refuses; or the rank is at work.
+        CkptError: the provider cannot be reached, or refuses.
     """
     if not batch.id:
         return f"Batch number {batch.number} has no id yet. The next run finds it."
@@ -197,7 +196,6 @@ async def cancel(folder: Path, batch: Batch) -> str:
     provider = await open_provider(config, batch.path)
     try:
         await provider.cancel(batch.id)
-        # In the name of the last owner.
         run = folder / RUN
         BatchLog(folder, Fence(run, read_run(run)["owner"])).note(batch.number, "canceling")
     except RetryableError as error:
@@ -236,7 +234,7 @@ class ProviderPasses:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
-        self._looked: dict[int, tuple[RemoteBatch, float]] = {}
+        self._next_look: dict[int, float] = {}
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
@@ -333,8 +331,7 @@ class ProviderPasses:
             return False
         if remote.status == "failed":
             return await self._refused(batch, remote)
-        known, next_look = self._looked.get(batch.number, (None, 0.0))
-        if remote == known and unix_seconds() < next_look:
+        if unix_seconds() < self._next_look.get(batch.number, 0.0):
             return False
         return await self._collect(provider, batch, remote)
 
@@ -415,10 +412,10 @@ class ProviderPasses:
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
         """Reads the answers. Returns False if the provider has no such file, or fewer lines than it
-        has counted: the rest may come, and was paid for.
+        has counted: the rest may come.
 
         A request without a line counts as one that failed, unless the batch expired or was
-        canceled. So ``request_max_attempts`` ends what would be paid for again and again.
+        canceled. So ``request_max_attempts`` ends it.
 
         Raises:
             ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
@@ -459,17 +456,16 @@ class ProviderPasses:
         counts = f"{len(found)} of {plural(remote.lines, 'line')}"
         is_short = bool(gone) or (len(found) < remote.lines and not is_strange)
         if is_short:
-            if batch.state != INCOMPLETE:
+            if batch.state != "incomplete":
                 logger.warning(
                     f"Batch {remote.id} is {remote.status}, and the provider gives {counts} of its "
                     f"answers. {gone}The run waits for the rest."
                 )
-                await self._note(batch, INCOMPLETE)
+                await self._note(batch, "incomplete")
             waited = unix_seconds() - batch.at
             if waited < config.server_patience_seconds:
-                # All is read again, so ever more rarely, unless the provider says something else.
-                next_look = batch.at + min(_RARER * waited, config.server_patience_seconds)
-                self._looked[batch.number] = remote, next_look
+                pause = min(_RARER * waited, config.server_patience_seconds)
+                self._next_look[batch.number] = batch.at + pause
                 return False
         if len(found) < batch.requests and (is_short or remote.status not in _UNSENT):
             await self._change(partial(_fail_others, batch, found))

@@ -34,6 +34,7 @@ class FakeProvider(FakeServer):
         outcome: returns how a request ends: None: with an answer; "expired"; or a response.
         status: of batches that have ended.
         hidden: of the answers: "file", "id" (of the file), "half", or "end" (of the last line).
+        reads: of files of answers.
         prefix: of each custom id in the answers.
         refuse: returns the errors of a batch that fails as a whole.
     """
@@ -50,6 +51,7 @@ class FakeProvider(FakeServer):
         self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
         self.status = "completed"
         self.hidden = ""
+        self.reads = 0
         self.prefix = b""
         self.refuse: Callable[[dict[str, Any]], list[dict[str, str]]] = lambda batch: []
         self.files: dict[str, bytes] = {}
@@ -94,6 +96,7 @@ class FakeProvider(FakeServer):
     async def _content(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         hidden = "" if name.startswith("err") else self.hidden
+        self.reads += 1
         if name not in self.files or hidden == "file":
             return web.json_response({"error": "gone"}, status=404)
         content = self.files[name].replace(b'"custom_id":"', b'"custom_id":"%s' % self.prefix)

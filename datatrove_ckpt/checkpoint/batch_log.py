@@ -102,7 +102,8 @@ class Batch:
     """A batch of requests.
 
     Attributes:
-        state: "filled", "uploaded", "creating", "created"; then "read" or "dropped".
+        state: "filled", "uploaded", "creating", "created", "canceling", "incomplete" (lines
+            are missing); then "read" or "dropped".
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.

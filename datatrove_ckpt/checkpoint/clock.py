@@ -39,7 +39,7 @@ _wall = time.time
 
 
 def unix_seconds() -> float:
-    """The wall clock, for display only: it may jump."""
+    """The wall clock: it may jump."""
     return round(_wall(), 3)
 
 

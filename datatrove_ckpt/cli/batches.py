@@ -15,14 +15,14 @@ def batches(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
         found = list(open_batches(state))
-    for rank, batch in found:
-        say(describe_batch(rank, batch, state.read_at))
-    if not found:
-        say("No batch is open.")
-    if arguments.action == "list" or not found:
-        return 0
-    from datatrove_ckpt.generation.provider_passes import cancel  # slow to import
+        for rank, batch in found:
+            say(describe_batch(rank, batch, state.read_at))
+        if not found:
+            say("No batch is open.")
+        if arguments.action == "list" or not found:
+            return 0
+        from datatrove_ckpt.generation.provider_passes import cancel  # slow to import
 
-    problems = [asyncio.run(cancel(batch)) for _, batch in found]
+        problems = [asyncio.run(cancel(rank.folder, batch)) for rank, batch in found]
     say("\n".join(filter(None, problems)) or "All are being canceled. The next run collects.")
     return int(any(problems))

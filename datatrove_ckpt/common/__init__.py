@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+BATCH = "batch"
+"""The ``service_tier`` of answers of provider batches."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of a JSON text, as a parser returns it."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import WayTo
@@ -378,8 +378,6 @@ class InferenceConfig:
         return cls(**{name: value for name, value in vars(config).items() if name in known})
 
 
-BATCH = "batch"
-"""The ``service_tier`` of answers of provider batches."""
 _MOST_TEXTS = 10_000
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits

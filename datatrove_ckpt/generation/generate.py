@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import redact, shown
 from datatrove_ckpt.common.retrying import REJECTED
@@ -34,7 +34,6 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
     warn_of_unknown,
 )
-from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,

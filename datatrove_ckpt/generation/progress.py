@@ -128,6 +128,7 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
             cached answers. Answers of servers are summed up once a second.
+        last: empty without a checkpoint.
         answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
@@ -148,6 +149,7 @@ class RankReporter:
         self._spread = Spread()
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
+        self.last = history_records.Progress()
         checkpoint.last_records = self.last_records
 
     # what happens --------------------------------------------------------------------------------
@@ -348,7 +350,8 @@ class RankReporter:
 
     def last_records(self, completed: bool) -> Sequence[Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
-        return [self.progress(), self.spread(), self._end(completed)]
+        self.last = self.progress()
+        return [self.last, self.spread(), self._end(completed)]
 
     def _end(self, completed: bool) -> End:
         if completed:

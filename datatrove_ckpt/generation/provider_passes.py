@@ -15,20 +15,26 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import IO, TypeVar
 
 import orjson
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
     Batch,
+    BatchLog,
     RequestId,
     attempts_of,
     kept_for_rollout,
 )
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
+from datatrove_ckpt.checkpoint.clock import unix_seconds
+from datatrove_ckpt.checkpoint.identity import Fence, read_run
+from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
@@ -78,6 +84,7 @@ _SHOWN_ID = 100
 _UNSENT = frozenset({"expired", "cancelled"})  # batches of which requests were not sent
 _NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
+_RARER = 4  # the next look at incomplete answers, which reads all
 
 
 @dataclass
@@ -174,24 +181,28 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     return kind(url, servers.api_key, needs_proxy([url]))
 
 
-async def cancel(batch: Batch) -> str:
-    """Cancels a batch, in no run. Returns why it could not; "" if it could.
+async def cancel(folder: Path, batch: Batch) -> str:
+    """Cancels a batch of a rank that is not at work. Returns why it could not; "" if it could.
 
     Raises:
         CkptError: the provider cannot be reached, or refuses.
     """
-    if batch.state != "created":
+    if not batch.id:
         return f"Batch number {batch.number} has no id yet. The next run finds it."
     config = InferenceConfig(
         "endpoint", batch.model or "-", endpoint_url=batch.url, api_key_env=batch.key_env or None
     )
+    lock = files.Lock(folder / LOCK)
     provider = await open_provider(config, batch.path)
     try:
         await provider.cancel(batch.id)
+        run = folder / RUN
+        BatchLog(folder, Fence(run, read_run(run)["owner"])).note(batch.number, "canceling")
     except RetryableError as error:
         return f"{batch.id} is not canceled: {error}"
     finally:
         await provider.close()
+        lock.release()
     return ""
 
 
@@ -223,7 +234,7 @@ class ProviderPasses:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
-        self._short_since: dict[int, float] = {}
+        self._next_look: dict[int, float] = {}
         self._outage: Outage | None = None
 
     async def parking(self) -> Parking:
@@ -271,9 +282,7 @@ class ProviderPasses:
                     await self._failed(error, batch)
             if has_advanced:
                 continue
-            created = all(
-                batch.state == "created" or batch.number in self._undecided for batch in batches
-            )
+            created = all(batch.id or batch.number in self._undecided for batch in batches)
             if self._no_wait and created:
                 raise WaitsForBatches(
                     f"{_said(batches)} The same command collects the answers (--no-wait)."
@@ -322,6 +331,8 @@ class ProviderPasses:
             return False
         if remote.status == "failed":
             return await self._refused(batch, remote)
+        if unix_seconds() < self._next_look.get(batch.number, 0.0):
+            return False
         return await self._collect(provider, batch, remote)
 
     async def _send(self, provider: BatchProvider, batch: Batch) -> bool:
@@ -388,7 +399,7 @@ class ProviderPasses:
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""
         causes = "; ".join(f"{code}: {message}" for code, message in remote.errors[:3])
-        others = [one for one in await self._open() if one.state == "created"]
+        others = [one for one in await self._open() if one.id]
         if len(others) > 1 and any(code == _FULL for code, _ in remote.errors):
             await self._note(batch, "uploaded", id="")
             return False
@@ -401,10 +412,10 @@ class ProviderPasses:
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
         """Reads the answers. Returns False if the provider has no such file, or fewer lines than it
-        has counted: the rest may come, and was paid for.
+        has counted: the rest may come.
 
         A request without a line counts as one that failed, unless the batch expired or was
-        canceled. So ``request_max_attempts`` ends what would be paid for again and again.
+        canceled. So ``request_max_attempts`` ends it.
 
         Raises:
             ServerRefused: lines were missing for ``server_patience_seconds``, or name no request.
@@ -445,14 +456,16 @@ class ProviderPasses:
         counts = f"{len(found)} of {plural(remote.lines, 'line')}"
         is_short = bool(gone) or (len(found) < remote.lines and not is_strange)
         if is_short:
-            now = time.monotonic()
-            if batch.number not in self._short_since:
+            if batch.state != "incomplete":
                 logger.warning(
                     f"Batch {remote.id} is {remote.status}, and the provider gives {counts} of its "
                     f"answers. {gone}The run waits for the rest."
                 )
-            since = self._short_since.setdefault(batch.number, now)
-            if now - since < config.server_patience_seconds:
+                await self._note(batch, "incomplete")
+            waited = unix_seconds() - batch.at
+            if waited < config.server_patience_seconds:
+                pause = min(_RARER * waited, config.server_patience_seconds)
+                self._next_look[batch.number] = batch.at + pause
                 return False
         if len(found) < batch.requests and (is_short or remote.status not in _UNSENT):
             await self._change(partial(_fail_others, batch, found))

@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
@@ -549,13 +550,16 @@ class RankMessages:
                 f"{said_by(self.rank)}there are no documents in its input.{self.progress.skipped}"
             )
             return
-        sent = self.progress.progress().own.sent
+        sent = f"{self.progress.progress().own.sent} sent in this run"
+        tiers = self.progress.last.total.tiers
+        if BATCH in tiers:
+            sent += f", {tiers[BATCH]} answered in batches"
         logger.success(
             f"{said_by(self.rank)}{counts.written} of {plural(counts.read, 'document')} written to "
             f"{where} "
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
             f"{plural(counts.requests, 'request')}, "
-            f"{sent} sent in this run, {plural(counts.prompt_tokens, 'prompt token')}, "
+            f"{sent}, {plural(counts.prompt_tokens, 'prompt token')}, "
             f"{plural(counts.completion_tokens, 'completion token')}."
             f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
         )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, get_args
 
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
+from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
-from datatrove_ckpt.maintenance.run_state import RunState, State, Totals
+from datatrove_ckpt.maintenance.run_state import RankState, RunState, State, Totals
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import Batch
@@ -63,20 +64,20 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "retries", text
 
 
-def open_batches(state: RunState) -> Iterator[tuple[int, Batch]]:
-    """Yields the batches at a provider, with the numbers of their tasks."""
+def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
+    """Yields the batches at a provider, with their tasks."""
     for rank in state.ranks:
         if (rank.folder / BATCHES).exists():
             from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
 
             for batch in read_batches(rank.folder).values():
                 if batch.is_open:
-                    yield rank.rank, batch
+                    yield rank, batch
 
 
-def describe_batch(rank: int, batch: Batch, now: float) -> str:
+def describe_batch(rank: RankState, batch: Batch, now: float) -> str:
     return (
-        f"{batch.id or f'number {batch.number}'} of task {rank}: "
+        f"{batch.id or f'number {batch.number}'} of task {rank.rank}: "
         f"{plural(batch.requests, 'request')}, {batch.state} "
         f"{duration(max(1.0, now - batch.at))} ago"
     )
@@ -207,7 +208,10 @@ def _sum_of_tokens(totals: Totals) -> str:
 
 def _requests(totals: Totals) -> str:
     work = totals.work
-    sent = f"{totals.at_least}{work.sent:,} sent, {work.cached:,} answered from cache"
+    sent = f"{totals.at_least}{work.sent:,} sent, "
+    if BATCH in work.tiers:
+        sent += f"{work.tiers[BATCH]:,} answered in batches, "
+    sent += f"{work.cached:,} answered from cache"
     return f"{totals.done.requests:,} of documents that are done; {sent}"
 
 

@@ -15,11 +15,10 @@ from datatrove.data import Document
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.readers.base import BaseReader
 
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
-from datatrove_ckpt.config.inference_config import BATCH
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written

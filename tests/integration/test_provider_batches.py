@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from collections import defaultdict
 from unittest.mock import patch
 
 import orjson
@@ -19,9 +20,10 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.disks import CrashingDisk, WatchedDisk, disk_in_place
+from datatrove_ckpt.testing.crashes import CrashReport
+from datatrove_ckpt.testing.disks import disk_in_place
+from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import ask, documents, letters, rows, runner
-from tests.power_loss import PowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -255,7 +257,7 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 
         def look(batch):
             looks.append(batch)
-            if comes_back and len(looks) >= 20:
+            if comes_back and len(looks) >= 6:
                 provider.hidden = ""
             if not comes_back and len(looks) >= 5:
                 provider.hidden = "file"  # what was read stays
@@ -267,11 +269,27 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
                 runner(tmp_path, provider, rollout, config=config).run(documents(3))
             provider._shown = shown
             provider.hidden = ""
-        assert set(provider.billed.values()) <= {1}
+            assert provider.reads < len(looks) / 2
         runner(tmp_path, provider, rollout, config=config).run(documents(3))
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
     assert sum(provider.billed.values()) == 3 + twice
+
+
+@FORMS
+def test_the_wait_for_missing_answers_goes_on_in_the_next_process(tmp_path, form, rollout, config):
+    with form() as provider:
+        provider.hidden = "half"
+        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 1})
+        step.no_wait = True
+
+        def wait():
+            for _ in range(60):
+                with pytest.raises(WaitsForBatches):
+                    step.run(documents(3))
+
+        with pytest.raises(ServerRefused):
+            wait()
 
 
 @FORMS
@@ -356,13 +374,9 @@ def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
     assert len(provider.payloads) == 4
 
 
-# The log, the files of requests, rows, and what is asked of the provider.
-OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [CrashingDisk, pytest.param(PowerLossDisk, marks=pytest.mark.full)]
+    "kind", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
     ("form", "rollout", "config"),
@@ -372,15 +386,14 @@ OF_BATCHES = ("batches", "0000", "replay", "upload", "create", "delete")
 def test_no_kill_pays_for_an_answer_twice(
     tmp_path, monkeypatch, code_described_once, kind, form, rollout, config
 ):
-    """A kill, or a power loss, before each effect of batches on the disk and at the provider."""
+    """A kill, or a power loss, before each effect on the disk and at the provider."""
 
-    def crashing(method):
+    def watched(method):
         async def call(self, *arguments):
-            if isinstance(files.disk, WatchedDisk):
+            if isinstance(files.disk, CopyingDisk):
                 files.disk.happen("sync", (tmp_path,), method.__name__, lambda: None)
             return await method(self, *arguments)
 
-        call.__name__ = method.__name__
         return call
 
     for kind_of_batch, name in (
@@ -389,44 +402,38 @@ def test_no_kill_pays_for_an_answer_twice(
         (BatchProvider, "delete"),
         (MessageBatches, "create"),
     ):
-        monkeypatch.setattr(kind_of_batch, name, crashing(getattr(kind_of_batch, name)))
+        monkeypatch.setattr(kind_of_batch, name, watched(getattr(kind_of_batch, name)))
     folder = tmp_path / "job"
+    folder.mkdir()
+    states = []
+    reports = defaultdict(CrashReport)
+
+    class Disk(kind):
+        def keep(self):
+            super().keep()
+            states.append(provider.state())
 
     def attempt():
         job = {"config": config, "records_per_chunk": 3}
         runner(folder, provider, rollout, **job).run(documents(2))
 
-    def attempt_on(disk):
-        folder.mkdir(exist_ok=True)
-        with disk_in_place(disk):
-            attempt()
-        return disk
-
     with form() as provider:
         provider.list_lag = 0.1
-        nothing = provider.state()
-        whole = attempt_on(CrashingDisk(10**9, folder))
+        disk = Disk(folder)
+        with disk_in_place(disk):
+            attempt()
         expected = rows(folder)
-        points = [
-            number
-            for number, label in enumerate(whole.happened)
-            if label.partition(" ")[2].startswith(OF_BATCHES)
-        ]
-        for number in points:
-            provider.restore(nothing)
-            shutil.rmtree(folder)
-            folder.mkdir()
-            disk = attempt_on(kind(number, folder))
-            at_crash = provider.state()
-            for survivor in disk.survivors():
-                provider.restore(at_crash)
-                attempt()
-                where = (number, disk.crashed_at, survivor)
-                assert rows(folder) == expected, where
-                assert len(provider.billed) == 4, where
-                assert set(provider.billed.values()) == {1}, where
-    assert "sync create" in whole.happened
-    assert len(points) > 24
+        for number, where in disk.left():
+            state = states[number]
+            if not reports[str(state)].is_new(folder, 0):
+                continue
+            provider.restore(state)
+            attempt()
+            assert rows(folder) == expected, where
+            assert len(provider.billed) == 4, where
+            assert set(provider.billed.values()) == {1}, where
+    assert disk.points.count("sync create") == 2
+    assert len(reports) > 4
 
 
 def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeypatch):
@@ -453,9 +460,13 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
         assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
         assert "All are being canceled" in command("batches", "cancel", "job")
         assert provider.batches["batch_2"]["status"] == "cancelled"
-        command("run", *job, "--no-wait")
+        assert "batch_2 of task 0: 4 requests, canceling" in command("batches", "list", "job")
+        assert "batch_2 of task 0: 4 requests, canceling" in command("status", "job")
+        assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
         assert "No batch is open" in command("batches", "list", "job")
-        assert "4 answers in tier batch, cost 2.0" in command("status", "job")
+        said = command("status", "job")
+        assert "4 answers in tier batch, cost 2.0" in said
+        assert "0 sent, 4 answered in batches, 0 answered from cache" in said
         command("verify", "job")
     assert set(provider.billed.values()) == {1}
     assert len(provider.billed) == 4

@@ -30,7 +30,7 @@ _CONNECT_SECONDS = 30.0
 _BLOCK = 1 << 16
 _PAGE = 100
 _SHOWN = 2000
-_EARLIER_SECONDS = 3600  # how far the clocks of this machine and the provider may differ
+_EARLIER_SECONDS = 3600  # clocks may differ
 _NOT_FOUND = 404
 ENDED = frozenset({"completed", "expired", "cancelled", "failed", "ended"})
 MESSAGES = "/v1/messages"
@@ -49,7 +49,7 @@ class RemoteBatch:
     Attributes:
         files: of its answers and of its errors, as far as there are any.
         errors: why it has failed, with codes.
-        lines: how many lines its files have, as far as its counts tell. Files may come later.
+        lines: how many lines its files have, as far as its counts tell.
     """
 
     id: str

@@ -137,7 +137,7 @@ class BlockInput:
             self._unified = Unified(schemas.items(), columns)
 
     def expect(self, file: int, blocks: Iterable[Block]) -> None:
-        """Names the blocks of a file that are read next, so that small ones are read together."""
+        """Names the blocks that are read next: small ones are read together."""
         opened = self._file(file)
         opened.expected = sorted({opened.part_of(block.first)[0] for block in blocks})
 

@@ -167,8 +167,7 @@ class RowSource:
             return
         self._open.pop(share, None)  # frees its memory before the next window is read
         window = self._order.shares[share].window(number)
-        # In the order of the files, so that a large row group is decoded once for all of its blocks
-        # in the window.
+        # In the order of the files, so that a large row group is decoded once.
         read = np.argsort(window.pieces.block, kind="stable")
         parts = self._read(window, read)
         loaded: RowBatches | list[JsonObject | None]
@@ -188,7 +187,7 @@ class RowSource:
             of_file = list(group)
             blocks.expect(file, [block for block, _ in of_file])
             for block, place in of_file:
-                yield self._piece(window, block, place)  # a name would hold it for too long
+                yield self._piece(window, block, place)  # a name would hold it
             if window.shuffled:
                 blocks.let_go(file)
 

@@ -1,8 +1,8 @@
 """Parquet as blocks: a slice of a row group, without holding more of the group than the slice.
 
 pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and
-dropped. Most slices are read in order, so a slice continues after the slice before. A call takes
-0.2 ms, so small row groups are read together.
+dropped. Most slices continue after the slice before. A call takes 0.2 ms, so small row groups are
+read together.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# The largest batch. Rows keep all of their batch in memory, so it must be small beside a block.
+# The largest batch. Rows keep all of it in memory.
 _BATCH_ROWS = 2**14
 _BATCH_BYTES = 2**21
 _BUFFER_BYTES = 2**20
 
 
 class _Run:
-    """The rows of some row groups, from their beginning on.
-
-    ``starts``: the first row of each group in the run. ``row``: how many were read.
-    """
+    """The rows of some row groups. ``starts``: the first row of each group. ``row``: the next."""
 
     def __init__(
         self,

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 _CONTINUATION = 0xFFFFFFFF
 _MARK_BYTES = 2**8
-"""Holds the mark of a file, padding (to 64 bytes by Arrow for Rust), and the start of the first
-message.
-"""
+"""Holds the mark of a file, padding, and the start of the first message."""
 # MessageHeader
 _DICTIONARY = 2
 _RECORD_BATCH = 3

@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _JOINED = 2**23
-"""Rows are joined up to so many bytes, or one block more: a take costs some microseconds for each
-batch.
-"""
+"""Rows are joined up to so many bytes, or one block more."""
 _RELEASED = 6
-"""After so many joins the allocator gives back memory.
-
-More often, its pages would cost more than the rows.
-"""
+"""After so many joins the allocator gives back memory."""
 
 Parts: TypeAlias = "Iterator[tuple[Numbers, Rows]]"
 """Rows in parts: their numbers, and the rows."""

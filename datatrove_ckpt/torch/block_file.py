@@ -50,6 +50,8 @@ class FileIndex:
 
 class BlockFile(ABC):
     _name: str
+    expected: Sequence[int] = ()
+    """The parts that are read next, in their order."""
 
     def set_index(self, index: FileIndex, known: FileIndex | None) -> None:
         """Closes the file and raises CheckpointMismatch if its known parts are others."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -135,6 +135,11 @@ class BlockInput:
                 schemas.setdefault(file.schema, name)
         if not isinstance(self._reader, JsonlReader):
             self._unified = Unified(schemas.items(), columns)
+
+    def expect(self, file: int, blocks: Iterable[Block]) -> None:
+        """Names the blocks that are read next: small ones are read together."""
+        opened = self._file(file)
+        opened.expected = sorted({opened.part_of(block.first)[0] for block in blocks})
 
     def let_go(self, file: int) -> None:
         if file in self._opened and self._process == os.getpid():

@@ -48,6 +48,8 @@ from datatrove_ckpt.checkpoint.training_history import TrainingHistory
 from datatrove_ckpt.checkpoint.training_policies import (
     AnyOf,
     Best,
+    EverySeconds,
+    EverySteps,
     KeepPolicy,
     Last,
     Metrics,
@@ -169,6 +171,7 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
+        self._check_policy()
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
@@ -204,6 +207,15 @@ class TrainingCheckpoints:
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
         self._time_ends: float | None = None
         _not_left.add(self)
+
+    def _check_policy(self) -> None:
+        """Raises ConfigError if ranks would wait for each other at different steps."""
+        parts = [
+            part for part in self._save_policy.parts if type(part) in (EverySteps, EverySeconds)
+        ]
+        found = sorted(set(self._ranks.gather(str(parts))))
+        if len(found) > 1:
+            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
 
     @property
     def failure(self) -> Exception | None:
@@ -277,17 +289,13 @@ class TrainingCheckpoints:
         shutdown = self._preemption.shutdown
         cause = shutdown.cause
         while not self._uploading.join(_LOOK_SECONDS):
-            assert self._steps.store is not None
             if time.monotonic() > warn_at:
                 warn_at = math.inf
                 logger.warning(
-                    f"Waiting for the copy of a step to {self._steps.store.url}. A signal ends "
-                    "that."
+                    f"Waiting for the copy of a step to {self._steps.url}. A signal ends that."
                 )
             if shutdown.cause != cause:
-                self._not_copied = StorageFailed(
-                    f"The copy to {self._steps.store.url} did not end."
-                )
+                self._not_copied = StorageFailed(f"The copy to {self._steps.url} did not end.")
                 return False
         return True
 
@@ -333,8 +341,8 @@ class TrainingCheckpoints:
         return due
 
     def _look(self, now: float) -> tuple[float, bool, list[float]]:
-        """Lets all ranks agree on why to stop (0: they go on), whether a save that failed is tried
-        again, and on what decides about the next save.
+        """Lets all ranks agree on why to stop (0: none does), whether a failed save is tried again,
+        and what decides about the next one.
         """
         self._preemption.stop_before(
             self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
@@ -407,18 +415,9 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        _check_names(stateful)
-        for key, state in stateful.items():
-            if not isinstance(state, dict) and not hasattr(state, "state_dict"):
-                raise ConfigError(
-                    f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
-                    "writer."
-                )
+        _check_states(stateful)
         step = self._checked_step(step)
-        try:
-            numbers = {key: float(value) for key, value in (metrics or {}).items()}
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"save: metrics must be numbers: {error}.") from error
+        numbers = _numbers(metrics or {})
         self._writing.join()
         name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
@@ -428,40 +427,31 @@ class TrainingCheckpoints:
         except StorageFailed as error:  # of all ranks
             self._failed(name, error)
             return
-        staging = self._steps.folder / f".saving-{name}"
-        own = random_state(), self._input_state(loader)
-        alike, together = contents_of(states)
-        if (writer is not None or together) and not self._is_shared:
+        alike, parts = contents_of(states)
+        if (writer is not None or parts) and not self._is_shared:
             raise ConfigError(
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
             )
-        own_outlines = {key: outline(content) for key, content in alike.items()}
-        gathered = self._ranks.gather(
-            (own, own_outlines, self._not_plain({"loader": own[1]} | alike | together))
-        )
-        _check_alike(own_outlines, gathered)
+        own_input = self._input_state(loader)
+        generators, inputs = self._gather(own_input, alike, parts)
         if not self._agree(partial(self._begin, name), name):
             return
 
         def write_own() -> None:
             assert writer is not None
-            writer(staging / "writer")
+            writer(self._steps.folder / f".saving-{name}" / "writer")
 
         if writer is not None and not self._agree(write_own, name):
             return
-        contents: Contents = {f"states/{key}.pt": content for key, content in alike.items()}
-        inputs = [each[1] for each, _, _ in gathered]
-        if self._restored_input is not None and loader is not None:
-            # A loader that has not begun again, as after the last epoch, knows less.
-            restored, found = self._restored_input
-            if restored == step:
-                inputs = found
-        contents |= {_RANDOM: [each[0] for each, _, _ in gathered], _INPUT: inputs}
-        if self._is_owner and not self._manifests:
-            self._warn_of_first(numbers, own[1])
-        if not self._is_owner:
-            contents = {}
-        copies = [contents, together]
+        contents: Contents = {}
+        if self._is_owner:
+            if not self._manifests:
+                self._warn_of_first(numbers, own_input)
+            if loader is not None:
+                inputs = self._known_input(step, inputs)
+            contents = {f"states/{key}.pt": content for key, content in alike.items()}
+            contents |= {_RANDOM: generators, _INPUT: inputs}
+        copies = [contents, parts]
 
         def copy() -> None:
             copies[:] = self._snapshot.take(copies)
@@ -471,6 +461,26 @@ class TrainingCheckpoints:
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
         self._writing.start(self._write, name, *copies, numbers, self._pause)
+
+    def _gather(
+        self, own_input: Contents | None, alike: Contents, parts: Contents
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns random states and input states of all ranks.
+
+        Raises ConfigError if a state is refused, or differs between the ranks.
+        """
+        outlines = {key: outline(content) for key, content in alike.items()}
+        problem = self._not_plain({"loader": own_input} | alike | parts)
+        gathered = self._ranks.gather((random_state(), own_input, outlines, problem))
+        generators, inputs, others, problems = (list(each) for each in zip(*gathered, strict=True))
+        _check_alike(outlines, others, problems)
+        return generators, inputs
+
+    def _known_input(self, step: int, inputs: list[Any]) -> list[Any]:
+        """Returns the restored step's: a loader that has not begun again knows less."""
+        if self._restored_input is not None and self._restored_input[0] == step:
+            return self._restored_input[1]
+        return inputs
 
     def _not_plain(self, contents: Contents) -> str:
         if not self._only_plain:
@@ -618,9 +628,7 @@ class TrainingCheckpoints:
         return time.time() - self._checked_at > _CHECK_SECONDS
 
     def _check_kept(self) -> None:
-        """Finds steps whose files a disk has changed. A restore would take the one before, or that
-        of the remote.
-        """
+        """Finds steps whose files a disk has changed."""
         for name in sorted(self._manifests):
             try:
                 self._steps.check(name)
@@ -631,9 +639,7 @@ class TrainingCheckpoints:
         self._note("checked", self._last)
 
     def _begin(self, name: StepName) -> None:
-        """On a full disk, first removes what the save would remove, but for what only its metrics
-        would: it may fail.
-        """
+        """On a full disk, first removes what the save would remove whatever its metrics are."""
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
@@ -656,7 +662,6 @@ class TrainingCheckpoints:
 
     def _upload(self) -> None:
         """Copies the newest step, then older ones that stay for long."""
-        assert self._steps.store is not None
         while True:
             name = max(self._manifests)
             try:
@@ -673,7 +678,7 @@ class TrainingCheckpoints:
                 self._steps.upload(name)
                 self._not_copied = None
             except Exception as error:
-                why = f"{name} is not copied to {self._steps.store.url}: {failure_line(error)}"
+                why = f"{name} is not copied to {self._steps.url}: {failure_line(error)}"
                 self._not_copied = StorageFailed(why)
                 logger.error(f"{why}. The next save tries again.")
                 self._note("not copied", name, error=str(error))
@@ -686,7 +691,7 @@ class TrainingCheckpoints:
                 for one in gone | (staying.keys() - kept):
                     self._steps.remove_remote(one)
             except Exception as error:
-                logger.warning(f"Old steps stay in {self._steps.store.url}: {error}")
+                logger.warning(f"Old steps stay in {self._steps.url}: {error}")
 
     # restore -------------------------------------------------------------------------------------
 
@@ -723,8 +728,8 @@ class TrainingCheckpoints:
             weights_only: restore the given states alone, and no random numbers: the training does
                 not go on from there.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
-                given; not all of them need be given. A tensor in a dict keeps its memory, which may
-                be a model's. Nothing is changed if a file, dict or optimizer does not fit.
+                given, or some of them. A tensor of a dict with the saved shape keeps its memory,
+                which may be a model's. Nothing is changed if a state does not fit.
 
         Returns:
             The step; None for "latest" if no step was saved, here or in the remote.
@@ -851,8 +856,7 @@ class TrainingCheckpoints:
         except Exception as error:
             if not names and isinstance(error, CkptError):
                 raise
-            assert self._steps.store is not None
-            why = f"{self._steps.store.url} cannot be listed: {failure_line(error)}."
+            why = f"{self._steps.url} cannot be listed: {failure_line(error)}."
             if not names:
                 raise StorageFailed(why) from error
             logger.warning(why)
@@ -1089,16 +1093,34 @@ def _check_names(states: Iterable[str]) -> None:
             )
 
 
-def _check_alike(own_outlines: Mapping[str, str], gathered: Iterable[tuple[Any, Any, str]]) -> None:
-    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
-    for _, others, problem in gathered:
-        if problem:
+def _check_states(states: Mapping[str, Any]) -> None:
+    _check_names(states)
+    for key, state in states.items():
+        if not isinstance(state, dict) and not hasattr(state, "state_dict"):
             raise ConfigError(
-                f"save: {problem}: no restore would take it, as such a file may run any code. "
-                "Save plain values and tensors, or set only_plain=False."
+                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
             )
-        for key in others.keys() | own_outlines.keys():
-            if others.get(key) != own_outlines.get(key):
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        return {key: float(value) for key, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"save: metrics must be numbers: {error}.") from error
+
+
+def _check_alike(
+    own: Mapping[str, str], others: Iterable[Mapping[str, str]], problems: Iterable[str]
+) -> None:
+    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
+    for problem in filter(None, problems):
+        raise ConfigError(
+            f"save: {problem}: no restore would take it, as such a file may run any code. "
+            "Save plain values and tensors, or set only_plain=False."
+        )
+    for other in others:
+        for key in other.keys() | own.keys():
+            if other.get(key) != own.get(key):
                 raise ConfigError(
                     f"save: {key} differs between the ranks, in the shape of a tensor, a number or "
                     "a text. Give what belongs to one to a writer."

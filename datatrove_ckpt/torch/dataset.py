@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 Sample: TypeAlias = Any
-"""A result of ``transform``. A type variable would need a type argument at each use."""
+"""A result of ``transform``."""
 
 
 def text_and_id(document: Document) -> dict[str, str]:

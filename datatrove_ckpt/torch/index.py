@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.batches import Parts, RowBatches, owned
 from datatrove_ckpt.torch.block_file import Rows
-from datatrove_ckpt.torch.blocks import BlockInput, FilesReader
+from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 from datatrove_ckpt.torch.samples import json_row, table_rows
 
@@ -169,15 +169,14 @@ class RowSource:
             return
         self._open.pop(share, None)  # frees its memory before the next window is read
         window = self._order.shares[share].window(number)
-        # In the order of the files, so that a large row group is decoded once for all of its blocks
-        # in the window.
+        # In the order of the files, so that a large row group is decoded once.
         read = np.argsort(window.pieces.block, kind="stable")
         parts = self._read(window, read)
         loaded: RowBatches | list[JsonObject | None]
         if self.index.blocks.gives_dicts:
             loaded = list(chain.from_iterable(parts))
         else:
-            loaded = RowBatches(parts, window.shuffled)
+            loaded = RowBatches(parts, window.shuffled or len(read) > 1)
         count = window.pieces.rows
         moved = np.empty_like(count)
         moved[read] = np.cumsum(count[read]) - count[read]
@@ -185,23 +184,21 @@ class RowSource:
 
     def _read(self, window: OpenWindow, read: Numbers) -> Iterator[Rows]:
         blocks = self.index.blocks
-        pieces = window.pieces
-        last = -1
-        for place in read.tolist():
-            file = blocks[int(pieces.block[place])].file
-            if window.shuffled and last not in (-1, file):
-                blocks.let_go(last)
-            last = file
-            yield self._piece(window, place)  # a name would hold it while the next one is read
-        if window.shuffled:
-            blocks.let_go(last)
+        in_order = [(blocks[int(window.pieces.block[place])], place) for place in read.tolist()]
+        for file, group in groupby(in_order, lambda found: found[0].file):
+            of_file = list(group)
+            blocks.expect(file, [block for block, _ in of_file])
+            for block, place in of_file:
+                yield self._piece(window, block, place)  # a name would hold it
+            if window.shuffled:
+                blocks.let_go(file)
 
-    def _piece(self, window: OpenWindow, place: int) -> Rows:
+    def _piece(self, window: OpenWindow, block: Block, place: int) -> Rows:
         blocks = self.index.blocks
         pieces = window.pieces
         start = int(pieces.start[place])
         count = int(pieces.rows[place])
-        rows = blocks.read(blocks[int(pieces.block[place])], self.columns)
+        rows = blocks.read(block, self.columns)
         if isinstance(rows, list):
             return rows[start : start + count]
         rows = rows.slice(start, count)

@@ -41,6 +41,8 @@ OPEN_BLOCKS = 24
 OPEN_STREAMS = 16
 _ROW_BYTES = 64
 """The least size of a row in a window: its place in the order takes memory, too."""
+_TOGETHER_BYTES = 2**20
+"""Blocks that are read together in the order of the input."""
 _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
 """Numbers with many divisors: workers that divide the number of shares read no block twice."""
 
@@ -206,7 +208,7 @@ def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Windo
     """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
     if seed is None:
         return EpochOrder(
-            [Share(_whole(table, table.used), table.weights(window)[table.used], 0, None)]
+            [Share(_whole(table, table.used), table.bytes[table.used], _TOGETHER_BYTES, None)]
         )
     salt = hashed(seed, epoch)
     if table.is_stream.any():
@@ -241,7 +243,7 @@ def order_by_files(
     for number in range(count):
         blocks = table.used[share_of == number]
         if seed is None:
-            shares.append(Share(_whole(table, blocks), weights[blocks], 0, None))
+            shares.append(Share(_whole(table, blocks), table.bytes[blocks], _TOGETHER_BYTES, None))
             continue
         salt = hashed(seed, epoch)
         blocks = shuffled_blocks(table, blocks, hashed(salt, number))
@@ -352,8 +354,6 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:
-    if limit <= 0:
-        return np.arange(len(weights) + 1)
     cuts = [0]
     ends = np.cumsum(weights)
     first = 0

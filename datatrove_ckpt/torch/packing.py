@@ -177,7 +177,7 @@ class Packing(Iterator[dict[str, Tokens]]):
                 )
             held.append(these)
             if separator is not None:
-                held.append(np.full(1, separator[name], these.dtype))
+                held.append(np.array([separator[name]], these.dtype))
         size += separator is not None
         if self._pack.positions:
             first = row.get(_FIRST, np.zeros(size, np.bool_)).copy()

@@ -1,11 +1,13 @@
 """Parquet as blocks: a slice of a row group, without holding more of the group than the slice.
 
 pyarrow reads row groups from their beginning, so earlier rows are decoded in small batches, and
-dropped. Most slices are read in order, so a slice continues after the slice before.
+dropped. Most slices continue after the slice before. A call takes 0.2 ms, so small row groups are
+read together.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,19 +21,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-# The largest batch. Rows keep all of their batch in memory, so it must be small beside a block.
+# The largest batch. Rows keep all of it in memory.
 _BATCH_ROWS = 2**14
 _BATCH_BYTES = 2**21
 _BUFFER_BYTES = 2**20
 
 
-class _GroupRows:
-    """The rows of one row group, from its beginning on. ``row``: how many were read."""
+class _Run:
+    """The rows of some row groups. ``starts``: the first row of each group. ``row``: the next."""
 
     def __init__(
-        self, group: int, columns: Sequence[str] | None, batches: Iterator[pa.RecordBatch]
+        self,
+        columns: Sequence[str] | None,
+        starts: dict[int, int],
+        batches: Iterator[pa.RecordBatch],
     ) -> None:
-        self.key = (group, columns)
+        self.columns = columns
+        self.starts = starts
         self.row = 0
         self._batches = batches
         self._rest = None
@@ -58,7 +64,7 @@ class ParquetBlocks(TableFile):
 
         self._name = name
         self._size = size
-        self._group: _GroupRows | None = None
+        self._run: _Run | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
@@ -80,30 +86,40 @@ class ParquetBlocks(TableFile):
 
         found = self._seek(part, row, columns)
         table = pa.Table.from_batches(found.read(rows))
-        self._group = found
+        self._run = found
         return table
 
     def let_go(self) -> None:
-        self._group = None  # at least a page of each column and its dictionary
+        self._run = None  # at least a page of each column and its dictionary
 
     def close(self) -> None:
-        self._group = None
+        self._run = None
         self._file.close()
         self._source.close()
 
-    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupRows:
-        found = self._group
-        self._group = None  # also if this fails
-        if found is None or found.key != (group, columns) or found.row > row:
-            sizes = self.index.groups[group]
-            rows = min(
-                _BATCH_ROWS,
-                max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes)),
-            )
-            batches = self._file.iter_batches(
-                rows, row_groups=[group], columns=columns and list(columns)
-            )
-            found = _GroupRows(group, columns, iter(batches))
-        for _ in found.read(row - found.row):
+    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _Run:
+        found = self._run
+        self._run = None  # also if this fails
+        is_here = found is not None and found.columns == columns and group in found.starts
+        if found is None or not is_here or found.starts[group] + row < found.row:
+            found = self._begin(group, columns)
+        for _ in found.read(found.starts[group] + row - found.row):
             pass
         return found
+
+    def _begin(self, group: int, columns: Sequence[str] | None) -> _Run:
+        sizes = self.index.groups[group]
+        rows = min(
+            _BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes))
+        )
+        starts = {group: 0}
+        end = sizes.rows
+        for each in self.expected[bisect_right(self.expected, group) :]:
+            if end + self.index.groups[each].rows > rows:
+                break
+            starts[each] = end
+            end += self.index.groups[each].rows
+        batches = self._file.iter_batches(
+            rows, row_groups=list(starts), columns=columns and list(columns)
+        )
+        return _Run(columns, starts, iter(batches))

@@ -1,7 +1,7 @@
 """Rows of a table as samples of a training loop: plain dicts.
 
 A list of numbers, mostly a token row, becomes a numpy array: a Python number takes 28 bytes where
-the table has 2 or 4. Columns are converted as a whole, so a row costs less than a microsecond.
+the table has 2 or 4.
 
 JSON numbers become an array only if numpy rounds none of them. Arrays are copies: torch warns of
 read-only arrays, and a view keeps a block alive.
@@ -54,10 +54,8 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
             return np.array(values, np.int64)
         except OverflowError:
             return values
-    if kinds == {float}:
-        return np.array(values)
     integers = (value for value in values if type(value) is int)
-    is_exact = kinds == {int, float} and all(abs(value) <= _EXACT_IN_FLOATS for value in integers)
+    is_exact = kinds <= {int, float} and all(abs(value) <= _EXACT_IN_FLOATS for value in integers)
     if is_exact:
         return np.array(values, np.float64)
     return values

@@ -308,7 +308,7 @@ class StatefulIterable(_Iterable):
         except (CheckpointMismatch, ConfigError) as error:
             if number is None:
                 raise
-            # Raised here, it would end the workers only after seconds.
+            # Raised here, it would end workers after seconds.
             self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)

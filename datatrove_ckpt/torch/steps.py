@@ -68,6 +68,15 @@ class Steps:
         files.disk.make_dirs(folder)
 
     @property
+    def _remote(self) -> ObjectStore:
+        assert self.store is not None
+        return self.store
+
+    @property
+    def url(self) -> str:
+        return self._remote.url
+
+    @property
     def is_locked(self) -> bool:
         return self._unlock is not None and self._unlock.alive
 
@@ -201,11 +210,10 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
-        assert self.store is not None
-        self.store.remove(f"{name}/{MANIFEST}")
+        self._remote.remove(f"{name}/{MANIFEST}")
         for file in self.manifest(name)["files"]:
-            self.store.put_file(f"{name}/{file}", self.folder / str(name) / file)
-        self.store.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
+            self._remote.put_file(f"{name}/{file}", self.folder / str(name) / file)
+        self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
         if self.store is None:
@@ -225,9 +233,8 @@ class Steps:
 
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
-        assert self.store is not None
-        data = self.store.read(f"{name}/{MANIFEST}", 64 << 20)
-        where = f"{self.store.url}/{name}/{MANIFEST}"
+        data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
+        where = f"{self.url}/{name}/{MANIFEST}"
         if data is None:
             raise CheckpointCorrupt(f"{where} is missing.")
         return opened(data, where, name)
@@ -237,49 +244,44 @@ class Steps:
         others = [name for name, manifest in there.items() if manifest["training"] != self.training]
         if self.store is not None and self.training and others:
             raise ConfigError(
-                f"{self.store.url} holds {max(others)} of another training. Choose another remote."
+                f"{self.url} holds {max(others)} of another training. Choose another remote."
             )
 
     def own_remote(self) -> None:
         """Raises Fenced if a later process copies there: this node was given up for lost."""
-        assert self.store is not None
         if not self._owner:
             owner = uuid.uuid4().hex
-            self.store.put(_OWNER, owner.encode())
+            self._remote.put(_OWNER, owner.encode())
             self._owner = owner
-        elif self.store.read(_OWNER, 100) != self._owner.encode():
-            raise Fenced(f"A later process of this training copies to {self.store.url}.")
+        elif self._remote.read(_OWNER, 100) != self._owner.encode():
+            raise Fenced(f"A later process of this training copies to {self.url}.")
 
     def fetch(self, name: StepName) -> None:
         """Copies a step from the remote.
 
         Raises CheckpointCorrupt if it is damaged or another training's.
         """
-        assert self.store is not None
         manifest = self.remote_manifest(name)
-        self.check_training(manifest, f"{self.store.url}/{name}")
+        self.check_training(manifest, f"{self.url}/{name}")
         staging = self.begin(name)
         try:
             for file, entry in manifest["files"].items():
                 files.disk.make_dirs((staging / file).parent)
-                if _write(staging / file, self.store.get_file(f"{name}/{file}")) != entry:
+                if _write(staging / file, self._remote.get_file(f"{name}/{file}")) != entry:
                     raise CheckpointCorrupt(
-                        f"{self.store.url}/{name}/{file} has not the bytes it was saved with."
+                        f"{self.url}/{name}/{file} has not the bytes it was saved with."
                     )
         except Exception as error:
             self.abandon(name)
             if isinstance(error, FileNotFoundError):
-                raise CheckpointCorrupt(
-                    f"{self.store.url}/{name} lacks a file: {error}."
-                ) from error
+                raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
             raise
         self.write(name, {}, {}, manifest)
         self.publish(name)
 
     def remove_remote(self, name: StepName) -> None:
-        assert self.store is not None
-        self.store.remove(f"{name}/{MANIFEST}")
-        self.store.remove_below(str(name))
+        self._remote.remove(f"{name}/{MANIFEST}")
+        self._remote.remove_below(str(name))
 
 
 def _release(lock: files.Lock, pid: int) -> None:

@@ -70,9 +70,7 @@ def seed_workers(loader: DataLoader, seed: int) -> None:
 
 @cache
 def _is_over(process: int) -> torch.Tensor:
-    """Makes a flag in memory that this process shares with its workers, which is set when it
-    ends.
-    """
+    """Makes a flag that this process shares with its workers, and sets when it ends."""
     found = torch.zeros(1, dtype=torch.bool).share_memory_()
     # Before multiprocessing waits for the workers: in a process that it started itself, without
     # atexit.

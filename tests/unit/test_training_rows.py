@@ -471,8 +471,9 @@ def test_small_row_groups_are_read_together_and_each_path_is_made_once(tmp_path,
     resumed = ParquetReader(str(tmp_path))
     resumed.load_state_dict(position_state(first[-1]))
     assert take(resumed.run(), 2) == texts[133:]
+    assert take(ReaderDataset(ParquetReader(str(tmp_path)), transform=copy.copy), 2) == texts
     shuffled = ReaderDataset(ParquetReader(str(tmp_path)), shuffle_seed=1, transform=copy.copy)
-    assert sorted(take(shuffled, 200)) == sorted(texts)
+    assert sorted(take(shuffled, 8)) == sorted(texts)
 
 
 def test_documents_read_only_text_and_id_if_the_reader_reads_no_metadata(tmp_path, monkeypatch):

@@ -75,7 +75,8 @@ def check_fits(state: Any, content: Any) -> None:
     if isinstance(state, dict):
         if "param_groups" in state:
             raise ValueError("this is what an optimizer's state_dict() gave. Give the optimizer")
-        pairs = list(_fixed(state, content, ""))
+        own = dict(leaves(state, ""))
+        pairs = [(place, own.get(place), then) for place, then in leaves(content, "")]
     elif type(state) in _SHAPED:
         parameters = chain(*(group["params"] for group in state.param_groups))
         for number, now in enumerate(parameters):
@@ -85,16 +86,6 @@ def check_fits(state: Any, content: Any) -> None:
         shape = getattr(then, "shape", None)
         if shape and shape != getattr(now, "shape", shape):
             raise ValueError(f"{place} was {list(shape)}, and this is {list(now.shape)}")
-
-
-def _fixed(state: Any, content: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yields a model's tensors in a dict. Others, such as a replay buffer, may grow."""
-    for key, then in content.items():
-        now = state.get(key)
-        if isinstance(now, dict) and isinstance(then, dict):
-            yield from _fixed(now, then, f"{place}/{key}")
-        elif hasattr(state, "_metadata") or isinstance(now, nn.Parameter):
-            yield f"{place}/{key}", now, then
 
 
 _SHAPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

@@ -542,17 +542,6 @@ def test_a_tensor_that_cannot_hold_what_was_saved_is_replaced(tmp_path):
     assert state == {"mean": torch.tensor(3.7), "limit": torch.tensor(0.5)}
 
 
-def test_a_buffer_that_has_grown_is_replaced(tmp_path):
-    """But for a parameter, which an object uses beside the dict."""
-    with checkpoints(tmp_path) as saved:
-        saved.save(1, seen={"replay": {"ids": torch.arange(5)}, "weight": torch.ones(4)})
-    seen = {"replay": {"ids": torch.zeros(2)}}
-    assert checkpoints(tmp_path).restore(seen=seen) == 1
-    assert seen["replay"]["ids"].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(ConfigError, match=r"/weight was \[4\], and this is \[3\]"):
-        checkpoints(tmp_path).restore(seen={"weight": nn.Parameter(torch.ones(3))})
-
-
 def test_the_tensors_of_a_dict_are_restored_in_place(tmp_path):
     """Else a model whose ``state_dict()`` is given would stay as it was."""
     model, optimizer = trained_adam(3, 4)

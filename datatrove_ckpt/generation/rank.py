@@ -66,7 +66,7 @@ from datatrove_ckpt.output.writer_trial import check_writable
 from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.host_loop import host_loop, rank_of_many, said_by
+from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -147,7 +147,7 @@ class _Run:
         restore_from_mirror(step, rank, self.preemption)
         StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
         if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
-            logger.info(f"{said_by(rank)}there are no dead letters to retry.")
+            logger.info(f"Task {rank}: there are no dead letters to retry.")
             RankNumbers(rank, step.checkpoints_root).fill(step.stats)
             return
         self._take_in_passes(retry.documents(), retry.root, retry.prefix)
@@ -517,8 +517,7 @@ class RankMessages:
     def stopped(self, shutdown: Shutdown) -> None:
         if self.checkpoint.error is not None:
             logger.error(
-                f"{said_by(self.rank)}a part of its work could not be saved: "
-                f"{self.checkpoint.error}"
+                f"Task {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
             )
         if self.folder is None:
             saved = (
@@ -541,13 +540,13 @@ class RankMessages:
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
                 "again to resume."
             )
-        logger.warning(f"{said_by(self.rank)}interrupted by {shutdown.cause}{saved}")
+        logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
         counts = self.checkpoint.counts
         if not counts.read:
             logger.success(
-                f"{said_by(self.rank)}there are no documents in its input.{self.progress.skipped}"
+                f"Task {self.rank}: there are no documents in its input.{self.progress.skipped}"
             )
             return
         sent = f"{self.progress.progress().own.sent} sent in this run"
@@ -555,7 +554,7 @@ class RankMessages:
         if BATCH in tiers:
             sent += f", {tiers[BATCH]} answered in batches"
         logger.success(
-            f"{said_by(self.rank)}{counts.written} of {plural(counts.read, 'document')} written to "
+            f"Task {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
             f"{where} "
             f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
             f"{plural(counts.requests, 'request')}, "

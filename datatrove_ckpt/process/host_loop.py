@@ -145,13 +145,6 @@ def rank_of_many() -> int | None:
     return host.rank
 
 
-def said_by(rank: int) -> str:
-    """Returns how a line begins where the log does not name its task."""
-    if rank_of_many() is None:
-        return f"Task {rank}: "
-    return ""
-
-
 async def run_hosted(
     run: Callable[[], _Result], name: str, host: HostLoop | None = None
 ) -> _Result:

@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from datatrove.executor import base
 from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.process.host_loop import rank_of_many
+
+if TYPE_CHECKING:
+    from loguru import Record
 
 _add_task_logger = base.add_task_logger
 _close_task_logger = base.close_task_logger
@@ -79,9 +82,10 @@ def _close(file: TextIO) -> None:
     file.close()
 
 
-def _line_of_many(record: object) -> str:
+def _line_of_many(record: Record) -> str:
     rank = rank_of_many()
-    task = "" if rank is None else f"task {rank}: "
+    is_named = rank is None or record["message"].startswith("Task ")
+    task = "" if is_named else f"task {rank}: "
     return _LINE.replace("<level>{message}", f"{task}<level>{{message}}") + "\n{exception}"
 
 

@@ -27,7 +27,7 @@ _BATCH_BYTES = 2**21
 _BUFFER_BYTES = 2**20
 
 
-class _Run:
+class _GroupReading:
     """The rows of some row groups. ``starts``: the first row of each group. ``row``: the next."""
 
     def __init__(
@@ -64,7 +64,7 @@ class ParquetBlocks(TableFile):
 
         self._name = name
         self._size = size
-        self._run: _Run | None = None
+        self._run: _GroupReading | None = None
         self._source = opened(folder, name)
         try:
             with naming_damage(name):
@@ -97,7 +97,7 @@ class ParquetBlocks(TableFile):
         self._file.close()
         self._source.close()
 
-    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _Run:
+    def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupReading:
         found = self._run
         self._run = None  # also if this fails
         is_here = found is not None and found.columns == columns and group in found.starts
@@ -107,7 +107,7 @@ class ParquetBlocks(TableFile):
             pass
         return found
 
-    def _begin(self, group: int, columns: Sequence[str] | None) -> _Run:
+    def _begin(self, group: int, columns: Sequence[str] | None) -> _GroupReading:
         sizes = self.index.groups[group]
         rows = min(
             _BATCH_ROWS, max(1, 4 * _BATCH_BYTES * sizes.rows // max(1, self._size * sizes.bytes))
@@ -122,4 +122,4 @@ class ParquetBlocks(TableFile):
         batches = self._file.iter_batches(
             rows, row_groups=list(starts), columns=columns and list(columns)
         )
-        return _Run(columns, starts, iter(batches))
+        return _GroupReading(columns, starts, iter(batches))

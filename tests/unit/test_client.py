@@ -30,6 +30,7 @@ from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
+from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
@@ -463,24 +464,43 @@ def test_answers_of_a_form_that_the_way_does_not_know_end_the_run_with_path_and_
     assert 60 <= sum(outcome.sleeps) < 600
 
 
-async def test_an_endpoint_that_hangs_is_told_once_and_nothing_is_sent_again(log):
-    async with talking(GOOD, never, **KINDS["endpoint"]) as (server, client, _):
-        servers, (target,) = client.servers, client.servers.router.targets
-        assert await client.complete(BODY) == HI
-        hanging = asyncio.ensure_future(client.complete(BODY))
-        await server.arrived.acquire()
-        await server.arrived.acquire()
-        found = []
-        for quiet in (10, 119, 121, 130, 1, 700, 800, 1):  # 130 s are the longest silence then
-            target.alive_at = time.monotonic() - quiet
-            servers.look()
-            found.append(round(servers.outage.hangs))
-        assert found == [0, 0, 121, 130, 0, 0, 800, 0]
-        hanging.cancel()
-        assert len(server.requests) == 2
-    assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO"] * 2
-    assert "has not answered for 121 s, and before for at most 0 s." in log[0]
+def test_an_endpoint_that_hangs_is_told_once(log):
+    times = []
+    outage = Outage(600, lambda: times[-1])
+
+    def look(now, busy, answers):
+        times.append(now)
+        for _ in range(answers - outage.answers):
+            outage.answered()
+        outage.look(busy, 3600)
+        return round(outage.hangs)
+
+    assert look(500, 500, 0) == 0, "nothing was ever answered"
+    assert [look(510, 5, 1), look(629, 124, 1), look(631, 126, 1), look(640, 135, 1)] == [
+        0,
+        0,
+        121,
+        130,
+    ]
+    assert look(641, 136, 2) == 0, "answered, after 130 s"
+    assert look(2000, 0, 2) == 0, "nothing is in flight"
+    assert look(3000, 700, 2) == 0, "within six times the longest"
+    assert look(3200, 900, 2) == 900
+    outage.begun(False, 3201)
+    assert look(3300, 1000, 2) == 0, "requests fail: the outage has its own lines"
+    assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO", "WARNING"]
+    assert "has not answered for 121 s, and its requests took 5 s at most." in log[0]
     assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
+
+
+async def test_a_page_in_place_of_answers_is_waited_for_once_there_were_answers():
+    """A proxy answers while the server is away."""
+    page = answer(http(200, b"<!DOCTYPE html>"))
+    replies = [GOOD, *[page] * 16, GOOD]
+    async with talking(*replies, **KINDS["endpoint"]) as (_, client, sleeps):
+        assert await client.complete(BODY) == HI
+        assert await client.complete(BODY) == HI
+        assert sum(sleeps) > 60
 
 
 @pytest.mark.parametrize("accepted", [False, True])

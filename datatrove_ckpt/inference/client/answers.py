@@ -128,6 +128,10 @@ class UnknownForm(RetryableError):
     """An answer with status 200 has another form than its way. A dying server may send one, too."""
 
 
+class Page(UnknownForm):
+    """The answer is no JSON at all."""
+
+
 class Way(NamedTuple):
     """A kind of request.
 
@@ -461,7 +465,7 @@ def read_json(raw: bytes) -> object:
             "the answer holds bytes that are not UTF-8, which JSON must be"
         ) from None
     except (ValueError, RecursionError):
-        kind: type[RetryableError] = UnknownForm
+        kind: type[RetryableError] = Page
         if raw.lstrip()[:1] in (b"", b"{", b"["):  # perhaps cut off
             kind = RetryableError
         raise kind(

@@ -72,6 +72,7 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
+    Page,
     RetryableError,
     UnknownForm,
     Way,
@@ -171,6 +172,8 @@ class Outage:
         self.answers = 0
         self.unreachable = False
         self.hangs = 0.0
+        self._seen = 0
+        self._seen_at = math.inf
         self._quiet = self._longest = 0.0
         self._said = f"{model}: " if model else ""
         # Log lines belong to all ranks that share the servers.
@@ -179,31 +182,39 @@ class Outage:
         self._said_at: float | None = None
 
     def answered(self) -> None:
-        """Ends an outage: a request was answered, or a server of ours was started."""
         self.answers += 1
         if self._since is not None:
-            if self._said_at is not None:
-                self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
-            self._since = self._said_at = None
+            self.ended()
 
-    def silent(self, seconds: float, timeout: float) -> None:
+    def ended(self) -> None:
+        if self._said_at is not None:
+            self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
+        self._since = self._said_at = None
+
+    def look(self, busy: float, timeout: float) -> None:
         """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
         is sent again.
+
+        Args:
+            busy: seconds for which the oldest request has been in flight; 0 without one.
         """
-        if seconds < self._quiet:
-            self._longest = max(self._longest, self._quiet)
+        now = self.clock()
+        if self.answers > self._seen:
+            self._seen = self.answers
+            self._seen_at = now
+            self._longest = max(self._longest, self._quiet, busy)
             if self.hangs:
                 self._log("INFO", f"The server answers, after {self._quiet:.0f} s.")
-        self._quiet = seconds
+        self._quiet = min(busy, now - self._seen_at)
         had_hung = self.hangs > 0
         self.hangs = 0.0
-        if self.answers and seconds >= hang_after(self._longest):
-            self.hangs = seconds
+        if self._since is None and self._quiet >= hang_after(self._longest):
+            self.hangs = self._quiet
             if not had_hung:
                 self._log(
                     "WARNING",
-                    f"The server has not answered for {seconds:.0f} s, and before for at most "
-                    f"{self._longest:.0f} s. Its requests wait for {timeout:g} s each "
+                    f"The server has not answered for {self.hangs:.0f} s, and its requests took "
+                    f"{self._longest:.0f} s at most. They wait for {timeout:g} s each "
                     "(request_timeout), because they may be paid for. If it hangs, stop the run, "
                     "and run the same command again, perhaps with a shorter request_timeout.",
                 )
@@ -390,7 +401,7 @@ class ModelServers:
         else:
             target.limit = math.inf
         target.up = True
-        self.outage.answered()  # a restart is no time without answers
+        self.outage.ended()  # a restart is no time without answers
         self.router.admit()
 
     async def disconnect(self, target: Target) -> None:
@@ -417,9 +428,8 @@ class ModelServers:
 
     def look(self) -> None:
         """Looks for a silent endpoint. Servers of ours are watched by ``pool.py``."""
-        busy = [target.alive_at for target in self.router.targets if target.attempts]
-        if busy and self.config.server_type == "endpoint":
-            self.outage.silent(time.monotonic() - max(busy), self.timeout)
+        if self.config.server_type == "endpoint":
+            self.outage.look(self.oldest_in_flight(), self.timeout)
 
     def oldest_in_flight(self) -> float:
         """Returns seconds; 0 without requests in flight."""
@@ -666,6 +676,8 @@ class CompletionClient:
 
     def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
         """Raises ServerRefused if one request gets such answers again and again."""
+        if isinstance(failure, Page) and self.stats.answers:
+            return  # a proxy answers while the server is away
         now = self.outage.clock()
         if not request.unknown_forms:
             request.unknown_since = now

@@ -102,7 +102,7 @@ class Batch:
     """A batch of requests.
 
     Attributes:
-        state: "filled", "uploaded", "creating", "created", "canceling", "incomplete" (lines
+        state: "filled", "uploaded", "creating", "created", "incomplete" (lines
             are missing); then "read" or "dropped".
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.

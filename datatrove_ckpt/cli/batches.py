@@ -23,6 +23,9 @@ def batches(arguments: argparse.Namespace) -> int:
             return 0
         from datatrove_ckpt.generation.provider_passes import cancel  # slow to import
 
-        problems = [asyncio.run(cancel(rank.folder, batch)) for rank, batch in found]
-    say("\n".join(filter(None, problems)) or "All are being canceled. The next run collects.")
+        problems = [asyncio.run(cancel(batch)) for _, batch in found]
+    say(
+        "\n".join(filter(None, problems))
+        or "All are being canceled, and listed until the run collects them."
+    )
     return int(any(problems))

@@ -15,26 +15,21 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import IO, TypeVar
 
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.batch_log import (
     ANSWER,
     FAILURE,
     Batch,
-    BatchLog,
     RequestId,
     attempts_of,
     kept_for_rollout,
 )
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.identity import Fence, read_run
-from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
@@ -181,8 +176,8 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     return kind(url, servers.api_key, needs_proxy([url]))
 
 
-async def cancel(folder: Path, batch: Batch) -> str:
-    """Cancels a batch of a rank that is not at work. Returns why it could not; "" if it could.
+async def cancel(batch: Batch) -> str:
+    """Cancels a batch, in no run. Returns why it could not; "" if it could.
 
     Raises:
         CkptError: the provider cannot be reached, or refuses.
@@ -192,17 +187,13 @@ async def cancel(folder: Path, batch: Batch) -> str:
     config = InferenceConfig(
         "endpoint", batch.model or "-", endpoint_url=batch.url, api_key_env=batch.key_env or None
     )
-    lock = files.Lock(folder / LOCK)
     provider = await open_provider(config, batch.path)
     try:
         await provider.cancel(batch.id)
-        run = folder / RUN
-        BatchLog(folder, Fence(run, read_run(run)["owner"])).note(batch.number, "canceling")
     except RetryableError as error:
         return f"{batch.id} is not canceled: {error}"
     finally:
         await provider.close()
-        lock.release()
     return ""
 
 

@@ -159,7 +159,8 @@ def _named(what: str) -> tuple[Place, str | None]:
             place.logging_dir = _if_folder(root / "logs")
         for folder in (checkpoints, root):
             is_missing = folder.name == "checkpoints" and not folder.exists()
-            if is_missing and (folder.parent / "logs").is_dir():
+            has_output = any((folder.parent / "output").glob("*"))
+            if is_missing and not has_output and (folder.parent / "logs").is_dir():
                 raise NotBegun(_not_begun(place, str(folder)))
     if place.folder.is_dir() and _looks_like_mirror(place.folder):
         return place, place.what

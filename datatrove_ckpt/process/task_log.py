@@ -36,6 +36,8 @@ _sinks: dict[int, int] = {}
 
 
 class _OnDisk(io.TextIOBase):
+    encoding = "utf-8"
+
     def __init__(self, file: TextIO) -> None:
         self._file = file
 

@@ -23,9 +23,8 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the cost of a save, or the time between two losses, is not known.
     """
-    if arguments.folder is None:
-        measured = {}
-    else:
+    measured = {}
+    if arguments.folder is not None:
         measured = measure(Path(arguments.folder))
     save_cost = arguments.save_cost or measured.get("save_cost")
     mtbf = arguments.mtbf or measured.get("mtbf")

@@ -129,16 +129,12 @@ class Batch:
         return self.state not in ("read", "dropped")
 
 
-def read_batches(folder: Path) -> dict[int, Batch]:
-    """Returns the batches of a rank's folder, by number.
+def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
+    """Returns the batches of a rank's folder, by number, and the log's size in bytes.
 
     Raises:
         CheckpointCorrupt, StorageFailed: the log is damaged, or cannot be read.
     """
-    return _read(folder)[0]
-
-
-def _read(folder: Path) -> tuple[dict[int, Batch], int]:
     batches: dict[int, Batch] = {}
     size = 0
     for line in read_lines(folder / BATCHES):
@@ -158,7 +154,7 @@ class BatchLog:
     def __init__(self, folder: Path, fence: Fence) -> None:
         self._fence = fence
         self._folder = folder / BATCHES_FOLDER
-        self.batches, size = _read(folder)
+        self.batches, size = read_batches(folder)
         path = folder / BATCHES
         if path.exists() and path.stat().st_size > size:
             files.disk.truncate(path, size)

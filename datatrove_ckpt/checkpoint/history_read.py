@@ -200,7 +200,6 @@ def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
     step = 0
     if most:
         step = len(lines) // most + 1
-
     minutes: list[bytes] = []
     spreads: list[bytes] = []
 

@@ -208,20 +208,17 @@ def check_format(
         return
     assert isinstance(content, dict)
     writer = content.get(WRITTEN_BY, written_by)
-    is_new = number > known
-    who = f"{'a newer' if is_new else 'an older'} datatrove-ckpt"
+    who = "another datatrove-ckpt"
     get = "the version that wrote it"
     if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
         who = f"datatrove-ckpt {writer}"
-        get = f"{who}{' or newer' * is_new}"
-    if known == OLDEST_FORMAT:
-        formats = f"format {known}"
-    else:
-        formats = f"formats {OLDEST_FORMAT} to {known}"
+        get = who
+        if number > known:
+            get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads {formats}. Nothing was changed. Install {get}, and run the same command "
-        "again; or start a new run in other folders."
+        f"which reads formats {OLDEST_FORMAT} to {known}. Nothing was changed. Install {get}, and "
+        "run the same command again; or start a new run in other folders."
     )
 
 

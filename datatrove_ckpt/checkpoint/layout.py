@@ -95,10 +95,6 @@ def rank_numbers(root: Path) -> list[int]:
     return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
 
 
-def last_chunk_file(root: Path, rank: int) -> Path:
-    return last_chunk_of(rank_folder(root, rank))
-
-
 def last_chunk_of(folder: Path) -> Path:
     return folder.parent / "last_chunk" / f"{folder.name}.txt"
 

@@ -305,13 +305,6 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
         raise ConfigError(
             f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir."
         )
-    if steps := [*checkpoints.glob("step-*/manifest.json")]:
-        newest = max(steps, key=lambda path: path.stat().st_mtime).parent.name
-        raise ConfigError(
-            f"{checkpoints} holds steps of a training, the newest is {newest}. Its history.jsonl "
-            "says what was saved, restored and not saved; `datatrove-ckpt plan "
-            f"{checkpoints}` says how often to save."
-        )
     raise ConfigError(
         f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
         "run_folder, or that of checkpoints_local_dir."

@@ -7,16 +7,14 @@ stops, not the time of writes beside it.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 
 from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
+from datatrove_ckpt.checkpoint.training_history import HISTORY, read_events
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
-
-HISTORY = "history.jsonl"
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -25,9 +23,8 @@ def plan(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the cost of a save, or the time between two losses, is not known.
     """
-    if arguments.folder is None:
-        measured = {}
-    else:
+    measured = {}
+    if arguments.folder is not None:
         measured = measure(Path(arguments.folder))
     save_cost = arguments.save_cost or measured.get("save_cost")
     mtbf = arguments.mtbf or measured.get("mtbf")
@@ -56,7 +53,7 @@ def measure(folder: Path) -> dict[str, float]:
     its restarts.
 
     Raises:
-        ConfigError: there is no history, or a line of it is not an event.
+        ConfigError: there is no history.
     """
     path = folder / HISTORY
     if not path.is_file():
@@ -64,21 +61,9 @@ def measure(folder: Path) -> dict[str, float]:
             f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
             "--mtbf."
         )
-    pauses: list[float] = []
-    restarts: list[float] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):  # the last line may be torn
-            break
-        try:
-            event = json.loads(line)
-            if event["event"] == "saved":
-                pauses.append(float(event["pause_seconds"]))
-            elif event["event"] == "restored":
-                restarts.append(float(event["at"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path}, line {number}: is no event of a training: {error!r}."
-            ) from error
+    events = list(read_events(folder))
+    pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
+    restarts = [event["at"] for event in events if event["event"] == "restored"]
     found: dict[str, float] = {}
     if pauses:
         found["save_cost"] = median(pauses)

@@ -49,11 +49,11 @@ def track(arguments: argparse.Namespace) -> int:
         raise ConfigError("track: where to? Give --mlflow URI, --wandb PROJECT, or both.")
     if is_training(arguments.what):
         folder = Path(arguments.what)
-        _send(TrainingTracker(folder, services, arguments.name_of_run), str, lambda: None)
+        _send(TrainingTracker(services, arguments.name_of_run, folder=folder), str, lambda: None)
         write_out("All is sent, and no training saves there.\n")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(Tracker(place, services, arguments.name_of_run), place.said, place.refresh)
+        _send(Tracker(services, arguments.name_of_run, place=place), place.said, place.refresh)
     write_out("All is sent, and no task is at work.\n")
     return 0
 

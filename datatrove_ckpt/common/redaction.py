@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -412,9 +411,9 @@ class frames_cut:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        kind: object,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: object,
     ) -> None:
         if error is None:
             return

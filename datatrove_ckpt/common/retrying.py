@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from types import TracebackType
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -97,9 +96,9 @@ class file_system_call(frames_cut):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        kind: object,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: object,
     ) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):

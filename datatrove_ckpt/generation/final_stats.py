@@ -119,9 +119,7 @@ def timing(seconds: float, unit: str) -> TimingStats:
 
 
 def _ones(n: int, unit: str) -> MetricStats:
-    if n:
-        return MetricStats(n, n, 1.0, 1, 1, 0.0, unit)
-    return MetricStats(unit=unit)
+    return metric(Sums(n, n, n, 1, 1), unit)
 
 
 def lines_with_error(rollout_fn: object, counts: DocumentCounts) -> int:

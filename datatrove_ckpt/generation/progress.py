@@ -109,12 +109,6 @@ class ModelObserver:
         self.outages.append(client.outage)
         self._on_serving()
 
-    @property
-    def is_waiting(self) -> bool:
-        return (
-            self.client is not None and self.client.stats.in_flight + self.client.stats.pausing > 0
-        )
-
 
 class RankReporter:
     """One rank's progress in this attempt.
@@ -291,10 +285,15 @@ class RankReporter:
         if not self.clients and self._source is not None and not self._source.handed_over:
             return READING, 0.0, False
         for name, model in self._models.items():
+            client = model.client
             quiet = model.newest.seconds
-            if quiet >= _SILENCE_SECONDS and model.is_waiting:
+            if (
+                client is not None
+                and quiet >= _SILENCE_SECONDS
+                and client.stats.in_flight + client.stats.pausing
+            ):
                 return f"no answer from {name}".removesuffix(" from "), quiet, False
-            if model.client is None and model.early and self.clients:
+            if client is None and model.early and self.clients:
                 return f"{WAITING} of {name}", 0.0, False
             if not self.clients:
                 return WAITING, 0.0, False

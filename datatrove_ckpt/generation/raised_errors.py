@@ -105,9 +105,9 @@ class raised_for_scripts:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        kind: object,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: object,
     ) -> None:
         if not isinstance(error, errors.CkptError):
             return

@@ -92,11 +92,9 @@ class DocumentLimit:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
-        grows = config.max_concurrent_documents is None
-        if grows:
+        self._size = self._most
+        if config.max_concurrent_documents is None:
             self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
-        else:
-            self._size = self._most
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
         self._bytes = media

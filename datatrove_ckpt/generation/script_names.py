@@ -54,8 +54,6 @@ def collect(*things: object) -> ScriptNames | None:
     if there are none.
     """
     main = sys.modules["__main__"]
-    if not carries():
-        return None
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
     waiting = list(things)
     seen = dict[int, object]()

@@ -40,8 +40,7 @@ class NotAwaitable(ConfigError):
 
 
 def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
-    """Refuses a rollout that cannot be awaited, or cannot be called with the document, ``generate``
-    and the context.
+    """Refuses a rollout that cannot be called with the document, ``generate`` and the context.
 
     Raises:
         ConfigError: names the function and its parameters.
@@ -55,9 +54,6 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
             f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: "
             f"{rollout_fn.__name__}(...)."
         )
-    function = _function(rollout_fn)
-    if function is not None and (problem := _problem(function)):
-        raise ConfigError(f"{written.rollout_fn}: {_shown(rollout_fn)} {problem}. {_ADVICE}.")
     _check_call(
         rollout_fn,
         context if isinstance(context, dict) else {},
@@ -188,15 +184,6 @@ def _function(rollout_fn: object) -> types.FunctionType | None:
         rollout_fn = type(rollout_fn).__call__
     rollout_fn = getattr(rollout_fn, "__func__", rollout_fn)
     return rollout_fn if isinstance(rollout_fn, types.FunctionType) else None
-
-
-def _problem(function: types.FunctionType) -> str:
-    """Returns why a call's result can never be awaited; "" if it may be."""
-    is_coroutine = function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE
-    yields = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    if yields and not is_coroutine:
-        return "yields, so it cannot be awaited: return the result"
-    return ""
 
 
 def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:

@@ -70,7 +70,7 @@ def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
         if (rank.folder / BATCHES).exists():
             from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
 
-            for batch in read_batches(rank.folder).values():
+            for batch in read_batches(rank.folder)[0].values():
                 if batch.is_open:
                     yield rank, batch
 

@@ -184,22 +184,45 @@ class WandbRun:
 
 
 @dataclass
-class Tracker:
-    """Sends the numbers of one run. They are sums, so what a service misses is no loss to the next
-    one.
+class _Sending:
+    """Sends to several services.
 
     Attributes:
         services: each finds or makes the run of a job.
         name: of the job; None: that of its folder.
-        is_over: the run is finished, or no rank was at work at several looks, and all is sent.
+        is_over: no more is to come, and all is sent.
     """
 
-    place: Place
     services: Sequence[Callable[[TrackedJob], TrackedRun]]
     name: str | None = None
     is_over: bool = False
     _idle_looks: int = 0
     _runs: dict[int, TrackedRun] = field(default_factory=dict)
+
+    def _serve(self, job: TrackedJob, send: Callable[[int, TrackedRun], None], status: str) -> str:
+        """Sends to each service. Returns why some lack the numbers, or ""."""
+        problems = []
+        for index, service in enumerate(self.services):
+            try:
+                run = self._runs.get(index) or service(job)
+                self._runs[index] = run
+                send(index, run)
+                if status != "RUNNING":
+                    run.end(status)
+                    del self._runs[index]
+            except Exception as error:
+                problems.append(f"{type(error).__name__}: {error}")
+        self.is_over = status != "RUNNING" and not problems
+        return "; ".join(problems)
+
+
+@dataclass
+class Tracker(_Sending):
+    """Sends the numbers of one run, until it is finished, or no rank was at work at several looks.
+    They are sums, so what a service misses is no loss to the next one.
+    """
+
+    place: Place = field(kw_only=True)
 
     def work(self) -> str:
         """Reads the run, and sends its numbers. Returns why something could not be sent, or ""."""
@@ -225,50 +248,18 @@ class Tracker:
         def send(index: int, run: TrackedRun) -> None:
             run.send(at, values)
 
-        problems = _serve(self.services, self._runs, job, send, status)
-        self.is_over = status != "RUNNING" and not problems
-        return "; ".join(problems)
-
-
-def _serve(
-    services: Sequence[Callable[[TrackedJob], TrackedRun]],
-    runs: dict[int, TrackedRun],
-    job: TrackedJob,
-    send: Callable[[int, TrackedRun], None],
-    status: str,
-) -> list[str]:
-    """Sends to each service, and returns why some lack the numbers."""
-    problems = []
-    for index, service in enumerate(services):
-        try:
-            run = runs.get(index) or service(job)
-            runs[index] = run
-            send(index, run)
-            if status != "RUNNING":
-                run.end(status)
-                del runs[index]
-        except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}")
-    return problems
+        return self._serve(job, send, status)
 
 
 @dataclass
-class TrainingTracker:
+class TrainingTracker(_Sending):
     """Sends the loss curve of a training. A service gets each step once, and again after a
-    rollback.
-
-    Attributes:
-        is_over: no process saves into the folder, at several looks and for longer than between its
-            newest saves: one that was started again has not saved yet. All is sent.
+    rollback. It ends when no process saves into the folder, at several looks and for longer than
+    between its newest saves: one that was started again has not saved yet.
     """
 
-    folder: Path
-    services: Sequence[Callable[[TrackedJob], TrackedRun]]
-    name: str | None = None
-    is_over: bool = False
-    _idle_looks: int = 0
+    folder: Path = field(kw_only=True)
     _sent: dict[int, list[Row]] = field(default_factory=dict)
-    _runs: dict[int, TrackedRun] = field(default_factory=dict)
 
     def work(self) -> str:
         """Sends new steps. Returns why something could not be sent, or ""."""
@@ -298,9 +289,7 @@ class TrainingTracker:
                     run.send(time.time(), numbers, step)
                     sent[number:] = [(step, metrics)]
 
-        problems = _serve(self.services, self._runs, job, send, status)
-        self.is_over = status != "RUNNING" and not problems
-        return "; ".join(problems)
+        return self._serve(job, send, status)
 
 
 def _times(state: TrainingState) -> list[float]:

@@ -152,9 +152,8 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
         if found != commit.counts.dead:
             message = (
                 f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
-                f"{commit.counts.dead}."
+                f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
-            message += " Restore it from a copy; the output is not affected."
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
     if size < start:

@@ -92,7 +92,7 @@ class OutputTarget:
             if self._create(file.path, name):
                 created.append(name)
                 continue
-            there = self._hash(name)
+            there = self.hash_of(name)
             if there not in intents.hashes(name):
                 for one in created:
                     remove_file(self._folder, one)
@@ -117,15 +117,12 @@ class OutputTarget:
     def _settle_names(self, names: Iterable[str]) -> None:
         """Returns when the names of published files survive a power loss."""
 
-    def _hash(self, name: str) -> str:
-        raise NotImplementedError
-
     def _stamp(self, name: str) -> int:
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
         """Returns the hash by which intents name the content that is there now."""
-        return self._hash(name)
+        raise NotImplementedError
 
     def prepare(self) -> None:
         """Called before the files that earlier processes staged are removed."""
@@ -187,7 +184,7 @@ class LocalTarget(OutputTarget):
     def _settle_names(self, names: Iterable[str]) -> None:
         sync_parents(self._root, names)
 
-    def _hash(self, name: str) -> str:
+    def hash_of(self, name: str) -> str:
         with explained("read", self._root / name):
             return content_hash(self._folder, name)
 
@@ -264,7 +261,7 @@ class RemoteTarget(OutputTarget):
         info: Info = self._folder.info(name)
         return info
 
-    def _hash(self, name: str) -> str:
+    def hash_of(self, name: str) -> str:
         what = f"{self._folder.resolve_paths(name)} cannot be read"
         return self._calls.retry(what, partial(content_hash, self._folder, name))
 
@@ -408,7 +405,7 @@ class HubTarget(OutputTarget):
     ) -> list[OutputFile]:
         intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
         there = self._uploads.there(list(paths))
-        others = [name for name in there if self._hash(name) not in intents.hashes(name)]
+        others = [name for name in there if self.hash_of(name) not in intents.hashes(name)]
         if others:
             raise other_content(self._folder.resolve_paths(""), others)
         self._uploads.upload(paths)
@@ -419,14 +416,11 @@ class HubTarget(OutputTarget):
             for name, file in staged.finished.items()
         ]
 
-    def _hash(self, name: str) -> str:
-        return self._uploads.looked(
-            f"{name} cannot be read", partial(content_hash, self._folder, name)
-        )
-
     def hash_of(self, name: str) -> str:
         if self._uploads.folder.is_bucket:
-            return self._hash(name)
+            return self._uploads.looked(
+                f"{name} cannot be read", partial(content_hash, self._folder, name)
+            )
         found = self._uploads.there([name])
         if name not in found:
             return ""

@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import multiprocess
@@ -359,9 +358,9 @@ class Preemption:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        kind: object,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: object,
     ) -> None:
         if (host := host_loop()) is not None:
             host.detach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, TextIO
@@ -55,10 +55,6 @@ class _OnDisk(io.TextIOBase):
             self._file.close()
 
 
-def _is_of(rank: int) -> Callable[[object], bool]:
-    return lambda record: rank_of_many() in (rank, None)
-
-
 def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1) -> TextIO:
     def append(path: str, mode: str) -> TextIO:
         if folder.is_local():
@@ -70,7 +66,9 @@ def _add(folder: DataFolder, rank: int, local_rank: int = 0, node_rank: int = -1
             SimpleNamespace(open=append), rank, local_rank, node_rank=node_rank
         )
     file = append(f"logs/task_{rank:05d}.log", "w")
-    _sinks[id(file)] = logger.add(file, level="DEBUG", format=_LINE, filter=_is_of(rank))
+    _sinks[id(file)] = logger.add(
+        file, level="DEBUG", format=_LINE, filter=lambda record: rank_of_many() in (rank, None)
+    )
     logger.debug(f"Launching pipeline for {rank=}")
     return file
 

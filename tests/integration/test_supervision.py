@@ -197,7 +197,11 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
-        assert (run.servers.restarts, run.client.stats.resent, run.client.stats.retries) == (
+        assert (
+            run.servers.supervisors[0].restarts,
+            run.client.stats.resent,
+            run.client.stats.retries,
+        ) == (
             1,
             3,
             0,
@@ -234,7 +238,7 @@ async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
         clock.now += 1.0
         open_gate()
         assert await run.texts(tasks) == ["wait 0", "wait 1", "wait 2"]
-        assert run.servers.restarts == 1
+        assert run.servers.supervisors[0].restarts == 1
         assert not is_alive(engines()[0])
     assert [line for line in log if "hangs: it has 3 requests, and answered none" in line]
 
@@ -338,7 +342,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
         assert watched.target.up == (restarts == 0)
         engine.answers.set()
         assert (await answer).text == "x"
-        assert started.servers.restarts == restarts
+        assert watched.restarts == restarts
 
 
 @pytest.mark.matrix
@@ -347,7 +351,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 async def test_a_dead_engine_behind_a_running_process_is_restarted(what):
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
-        assert (run.servers.restarts, run.client.stats.resent) == (1, 1)
+        assert (run.servers.supervisors[0].restarts, run.client.stats.resent) == (1, 1)
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():

@@ -325,7 +325,7 @@ def test_the_curve_goes_to_a_tracker_once_and_again_from_where_the_training_went
             raise error
         return SimpleNamespace(send=lambda at, values, step: None, end=lambda status: None)
 
-    tracker = TrainingTracker(filled(tmp_path), [lambda job: run, other])
+    tracker = TrainingTracker([lambda job: run, other], folder=filled(tmp_path))
     expected = [(step, {"loss": loss}) for step, loss in LOSSES.items()]
     assert tracker.work() == "OSError: away"
     assert tracker.work() == "OSError: away"

@@ -28,7 +28,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     journal_indices,
     journal_path,
-    last_chunk_file,
+    last_chunk_of,
     rank_folder,
     rank_numbers,
     retry_folder,
@@ -302,7 +302,7 @@ def test_names_are_read_back_beyond_five_digits_and_other_names_are_left_out(
         rank_folder(tmp_path, number).mkdir()
         journal_path(tmp_path, number).touch()
         assert retry_number(retry_folder(tmp_path, number).name) == number
-    last_chunk_file(tmp_path, 0).parent.mkdir()
+    last_chunk_of(rank_folder(tmp_path, 0)).parent.mkdir()
     for name in (
         "retry-00001",
         "7",

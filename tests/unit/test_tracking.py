@@ -36,7 +36,8 @@ def now(monkeypatch):
 
 
 def make(root, *runs):
-    return Tracker(Place(str(root), root, [str(root)]), [lambda job, run=run: run for run in runs])
+    place = Place(str(root), root, [str(root)])
+    return Tracker([lambda job, run=run: run for run in runs], place=place)
 
 
 def test_a_service_that_is_away_holds_up_no_other_and_gets_the_next_sums(tmp_path, now):

@@ -73,14 +73,9 @@ async def one_parameter(document): ...
 async def three_parameters(document, generate, lexicon): ...
 
 
-async def yields(document, generate):
-    yield await generate({})
-
-
 @pytest.mark.parametrize(
     ("rollout", "context", "says"),
     [
-        (yields, None, "yields(document, generate) yields, so it cannot be awaited"),
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (
             one_parameter,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple, NoReturn
 
@@ -175,22 +176,6 @@ def kept_whole(way: Way) -> Way:
     return way._replace(parse=parse, name=f"{way.name} whole")
 
 
-def parse_chat(raw: bytes) -> Completion:
-    """Parses an answer of /v1/chat/completions. Raises: RetryableError: it is no finished
-    completion.
-    """
-    return _completion(raw, _read_message)
-
-
-def parse_completion(raw: bytes) -> Completion:
-    """Parses an answer of /v1/completions. Raises: RetryableError: it is no finished completion."""
-    return _completion(raw, _read_text)
-
-
-CHAT = Way("chat/completions", parse_chat, "chat/completions")
-COMPLETIONS = Way("completions", parse_completion, "completions")
-
-
 def parse_other(raw: bytes) -> Completion:
     """Parses an answer of any other path. Raises: RetryableError: it is no JSON object, or an
     error.
@@ -307,6 +292,10 @@ def _completion(raw: bytes, read: _Read) -> Completion:
             completion.finish_reason = None
     _name(completion, answer)
     return completion
+
+
+CHAT = Way("chat/completions", partial(_completion, read=_read_message), "chat/completions")
+COMPLETIONS = Way("completions", partial(_completion, read=_read_text), "completions")
 
 
 def _as_choice(completion: Completion) -> JsonObject:

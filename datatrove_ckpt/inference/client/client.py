@@ -343,9 +343,6 @@ class ModelServers:
     Args:
         config: ``max_concurrent_generations`` is the limit for all ranks together.
         clock: replaces ``time.monotonic`` for patience.
-
-    Attributes:
-        resent: attempts that were lost with their server, and whose request was sent again.
     """
 
     def __init__(
@@ -354,7 +351,6 @@ class ModelServers:
         self.config = config
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
-        self.resent = 0
         self._proxied = False
 
     def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Key | None) -> None:
@@ -519,7 +515,7 @@ class CompletionClient:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
                 if was_quarantined and alone and not request.may_not_be_sent:
                     raise self._poisoned(request) from None
-                self._sent_again()
+                self.stats.resent += 1
                 self.stats.errors["server lost"] += 1
                 if request.is_shared and request.is_quarantined:
                     raise MustDivide from None
@@ -534,7 +530,7 @@ class CompletionClient:
                 self.stats.requests -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
-                    self._sent_again()
+                    self.stats.resent += 1
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers)
                 failure = error
@@ -573,10 +569,6 @@ class CompletionClient:
             await self._sleep(pause)
             seconds -= pause
             self.outage.show(str(failure))
-
-    def _sent_again(self) -> None:
-        self.stats.resent += 1
-        self.servers.resent += 1
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self._router.attribute_deaths(request)

@@ -122,10 +122,8 @@ class BatchProvider:
 
     async def delete(self, file: str) -> None:
         """Deletes a file. A batch that is created with it later fails."""
-        try:
+        with suppress(FileGone):
             await self._ask("DELETE", f"files/{file}")
-        except FileGone:
-            return
 
     async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
         """Creates a batch: from here on it costs money.

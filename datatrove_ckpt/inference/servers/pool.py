@@ -46,10 +46,6 @@ class ServerPool:
     supervisors: list[ServerSupervisor] = field(default_factory=list)
     _head: HeadNode | None = None
 
-    @property
-    def restarts(self) -> int:
-        return sum(supervisor.restarts for supervisor in self.supervisors)
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         """Runs servers in this block. After a good end, they may stay for the next rank.
@@ -137,13 +133,6 @@ class ServerPool:
         ]
 
     async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
-        if self.restarts:
-            resent = self.model_servers.resent
-            line = (
-                f"Servers were restarted {self.restarts} times, and {resent} requests were sent "
-                "again."
-            )
-            logger.info(self.config.said + line)
         for supervisor in self.supervisors:
             self.model_servers.router.mark_dead(supervisor.target, "the run ends")
         if ends_well and self.models.keep(self.config, servers):

@@ -619,7 +619,7 @@ def fault(raising=None, answers_left=None):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (8, 15),
+        (6, 15),
         pytest.param(40, 15, marks=pytest.mark.slow),
         pytest.param(150, 30, marks=pytest.mark.full),
     ],

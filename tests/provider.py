@@ -9,9 +9,7 @@ import copy
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -43,23 +41,23 @@ class FakeProvider(FakeServer):
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
-        self.billed: Counter[str] = Counter()
+        self.billed = Counter()
         self.list_lag = 0.0
         self.steps = 1
-        self.lose: Counter[str] = Counter()
+        self.lose = Counter()
         self.lost = 502
-        self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
+        self.outcome = lambda request: None
         self.status = "completed"
         self.hidden = ""
         self.reads = 0
         self.prefix = b""
-        self.refuse: Callable[[dict[str, Any]], list[dict[str, str]]] = lambda batch: []
-        self.files: dict[str, bytes] = {}
-        self.batches: dict[str, dict[str, Any]] = {}
-        self.effects: list[str] = []
+        self.refuse = lambda batch: []
+        self.files = {}
+        self.batches = {}
+        self.effects = []
         self._numbers = itertools.count(1)
-        self._looks: Counter[str] = Counter()
-        self._listed: dict[str, float] = {}
+        self._looks = Counter()
+        self._listed = {}
 
     def _route(self, router):
         router.add_post("/v1/files", self._upload)
@@ -160,7 +158,7 @@ class FakeProvider(FakeServer):
             answer = {"status_code": 200, "request_id": f"r{number}", "body": body}
             answers.append({"custom_id": asked["custom_id"], "response": answer, "error": None})
         counts = {"completed": len(answers), "failed": len(errors)}
-        made: dict[str, Any] = {"request_counts": counts}
+        made = {"request_counts": counts}
         number = next(self._numbers)
         for kind, lines in (("output", answers), ("error", errors)):
             if lines:

@@ -8,10 +8,6 @@ from datatrove_ckpt.cli.main import main
 class Printed(str):
     """What a command has printed on its standard output and then on its standard error."""
 
-    code: int
-    out: str
-    err: str
-
     @property
     def error(self):
         """The last error, to its end."""

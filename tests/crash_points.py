@@ -97,12 +97,13 @@ def assert_same_output_after_every_crash(
     folder,
     *,
     recoveries=0,
+    step=1,
     torn=False,
     disk_type=CopyingDisk,
     after_crash=lambda folder: None,
     counted=(*EFFECTS, *REMOTE_EFFECTS),
 ):
-    """Its arguments are those of ``assert_same_output_after_crash``."""
+    """Its arguments are those of ``assert_same_output_after_crash``; each ``step``-th crash is tried."""
     report = CrashReport()
     fresh = folder.with_name(f"{folder.name}.fresh")
     copy_tree(folder, fresh)
@@ -126,7 +127,7 @@ def assert_same_output_after_every_crash(
         report.points += [] if crashes else disk.points
         for number, crash in disk.left():
             further = 0 if number % max(recoveries, 1) else depth - 1
-            if report.is_new(folder, further):
+            if number % step == 0 and report.is_new(folder, further):
                 after_crash(folder)
                 resume([*crashes, crash], further)
 

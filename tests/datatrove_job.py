@@ -65,7 +65,7 @@ def make_writer(folder, template=TEMPLATE, compression=None):
 class Datatrove:
     """Runs jobs of datatrove's own runner, one after the other, each in a process until it has ended or is killed."""
 
-    _process: subprocess.Popen[bytes] | None = None
+    _process = None
 
     def __enter__(self):
         return self

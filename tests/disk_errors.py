@@ -45,6 +45,7 @@ def assert_same_output_after_disk_errors(
     output="output",
     codes=(errno.ENOSPC, errno.EIO, errno.EROFS),
     after_error=lambda folder: None,
+    step=1,
 ):
     """Makes every effect of a job fail, once and permanently, and runs the job again without the
     fault.
@@ -55,6 +56,7 @@ def assert_same_output_after_disk_errors(
             input).
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         codes: the values of ``errno`` to try.
+        step: try each effect of so many.
         after_error: called with the folder as each failure leaves it, for further assertions.
 
     Returns:
@@ -80,7 +82,7 @@ def assert_same_output_after_disk_errors(
                 run(folder)
                 assert_equal(folder / output, expected, [label])
                 tried.append(label)
-                number += 1
+                number += step
     return tried
 
 

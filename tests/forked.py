@@ -64,9 +64,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
     """A process that the server forked, or else a new one."""
 
     is_allowed = True
-    _server: _Server | None = None
+    _server = None
     _starts = threading.Lock()
-    _forked_by: _Server | None = None
+    _forked_by = None
 
     def _execute_child(self, args, *others):
         if not self._fork(args, dict(zip(_ARGUMENTS, others, strict=False))):
@@ -135,7 +135,7 @@ class _Server:
     """The process that forks, as the process sees it that started it."""
 
     # Of the first process of the tests, before any of them.
-    environment: dict[str, str] | None = None
+    environment = None
 
     def __init__(self):
         self.owner = os.getpid()

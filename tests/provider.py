@@ -9,9 +9,7 @@ import copy
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -41,59 +39,59 @@ class FakeProvider(FakeServer):
 
     after = "after"
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments):
         super().__init__(**arguments)
-        self.billed: Counter[str] = Counter()
+        self.billed = Counter()
         self.list_lag = 0.0
         self.steps = 1
-        self.lose: Counter[str] = Counter()
+        self.lose = Counter()
         self.lost = 502
-        self.outcome: Callable[[dict[str, Any]], Any] = lambda request: None
+        self.outcome = lambda request: None
         self.status = "completed"
         self.hidden = ""
         self.reads = 0
         self.prefix = b""
-        self.refuse: Callable[[dict[str, Any]], list[dict[str, str]]] = lambda batch: []
-        self.files: dict[str, bytes] = {}
-        self.batches: dict[str, dict[str, Any]] = {}
-        self.effects: list[str] = []
+        self.refuse = lambda batch: []
+        self.files = {}
+        self.batches = {}
+        self.effects = []
         self._numbers = itertools.count(1)
-        self._looks: Counter[str] = Counter()
-        self._listed: dict[str, float] = {}
+        self._looks = Counter()
+        self._listed = {}
 
-    def _route(self, router: web.UrlDispatcher) -> None:
+    def _route(self, router):
         router.add_post("/v1/files", self._upload)
         router.add_delete("/v1/files/{id}", self._delete)
         router.add_get("/v1/files/{id}/content", self._content)
         self._route_batches(router, "/v1/batches")
         super()._route(router)
 
-    def _route_batches(self, router: web.UrlDispatcher, path: str) -> None:
+    def _route_batches(self, router, path):
         router.add_post(path, self._create)
         router.add_get(path, self._list)
         router.add_get(f"{path}/{{id}}", self._retrieve)
         router.add_post(f"{path}/{{id}}/cancel", self._cancel)
 
-    def _reply(self, request: web.Request, content: Any) -> web.Response:
+    def _reply(self, request, content):
         if self.lose[request.path] > 0:
             self.lose[request.path] -= 1
             return web.json_response({"error": "lost"}, status=self.lost)
         return web.json_response(content)
 
-    async def _upload(self, request: web.Request) -> web.Response:
+    async def _upload(self, request):
         form = await request.post()
         name = f"file-{next(self._numbers)}"
         self.files[name] = form["file"].file.read()
         self.effects.append("upload")
         return self._reply(request, {"id": name, "object": "file"})
 
-    async def _delete(self, request: web.Request) -> web.Response:
+    async def _delete(self, request):
         name = request.match_info["id"]
         if self.files.pop(name, None) is None:
             return web.json_response({"error": "gone"}, status=404)
         return self._reply(request, {"id": name, "deleted": True})
 
-    async def _content(self, request: web.Request) -> web.Response:
+    async def _content(self, request):
         name = request.match_info["id"]
         hidden = "" if name.startswith("err") else self.hidden
         self.reads += 1
@@ -109,7 +107,7 @@ class FakeProvider(FakeServer):
         }
         return web.Response(body=parts[hidden])
 
-    async def _create(self, request: web.Request) -> web.Response:
+    async def _create(self, request):
         asked = await request.json()
         if asked["input_file_id"] not in self.files:
             return web.json_response({"error": "no such file"}, status=400)
@@ -131,7 +129,7 @@ class FakeProvider(FakeServer):
             batch |= self._run(self.files[asked["input_file_id"]])
         return self._reply(request, batch)
 
-    def _run(self, content: bytes) -> dict[str, Any]:
+    def _run(self, content):
         """Makes the files of answers and errors. Their order is that of no input.
 
         A request whose ``outcome`` is "lost" has no line.
@@ -160,7 +158,7 @@ class FakeProvider(FakeServer):
             answer = {"status_code": 200, "request_id": f"r{number}", "body": body}
             answers.append({"custom_id": asked["custom_id"], "response": answer, "error": None})
         counts = {"completed": len(answers), "failed": len(errors)}
-        made: dict[str, Any] = {"request_counts": counts}
+        made = {"request_counts": counts}
         number = next(self._numbers)
         for kind, lines in (("output", answers), ("error", errors)):
             if lines:
@@ -169,7 +167,7 @@ class FakeProvider(FakeServer):
                 made[f"{kind}_file_id"] = name
         return made
 
-    def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shown(self, batch):
         if batch["status"] == "in_progress" and self._looks[batch["id"]] >= self.steps:
             batch["status"] = self.status
         self._looks[batch["id"]] += 1
@@ -177,7 +175,7 @@ class FakeProvider(FakeServer):
             return {**batch, "output_file_id": None}
         return batch
 
-    async def _list(self, request: web.Request) -> web.Response:
+    async def _list(self, request):
         now = time.monotonic()
         names = [name for name in reversed(self.batches) if self._listed[name] <= now]
         after = request.query.get(self.after)
@@ -188,19 +186,19 @@ class FakeProvider(FakeServer):
         content = {"data": listed, "has_more": page != names}
         return self._reply(request, content)
 
-    async def _retrieve(self, request: web.Request) -> web.Response:
+    async def _retrieve(self, request):
         return self._reply(request, self._shown(self.batches[request.match_info["id"]]))
 
-    async def _cancel(self, request: web.Request) -> web.Response:
+    async def _cancel(self, request):
         batch = self.batches[request.match_info["id"]]
         batch["status"] = "cancelled"
         return self._reply(request, batch)
 
-    def state(self) -> Any:
+    def state(self):
         """What the provider knows: for tests that go back to an earlier moment."""
         return copy.deepcopy((self.billed, self.files, self.batches, self._looks))
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state):
         self.billed, self.files, self.batches, self._looks = copy.deepcopy(state)
         self._listed = {name: time.monotonic() + self.list_lag for name in self.batches}
 
@@ -210,18 +208,18 @@ class FakeMessages(FakeProvider):
 
     after = "after_id"
 
-    def _route(self, router: web.UrlDispatcher) -> None:
+    def _route(self, router):
         self.paths["/v1/messages"] = self._message
         router.add_get("/v1/messages/batches/{id}/results", self._content)
         self._route_batches(router, "/v1/messages/batches")
         FakeServer._route(self, router)
 
-    def _message(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, payload):
         content = [{"type": "text", "text": self._answer(payload, 0)}]
         usage = {"input_tokens": 3, "output_tokens": 2}
         return {"id": "msg", "type": "message", "content": content, "usage": usage}
 
-    async def _create(self, request: web.Request) -> web.Response:
+    async def _create(self, request):
         if request.headers.get("x-api-key") != KEY or "anthropic-version" not in request.headers:
             return web.json_response({"error": "no key"}, status=401)
         name = f"msgbatch_{next(self._numbers)}"
@@ -238,7 +236,7 @@ class FakeMessages(FakeProvider):
         self._listed[name] = time.monotonic() + self.list_lag
         return self._reply(request, self.batches[name])
 
-    def _result(self, asked: dict[str, Any]) -> bytes:
+    def _result(self, asked):
         """``outcome``: the type of a result, or the type of an error; or "lost": no line."""
         outcome = self.outcome(asked)
         if outcome == "lost":
@@ -254,7 +252,7 @@ class FakeMessages(FakeProvider):
             result = {"type": "errored", "error": {"type": "error", "error": error}}
         return orjson.dumps({"custom_id": asked["custom_id"], "result": result}) + b"\n"
 
-    def _shown(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shown(self, batch):
         super()._shown(batch)
         if batch["status"] != "in_progress":
             batch["processing_status"] = "ended"

@@ -151,7 +151,7 @@ def run_ray(run):
     at_once = 4  # batches; the default of Ray's async actors
 
     class Ask:
-        session: aiohttp.ClientSession | None = None
+        session = None
 
         async def __call__(self, batch):
             self.session = self.session or aiohttp.ClientSession(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Collection
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -32,8 +31,8 @@ class CrashingClient:
         writes: kinds of requests that count as effects; None: all.
     """
 
-    disk: CrashingDisk | None = None
-    writes: Collection[str] | None = None
+    disk = None
+    writes = None
 
     def __init__(self, send):
         self._send = send

@@ -92,7 +92,7 @@ def keep_the_node(folder):
     pass
 
 
-def prove(folder, after_crash, torn, number):
+def prove(folder, after_crash, torn, number, step=1):
     with FakeServer() as server:
         known = Counter()
 
@@ -109,7 +109,7 @@ def prove(folder, after_crash, torn, number):
             known.update(in_newest_version(folder))
 
         return assert_same_output_after_every_crash(
-            run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS
+            run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS, step=step
         )
 
 
@@ -117,7 +117,7 @@ def prove(folder, after_crash, torn, number):
     ("after_crash", "torn", "number"),
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
-        pytest.param(lose_the_node, True, 2, id="node lost, torn puts"),
+        pytest.param(lose_the_node, True, 2, id="node lost, torn puts, each second"),
         pytest.param(
             lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow
         ),
@@ -128,7 +128,7 @@ def prove(folder, after_crash, torn, number):
 def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(
     folder, after_crash, torn, number, warnings
 ):
-    report = prove(folder, after_crash, torn, number)
+    report = prove(folder, after_crash, torn, number, step=1 + (number == 2))
     print(report)
     assert torn or not [line for line in warnings if "are damaged" in line], (
         "a kill leaves complete versions only"
@@ -149,7 +149,7 @@ def stopped_in_the_middle(folder):
     assert in_newest_version(folder) == up_to("text 5 again")
 
 
-def prove_restoring(folder, server, after_crash, counted):
+def prove_restoring(folder, server, after_crash, counted, step):
     known = in_newest_version(folder)
 
     def run(folder):
@@ -160,7 +160,7 @@ def prove_restoring(folder, server, after_crash, counted):
         )
 
     return assert_same_output_after_every_crash(
-        run, folder, torn=True, after_crash=after_crash, counted=counted
+        run, folder, torn=True, after_crash=after_crash, counted=counted, step=step
     )
 
 
@@ -169,15 +169,15 @@ ALL = (*EFFECTS, *REMOTE_EFFECTS)
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("after_crash", "counted"),
-    [(keep_the_node, OF_FILES), (keep_the_node, ALL), (lose_the_node, ALL)],
+    ("after_crash", "counted", "step"),
+    [(keep_the_node, OF_FILES, 2), (keep_the_node, ALL, 1), (lose_the_node, ALL, 1)],
 )
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
-    folder, after_crash, counted
+    folder, after_crash, counted, step
 ):
     stopped_in_the_middle(folder)
     with FakeServer() as server:
-        report = prove_restoring(folder, server, after_crash, counted)
+        report = prove_restoring(folder, server, after_crash, counted, step)
     print(report)
     for step in (
         "create chunk_00001.jsonl",

@@ -21,8 +21,6 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
 import orjson
 import pytest
@@ -49,9 +47,6 @@ from tests.rank_folders import place_at
 
 # The job -----------------------------------------------------------------------------------------
 
-Attempt = tuple[int, int]
-"""Number of a document, and how often it was tried, this time included."""
-
 
 class Faults:
     """Faults of the server in the current run.
@@ -59,7 +54,7 @@ class Faults:
     A rollout's is in the environment: it is no part of the identity.
     """
 
-    answers_left: int | None = None
+    answers_left = None
 
 
 FAULTS = Faults()
@@ -208,10 +203,6 @@ class JobMachine(RuleBasedStateMachine):
     """Runs of one job. No rule has a precondition: what is on disk after a crash is not known in
     advance.
     """
-
-    server: ClassVar[FakeServer]
-    folder: ClassVar[Path]
-    count: ClassVar[Counter[str]]
 
     def __init__(self):
         super().__init__()
@@ -619,7 +610,7 @@ def fault(raising=None, answers_left=None):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (8, 15),
+        (7, 15),
         pytest.param(40, 15, marks=pytest.mark.slow),
         pytest.param(150, 30, marks=pytest.mark.full),
     ],

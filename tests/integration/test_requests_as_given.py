@@ -11,7 +11,6 @@ import os
 import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import numpy as np
 import orjson
@@ -42,7 +41,6 @@ class Records(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     status = 200
-    requests: list[tuple[str, Any, bytes]]
 
     def do_GET(self):
         self._answer({"data": [{"id": "fake"}]})

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 
-JobProcess = subprocess.Popen[bytes]
-
 
 class Job:
     """A job in a folder, running or not.

@@ -225,7 +225,6 @@ class _Reset(Exception):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    relay: Relay
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 

@@ -12,7 +12,6 @@ import multiprocessing
 import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ def folder(tmp_path):
 
 
 class SavesAtStops(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_step_end(self, args, state, control, **others):
         control.should_save = state.global_step in STOPS
 
 

@@ -19,11 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +83,7 @@ class Training:
     dropout.
     """
 
-    def __init__(self, documents: str) -> None:
+    def __init__(self, documents):
         torch.manual_seed(0)
         random.seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
@@ -96,14 +94,14 @@ class Training:
         self.new_loader()
         self.losses = {}
 
-    def new_loader(self) -> None:
+    def new_loader(self):
         self.loader = StatefulDataLoader(self.dataset, batch_size=5)
 
     @property
-    def states(self) -> dict[str, Any]:
+    def states(self):
         return {"model": self.model, "optimizer": self.optimizer}
 
-    def step(self, batch: torch.Tensor) -> float:
+    def step(self, batch):
         loss = (self.model(batch) - random.random()).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -112,10 +110,10 @@ class Training:
 
     def run(
         self,
-        saved: TrainingCheckpoints,
-        steps: int,
-        then: Callable[[int], object] = lambda step: None,
-    ) -> None:
+        saved,
+        steps,
+        then=lambda step: None,
+    ):
         step = saved.restore(loader=self.loader, **self.states) or 0
         epoch = saved.epoch
         while step < steps:
@@ -355,7 +353,7 @@ def test_conjugate_views_are_saved_as_they_are(tmp_path):
 class Wrapped:
     """A loader as Accelerate makes one for several processes: its dataset is not ours."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader):
         self.dataset = SimpleNamespace(dataset=loader.dataset)
         self.state_dict, self.load_state_dict, self.base_dataloader = (
             loader.state_dict,
@@ -363,7 +361,7 @@ class Wrapped:
             loader,
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.base_dataloader)
 
 
@@ -382,10 +380,10 @@ def test_a_wrapped_loader_goes_on_in_its_epoch(documents, tmp_path, steps):
 class Numbered(torch.utils.data.Dataset[int]):
     """Ten batches of five, of a dataset that is not ours."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 50
 
-    def __getitem__(self, number: int) -> int:
+    def __getitem__(self, number):
         return number
 
 
@@ -566,10 +564,10 @@ def test_the_tensors_of_a_dict_are_restored_in_place(tmp_path):
 
 
 class Custom:
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self):
         return {"path": Path("x")}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state):
         assert state == {"path": Path("x")}
 
 
@@ -636,15 +634,15 @@ def test_the_last_save_is_there_without_a_with_block(tmp_path):
 class Small(files.Disk):
     """A disk that has room for so many bytes below a folder."""
 
-    def __init__(self, folder: Path, room: int) -> None:
+    def __init__(self, folder, room):
         super().__init__()
         self.folder, self.room = folder, room
 
-    def usage(self, path: Path) -> Any:
+    def usage(self, path):
         held = sum(each.stat().st_size for each in self.folder.rglob("*") if each.is_file())
         return SimpleNamespace(free=max(0, self.room - held))
 
-    def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
+    def write(self, fd, data, path):
         if self.usage(path).free < len(data):
             raise StorageFailed(f"Could not write to {path}: {os.strerror(errno.ENOSPC)}.")
         super().write(fd, data, path)
@@ -769,11 +767,11 @@ def test_old_steps_leave_folder_and_remote(documents, tmp_path):
 class Held(files.Disk):
     """Renames wait."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.released, self.reached = threading.Event(), threading.Event()
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source, target):
         self.reached.set()
         assert self.released.wait(60)
         super().rename(source, target)
@@ -820,11 +818,11 @@ def test_tied_weights_and_metadata_are_kept(tmp_path):
 class Full(files.Disk):
     """A disk that is full for a while: a file gets its first ``room`` bytes."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room):
         super().__init__()
         self.is_full, self._room = True, room
 
-    def write(self, fd: int, data: bytes | memoryview, path: Path) -> None:
+    def write(self, fd, data, path):
         if (
             self.is_full
             and ".saving-" in str(path)
@@ -1046,14 +1044,12 @@ def rank_of_script(rank, size, port, arguments, variables):
 class Ranks:
     """The script on several ranks, each a process."""
 
-    def __init__(self, free_port: Callable[[], int]) -> None:
+    def __init__(self, free_port):
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._free_port = free_port
 
-    def start(
-        self, size: int, documents: str, run: Path, steps: int, **variables: str
-    ) -> list[Any]:
+    def start(self, size, documents, run, steps, **variables):
         run.mkdir(exist_ok=True)
         port, arguments = self._free_port(), (documents, str(run), steps)
         processes = [
@@ -1066,7 +1062,7 @@ class Ranks:
             process.start()
         return processes
 
-    def run(self, size: int, documents: str, run: Path, steps: int, **variables: str) -> None:
+    def run(self, size, documents, run, steps, **variables):
         for process in self.start(size, documents, run, steps, **variables):
             process.join(120)
             assert process.exitcode == 0

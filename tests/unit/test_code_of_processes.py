@@ -89,13 +89,13 @@ def project(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "seen", "harmless"),
     [
+        ("dict", ["--prompt=Sing"], "--tasks=9"),
         (
             "partial",
             ["--prompt=Sing", "EDITS_STYLE=loud"],
             "--tasks=9 SLURM_JOB_ID=2 EDITS_OTHER=1",
         ),
         ("closure", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
-        ("dict", ["--prompt=Sing"], "--tasks=9"),
         ("object", ["--prompt=Sing", "--limit=20"], "--tasks=9"),
         ("environment", ["EDITS_ENDING=!", "EDITS_CLASS_ENDING=!"], "--tasks=9 SLURM_JOB_ID=2"),
     ],

@@ -72,25 +72,26 @@ def modules():
             .rstrip(".")
         )
         tree = code_text.parse(path.read_text())
+        nodes = list(ast.walk(tree))
         found[name] = Module(
-            imports(tree),
+            imports(nodes),
             ast.get_docstring(tree),
-            [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)],
+            [node.name for node in nodes if isinstance(node, ast.ClassDef)],
             {
                 node.attr
-                for node in ast.walk(tree)
+                for node in nodes
                 if isinstance(node, ast.Attribute)
                 and isinstance(node.ctx, ast.Store)
                 and ast.unparse(node.value) != "self"
             },
-            packed(tree),
+            packed(nodes),
         )
     return found
 
 
-def imports(tree):
+def imports(nodes):
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

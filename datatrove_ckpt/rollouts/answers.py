@@ -89,9 +89,9 @@ class AnswerForm:
             ConfigError: the engine has none for it.
         """
         known = (*_WITH_FIELDS, "openai", "none")
-        if engine not in (*known, CANNED):
+        if engine not in known:
             raise ConfigError(f"engine: {engine!r} is not one of {', '.join(known)}.")
-        if self.kind is None or engine in ("none", CANNED):
+        if self.kind is None or engine == "none":
             return {}
         if engine == "openai":
             engine = "endpoint"

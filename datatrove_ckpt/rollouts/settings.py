@@ -232,7 +232,7 @@ class OneRequest(WholeText):
                 self.form_for = CANNED
             else:
                 self.form_for = self.engine or engine_of(config.server_type, self.form)
-            self.form.fields(self.form_for)
+                self.form.fields(self.form_for)
             if self.json_schema is not None:
                 config.answer_schema = orjson.dumps(self.json_schema).decode()
             self._refuse_unread(
@@ -262,7 +262,7 @@ class OneRequest(WholeText):
         return left
 
     def _params(self) -> Payload:
-        if self._is_free:
+        if self._is_free or self.form_for == CANNED:
             return super()._params()
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 

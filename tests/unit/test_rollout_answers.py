@@ -112,6 +112,7 @@ def test_each_engine_gets_its_own_fields(settings, server_type, fields):
         ),
         ({"choice": ["a", "b"]}, "endpoint", "choice: engines have different fields for it"),
         ({"engine": "vlm"}, "vllm", "engine: 'vlm' is not one of llamacpp, "),
+        ({"engine": "canned"}, "vllm", "engine: 'canned' is not one of llamacpp, "),
         (
             {"regex": "a"},
             "llamacpp",

@@ -129,7 +129,7 @@ class UnknownForm(RetryableError):
     """An answer with status 200 has another form than its way. A dying server may send one, too."""
 
 
-class Page(UnknownForm):
+class WebPage(UnknownForm):
     """The answer is no JSON at all."""
 
 
@@ -454,7 +454,7 @@ def read_json(raw: bytes) -> object:
             "the answer holds bytes that are not UTF-8, which JSON must be"
         ) from None
     except (ValueError, RecursionError):
-        kind: type[RetryableError] = Page
+        kind: type[RetryableError] = WebPage
         if raw.lstrip()[:1] in (b"", b"{", b"["):  # perhaps cut off
             kind = RetryableError
         raise kind(

@@ -72,10 +72,10 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
-    Page,
     RetryableError,
     UnknownForm,
     Way,
+    WebPage,
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
@@ -668,7 +668,7 @@ class CompletionClient:
 
     def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
         """Raises ServerRefused if one request gets such answers again and again."""
-        if isinstance(failure, Page) and self.stats.answers:
+        if isinstance(failure, WebPage) and self.stats.answers:
             return  # a proxy answers while the server is away
         now = self.outage.clock()
         if not request.unknown_forms:

@@ -8,13 +8,14 @@ everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, TypeVar
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.seals import REMEDY
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 _T = TypeVar("_T")
@@ -73,7 +74,9 @@ class DatasetState:
 
     @classmethod
     def from_json(cls, content: State) -> DatasetState:
-        """Raises CheckpointMismatch for a state of another version."""
+        """Raises CheckpointMismatch for a state of another version, CheckpointCorrupt for a damaged
+        one.
+        """
         if content.get("version") != VERSION or content.get("kind") != _KIND:
             raise CheckpointMismatch(
                 f"The state is of version {content.get('version')!r} of "
@@ -86,6 +89,10 @@ class DatasetState:
             for key, value in content.items()
             if key not in ("kind", "version", "checksum")
         }
+        if found.keys() != {field.name for field in fields(cls)}:
+            raise CheckpointCorrupt(
+                f"The state is damaged: its keys are not those of version {VERSION}. {REMEDY}"
+            )
         found["done"] = tuple(Round.from_json(each) for each in content["done"])
         found["slot"] = content["slot"] and Slot(*content["slot"])
         return cls(**found)

@@ -51,6 +51,9 @@ class Policy:
     def parts(self) -> tuple[Any, ...]:
         return (self,)
 
+    def __or__(self, other: Policy) -> AnyOf:
+        return AnyOf((*self.parts, *other.parts))
+
 
 class SavePolicy(Policy):
     """Decides when to save. ``a | b`` saves when one of them does.
@@ -62,9 +65,6 @@ class SavePolicy(Policy):
     def is_due(self, moment: Moment) -> bool:
         raise NotImplementedError
 
-    def __or__(self, other: SavePolicy) -> SavePolicy:
-        return AnyOf((*self.parts, *other.parts))
-
 
 class KeepPolicy(Policy):
     """Chooses the steps that stay. ``a | b`` keeps the steps of both. The newest step always
@@ -74,11 +74,8 @@ class KeepPolicy(Policy):
     def kept(self, metrics: Metrics) -> set[StepName]:
         raise NotImplementedError
 
-    def __or__(self, other: KeepPolicy) -> KeepPolicy:
-        return AnyOf((*self.parts, *other.parts))
 
-
-class AnyOf(SavePolicy, KeepPolicy):  # type: ignore[misc]
+class AnyOf(SavePolicy, KeepPolicy):
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self._parts = parts
 

@@ -79,10 +79,7 @@ def check_files(folder: Path, name: StepName) -> None:
         path = folder / str(name) / file
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
-        found = size_and_hash(path)
-        if found[0] != entry[0]:
-            raise CheckpointCorrupt(f"{path} has {found[0]} bytes instead of {entry[0]}.")
-        if found != entry:
+        if size_and_hash(path) != entry:
             raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
 

@@ -96,17 +96,9 @@ class TableFile(BlockFile):
 
 
 def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
-    """Raises ConfigError if a file lacks a column, which pyarrow would leave out, or has it
-    twice.
-    """
+    """Raises ConfigError if a file lacks a column, which pyarrow would leave out."""
     if wanted is None:
         return
-    twice = [column for column in wanted if found.count(column) > 1]
-    if twice:
-        raise ConfigError(
-            f"The input file {name!r} has two columns {twice[0]!r}. Rename one, or read other "
-            "columns."
-        )
     missing = [column for column in wanted if column not in found]
     if missing:
         raise ConfigError(

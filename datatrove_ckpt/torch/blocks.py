@@ -142,8 +142,7 @@ class BlockInput:
         opened.expected = sorted({opened.part_of(block.first)[0] for block in blocks})
 
     def let_go(self, file: int) -> None:
-        if file in self._opened and self._process == os.getpid():
-            self._opened[file].let_go()
+        self._file(file).let_go()
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_opened": OrderedDict()}
@@ -159,11 +158,11 @@ class BlockInput:
         known = self._in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]
+        logger.info(
+            f"One process counts the rows of {known.count(None)} files in "
+            f"{self._inputs.folder.path}, once."
+        )
         with counts.counting():
-            logger.info(
-                f"Counting the rows of {known.count(None)} files in {self._inputs.folder.path}, "
-                "once"
-            )
 
             def count(number: int) -> FileIndex:
                 index = known[number] or counts.get(number)

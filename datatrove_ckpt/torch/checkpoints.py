@@ -372,10 +372,10 @@ class TrainingCheckpoints:
         The folder has them from its first save on: ``datatrove-ckpt status``. ``metrics.csv`` is
         written at the end, and each ten minutes.
         """
-        self._logged |= metrics.keys()
-        self._log(step, {name: float(value) for name, value in metrics.items()})
+        self._log(step, _numbers(metrics))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._logged |= metrics.keys()
         if metrics and self._ranks.rank == 0:
             with suppress(StorageFailed):  # the next save names the full disk
                 self._history.note("metrics", step, metrics=metrics)
@@ -437,18 +437,17 @@ class TrainingCheckpoints:
         if not self._agree(partial(self._begin, name), name):
             return
 
-        def write_own() -> None:
-            assert writer is not None
-            writer(self._steps.folder / f".saving-{name}" / "writer")
-
-        if writer is not None and not self._agree(write_own, name):
-            return
+        if writer is not None:
+            folder = self._steps.folder / f".saving-{name}" / "writer"
+            if not self._agree(partial(writer, folder), name):
+                return
         contents: Contents = {}
         if self._is_owner:
             if not self._manifests:
                 self._warn_of_first(numbers, own_input)
-            if loader is not None:
-                inputs = self._known_input(step, inputs)
+            known = self._restored_input
+            if loader is not None and known is not None and known[0] == step:
+                inputs = known[1]  # a loader that has not begun again knows less
             contents = {f"states/{key}.pt": content for key, content in alike.items()}
             contents |= {_RANDOM: generators, _INPUT: inputs}
         copies = [contents, parts]
@@ -470,29 +469,16 @@ class TrainingCheckpoints:
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
         outlines = {key: outline(content) for key, content in alike.items()}
-        problem = self._not_plain({"loader": own_input} | alike | parts)
+        problem = ""
+        if self._only_plain:
+            problem = not_plain({"loader": own_input, **alike, **parts})
         gathered = self._ranks.gather((random_state(), own_input, outlines, problem))
         generators, inputs, others, problems = (list(each) for each in zip(*gathered, strict=True))
         _check_alike(outlines, others, problems)
         return generators, inputs
 
-    def _known_input(self, step: int, inputs: list[Any]) -> list[Any]:
-        """Returns the restored step's: a loader that has not begun again knows less."""
-        if self._restored_input is not None and self._restored_input[0] == step:
-            return self._restored_input[1]
-        return inputs
-
-    def _not_plain(self, contents: Contents) -> str:
-        if not self._only_plain:
-            return ""
-        return next(
-            filter(None, (not_plain(content, key) for key, content in contents.items())), ""
-        )
-
     def _checked_step(self, step: int) -> int:
-        if not hasattr(step, "__index__") or index(step) < 0:
-            raise ConfigError("save: the step must be an integer from 0 on.")
-        step = index(step)
+        step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
                 f"save: step {step} comes after step {self._last.step}. Count on from what "
@@ -502,8 +488,7 @@ class TrainingCheckpoints:
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         best = self._best
-        names = metrics.keys() | self._logged
-        if names and best is not None and best.count and best.name not in metrics:
+        if self._logged and best is not None and best.count and best.name not in metrics:
             logger.warning(
                 f"metrics has no {best.name!r}: no best step is kept. Give it to "
                 "maybe_save and save, as log chooses no step; or set best=, or keep_best=0."
@@ -550,7 +535,7 @@ class TrainingCheckpoints:
             )
         self._steps.refuse_others(there)
 
-    def _agree(self, call: Callable[[], None], name: StepName) -> bool:
+    def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Makes a call in each rank.
 
         Returns whether all of them succeeded; if not, the save has failed.
@@ -743,10 +728,9 @@ class TrainingCheckpoints:
         began = time.monotonic()
         _check_names(states)
         try:
-            has_looked = self._has_looked
+            if not weights_only:
+                self._has_looked = True
             chosen = self._choose(partial(self._matching, step))
-            if weights_only:
-                self._has_looked = has_looked
             if chosen is None and step != "latest":
                 raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
@@ -815,7 +799,6 @@ class TrainingCheckpoints:
         None: there is no step.
         """
         self._writing.join()
-        self._has_looked = True
         found = self._ranks.together(self._names)
         # Of rank 0's folder.
         self._steps.training = next(filter(None, self._ranks.gather(self._steps.training)), "")
@@ -854,8 +837,6 @@ class TrainingCheckpoints:
         try:
             return sorted({*names, *self._steps.remote_names()})
         except Exception as error:
-            if not names and isinstance(error, CkptError):
-                raise
             why = f"{self._steps.url} cannot be listed: {failure_line(error)}."
             if not names:
                 raise StorageFailed(why) from error
@@ -874,20 +855,15 @@ class TrainingCheckpoints:
         try:
             try:
                 self._steps.check(name)
-                self._steps.check_training(
-                    self._steps.manifest(name), str(self._steps.folder / str(name))
-                )
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
-                    raise
+                    return str(damaged)
                 self._steps.lock()
                 try:
                     READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
                 except CheckpointCorrupt as error:
-                    raise CheckpointCorrupt(f"{damaged} {error}") from error
+                    return f"{damaged} {error}"
             self._manifests[name] = self._steps.manifest(name)
-        except CheckpointCorrupt as error:
-            return str(error)
         except Exception as error:
             raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
         return ""
@@ -1106,7 +1082,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     try:
         return {key: float(value) for key, value in metrics.items()}
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"save: metrics must be numbers: {error}.") from error
+        raise ConfigError(f"metrics must be numbers: {error}.") from error
 
 
 def _check_alike(

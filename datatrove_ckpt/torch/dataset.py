@@ -98,13 +98,8 @@ class ReaderDataset(StatefulIterable):
             raise ConfigError(
                 f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."
             )
-        if isinstance(columns, str) or (
-            columns is not None and (not columns or len({*columns}) < len(columns))
-        ):
-            raise ConfigError(
-                'columns must be a list of different names, such as ["input_ids"], not '
-                f"{columns!r}."
-            )
+        if isinstance(columns, str):
+            raise ConfigError(f"columns must be a list, such as [{columns!r}].")
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
@@ -118,7 +113,6 @@ class ReaderDataset(StatefulIterable):
         if transform is None and columns is None:
             transform = text_and_id
         batch = 1 if batch_size is None else batch_size
-        self.reader = reader
         self.rank = int(rank)  # NumPy's integers are no JSON
         self.world_size = int(world_size)
         self.shuffle_seed = shuffle_seed

@@ -20,7 +20,7 @@ from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.index import Row, RowSource
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.samples import json_row
-from datatrove_ckpt.torch.states import DatasetState, Slot, merge_states
+from datatrove_ckpt.torch.states import DatasetState, Slot
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 _UNEVEN = 0.01
@@ -34,14 +34,10 @@ class Settings:
     batch: int
 
     def __post_init__(self) -> None:
-        if self.seed is not None and type(self.seed) is not int:  # no bool
-            raise ConfigError(f"shuffle_seed must be an integer or None, not {self.seed!r}.")
         if self.even not in ("drop", "repeat", None):
             raise ConfigError(f'even must be "drop", "repeat" or None, not {self.even!r}.')
-        if type(self.batch) is not int or self.batch < 1:
-            raise ConfigError(
-                f"batch_size must be an integer from 1 on, or None, not {self.batch!r}."
-            )
+        if self.batch < 1:
+            raise ConfigError(f"batch_size must be at least 1, or None, not {self.batch}.")
 
     @property
     def order(self) -> State:
@@ -85,7 +81,7 @@ class EpochPlan:
         self._topology = Topology(slot.world_size, slot.workers, settings.batch)
         self.shares = _file_shares(table, settings, self._topology)
         if then is not None:
-            self._continue(_of_all(then, slot))
+            self._continue(then)
         if self.shares:
             self.order = order_by_files(table, settings.seed, epoch, settings.window, self.shares)
         else:
@@ -146,17 +142,6 @@ def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> i
     if unevenness(table, count) > _UNEVEN:
         return 0
     return count
-
-
-def _of_all(then: DatasetState, slot: Slot) -> DatasetState:
-    """Makes a state of all of the state of the only slot, for another slot."""
-    if (
-        then.slot is None
-        or then.slot == slot
-        or (then.slot.world_size, then.slot.workers) != (1, 1)
-    ):
-        return then
-    return merge_states([then])
 
 
 # The limits of what becomes Python objects together.

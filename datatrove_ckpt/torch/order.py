@@ -87,7 +87,6 @@ class BlockTable:
             last = min(skip + limit, last)
         self.start: Numbers = np.clip(skip - (ends - rows), 0, rows)
         self.rows: Numbers = np.clip(last - (ends - rows), 0, rows) - self.start
-        self.rows = np.maximum(self.rows, 0)
         self.bytes: Numbers = np.maximum(
             size * in_file * self.rows // np.maximum(rows, 1), _ROW_BYTES * self.rows
         )

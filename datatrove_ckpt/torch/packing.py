@@ -238,22 +238,15 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
         raise ConfigError(
             f"With several columns each row must be a dict with them, not a {type(row).__name__}."
         )
-    try:
-        tokens = np.asarray(row)
-    except ValueError:  # parts of several lengths
-        raise _no_tokens(row, name, "parts that differ in length") from None
+    tokens = np.asarray(row)
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iubf" and tokens.size):
-        raise _no_tokens(row, name, f"shape {tokens.shape} and type {tokens.dtype}")
+        raise ConfigError(
+            f"{name!r} of a row must be a list of numbers, one per token, not "
+            f"{type(row).__name__} of shape {tokens.shape} and type {tokens.dtype}"
+        )
     if tokens.dtype.kind in "iub":
         return tokens.astype(np.int64, copy=False)
     return tokens
-
-
-def _no_tokens(row: object, name: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"{name!r} of a row must be a list of numbers, one per token, not {type(row).__name__} of "
-        f"{what}"
-    )
 
 
 def _encoded(tokens: Tokens) -> list[str]:

@@ -7,7 +7,6 @@ read together.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -114,7 +113,7 @@ class ParquetBlocks(TableFile):
         )
         starts = {group: 0}
         end = sizes.rows
-        for each in self.expected[bisect_right(self.expected, group) :]:
+        for each in [part for part in self.expected if part > group]:
             if end + self.index.groups[each].rows > rows:
                 break
             starts[each] = end

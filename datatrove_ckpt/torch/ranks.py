@@ -63,12 +63,10 @@ class Ranks:
                 f"Another rank failed: {failure_line(raised)}"
             )  # errors of libraries may not be pickled
         gathered = self.gather((result, told))
-        if error is not None:
-            raise error
-        for _, other in gathered:
-            if other is not None:
-                raise other
-        return [found for results, _ in gathered for found in results]
+        for found in (error, *(other for _, other in gathered)):
+            if found is not None:
+                raise found
+        return [each for results, _ in gathered for each in results]
 
     def highest(self, values: Sequence[float]) -> list[float]:
         if self.group is None:

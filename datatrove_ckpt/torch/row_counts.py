@@ -81,11 +81,7 @@ class RowCounts:
                 with suppress(OSError):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     lock = stack.enter_context(self._path.with_suffix(".lock").open("a"))
-                    try:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        logger.info("Another process counts the rows of the input. Waiting for it.")
-                        fcntl.flock(lock, fcntl.LOCK_EX)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                     self.load()
             stack.callback(self._save)
             yield
@@ -137,7 +133,6 @@ class RowCounts:
             # Nodes may share the folder, and process ids.
             part = self._path.with_suffix(f".{uuid.uuid4().hex}")
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 part.write_bytes(content)
                 part.replace(self._path)
             except OSError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from xxhash import xxh3_64_hexdigest
 
@@ -42,11 +43,8 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
-        fsdp = sys.modules.get("torch.distributed.fsdp")
         if isinstance(state, nn.Module):
-            if fsdp is not None and any(
-                isinstance(each, fsdp.FullyShardedDataParallel) for each in state.modules()
-            ):
+            if any(isinstance(each, FullyShardedDataParallel) for each in state.modules()):
                 raise ConfigError(
                     f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
                 )
@@ -115,8 +113,7 @@ def give(state: Any, content: Any) -> None:
 
 
 def _is_part(value: object) -> bool:
-    tensors = sys.modules.get("torch.distributed.tensor")  # else there is none
-    return tensors is not None and isinstance(value, tensors.DTensor)
+    return isinstance(value, DTensor)
 
 
 def state_of(key: str, states: States) -> object:
@@ -234,11 +231,11 @@ def outline(content: object) -> str:
     return xxh3_64_hexdigest(repr(found).encode())
 
 
-def not_plain(content: object, key: str) -> str:
+def not_plain(contents: Mapping[str, object]) -> str:
     """Describes a value that no restore would take, as such a file may run any code; "": there is
     none.
     """
-    for place, leaf in leaves(content, key):
+    for place, leaf in leaves(contents, ""):
         if type(leaf) in _PLAIN or _is_part(leaf):
             continue
         file = io.BytesIO()
@@ -249,5 +246,5 @@ def not_plain(content: object, key: str) -> str:
         except Exception as error:
             found = f"what cannot be pickled ({error})"
         if found:
-            return f"{place} holds {found}"
+            return f"{place[1:]} holds {found}"
     return ""

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import ref
+from weakref import WeakSet
 
 from loguru import logger
 
@@ -44,10 +44,10 @@ class Source(Stateful, Protocol):
 class Handle(Iterator[object]):
     """The result of ``iter()``: the dataset sees when the caller drops it."""
 
-    __slots__ = ("__weakref__", "_next", "_note_read", "_samples", "has_ended")
+    __slots__ = ("__weakref__", "_next", "_note_read", "has_ended", "samples")
 
     def __init__(self, samples: Iterator[object], note_read: Callable[[], None]) -> None:
-        self._samples = samples
+        self.samples = samples
         self._note_read = note_read
         self._next: Callable[[], object] | None = None  # before the first sample
         self.has_ended = False
@@ -62,43 +62,10 @@ class Handle(Iterator[object]):
             raise
 
     def _first(self) -> object:
-        sample = next(self._samples)
+        sample = next(self.samples)
         self._note_read()
-        self._next = getattr(self._samples, "rest", self._samples).__next__
+        self._next = getattr(self.samples, "rest", self.samples).__next__
         return sample
-
-
-class Iterations:
-    def __init__(self) -> None:
-        self._begun: list[ref[Handle]] = []
-
-    def begin(self, samples: Iterator[object], note_read: Callable[[], None]) -> Handle:
-        handle = Handle(samples, note_read)
-        self._begun = [*self._running(), ref(handle)]
-        return handle
-
-    def forget(self) -> None:
-        self._begun = []
-
-    def check(self, owner: object) -> None:
-        if self._running(before=-1):
-            raise ConfigError(
-                f"There are two iterations over one {type(owner).__name__}: another one began "
-                "before this one had ended, and there is one position only, that of the latest. "
-                "Give each loader a dataset of its own, and drop an iterator that is not needed "
-                "any more."
-            )
-
-    def _running(self, before: int | None = None) -> list[ref[Handle]]:
-        handles = [(reference, reference()) for reference in self._begun[:before]]
-        return [
-            reference
-            for reference, handle in handles
-            if handle is not None and not handle.has_ended
-        ]
-
-    def __reduce__(self) -> tuple[type[Iterations], tuple[()]]:
-        return Iterations, ()  # copies in workers iterate themselves
 
 
 _CELLS = 512
@@ -209,12 +176,6 @@ def _cell(what: int, worker: int | None) -> int:
     return _PER_WORKER + what * (_CELLS + 1) + place
 
 
-_LOADED_TOO_LATE = (
-    "A state was loaded into the dataset after the loader had started its workers, which have "
-    "copies. Load it before the first epoch, or make a new loader."
-)
-
-
 class Loaded:
     """The state from which the next iteration resumes, once in each worker: these have copies of
     it.
@@ -234,7 +195,10 @@ class Loaded:
     def take(self, worker: int | None) -> State | None:
         """Raises ConfigError if the workers were started before the state was loaded."""
         if worker is not None and self._shared.loads > self._number >= 0:
-            raise ConfigError(_LOADED_TOO_LATE)
+            raise ConfigError(
+                "A state was loaded into the dataset after the loader had started its workers, "
+                "which have copies. Load it before the first epoch, or make a new loader."
+            )
         state = self.state
         if state is None or worker is None or self._number < 0:
             self.state = None
@@ -258,7 +222,7 @@ class StatefulIterable(_Iterable):
         self._shared = Shared()
         self._loaded = Loaded(self._shared)
         self._running: Iteration | None = None
-        self._iterations = Iterations()
+        self._begun = WeakSet[Handle]()
 
     @abstractmethod
     def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
@@ -294,7 +258,7 @@ class StatefulIterable(_Iterable):
 
     def __getstate__(self) -> dict[str, Any]:
         # For workers that are not forked. They iterate themselves.
-        return self.__dict__ | {"_running": None}
+        return self.__dict__ | {"_running": None, "_begun": WeakSet()}
 
     def __iter__(self) -> Iterator[Any]:
         # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
@@ -312,7 +276,9 @@ class StatefulIterable(_Iterable):
             self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
-        return self._iterations.begin(self._running, lambda: self._shared.note_read(number))
+        handle = Handle(self._running, lambda: self._shared.note_read(number))
+        self._begun.add(handle)
+        return handle
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
         """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come
@@ -356,7 +322,13 @@ class StatefulIterable(_Iterable):
                 "and save loader.state_dict() instead of dataset.state_dict()."
             )
         if self._running is not None:
-            self._iterations.check(self)
+            if any(each.samples is not self._running for each in self._begun if not each.has_ended):
+                raise ConfigError(
+                    f"There are two iterations over one {type(self).__name__}: another one began "
+                    "before this one had ended, and there is one position only, that of the "
+                    "latest. Give each loader a dataset of its own, and drop an iterator that is "
+                    "not needed any more."
+                )
             return sealed(self._state(self._running))
         if self._loaded.state is not None:
             return self._loaded.state
@@ -374,11 +346,10 @@ class StatefulIterable(_Iterable):
         self.check_state(state_dict)
         self._loaded.put(state_dict)
         self._running = None
-        self._iterations.forget()
+        self._begun.clear()
 
 
 _VERSION = 2
-_REMEDY = "Restore the setting, or start the epoch again without the state."
 
 
 class StatefulWrapper(StatefulIterable):
@@ -391,15 +362,10 @@ class StatefulWrapper(StatefulIterable):
     def __init__(self, sources: Sequence[Source]) -> None:
         super().__init__()
         for number, source in enumerate(sources):
-            missing = [
-                name
-                for name in ("__iter__", "state_dict", "load_state_dict")
-                if not hasattr(source, name)
-            ]
-            if missing:
+            if not isinstance(source, Stateful):
                 raise ConfigError(
                     f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
-                    f"{' and no '.join(missing)}: its position cannot be saved. Use a "
+                    "state_dict and load_state_dict: its position cannot be saved. Use a "
                     "ReaderDataset, or another iterable with a state."
                 )
         self._sources = list(sources)
@@ -459,8 +425,8 @@ class StatefulWrapper(StatefulIterable):
 
     def _state(self, running: Iteration) -> State:
         head = {"kind": type(self).__name__, "version": _VERSION, "options": self._options()}
-        head |= {"epoch": self._epoch, "slot": list(self._slot), "finished": False}
-        return head | running.state()
+        head |= {"epoch": self._epoch, "slot": list(self._slot)}
+        return {"finished": False} | running.state() | head
 
     def check_state(self, state: State) -> None:
         check_seals(state)
@@ -476,7 +442,7 @@ class StatefulWrapper(StatefulIterable):
             if then.get(key) != now:
                 raise CheckpointMismatch(
                     f"The state of {name} was made with {key}={then.get(key)!r}, now {now!r}. "
-                    f"{_REMEDY}"
+                    "Restore the setting, or start the epoch again without the state."
                 )
         for source, its in self._sources_with(state):
             if hasattr(source, "check_state"):
@@ -502,16 +468,13 @@ class NoSamples(Iterator[object]):
 
     def __init__(self, error: CkptError | None = None, state: State | None = None) -> None:
         self._error = error or StopIteration()
-        self._state = {key: value for key, value in (state or {}).items() if key not in _HEAD}
+        self._state = state or {}
 
     def __next__(self) -> object:
         raise self._error
 
     def state(self) -> State:
         return self._state
-
-
-_HEAD = ("kind", "version", "options", "epoch", "slot")
 
 
 def end_state(source: Source) -> State | None:
@@ -525,7 +488,6 @@ def end_state(source: Source) -> State | None:
 
 
 def place_of(source: object) -> tuple[int, int] | None:
-    source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
         places = map(place_of, source._sources)
         return next((place for place in places if place is not None), None)
@@ -540,9 +502,8 @@ def at_epoch(source: Source, epoch: int) -> Source:
     """Returns a copy of the source at this epoch if possible, because others may read the
     original's number.
     """
-    if hasattr(source, "at_epoch"):
-        copied: Source = source.at_epoch(epoch)
-        return copied
+    if isinstance(source, StatefulIterable):
+        return source.at_epoch(epoch)
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
     return source

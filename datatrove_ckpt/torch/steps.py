@@ -180,15 +180,16 @@ class Steps:
         return read_manifest(self.folder, name)
 
     def check(self, name: StepName) -> None:
-        """Raises what ``check_files`` raises."""
+        """Raises what ``check_files`` and ``check_training`` raise."""
         check_files(self.folder, name)
+        self.check_training(self.manifest(name), str(self.folder / str(name)))
 
     def check_training(self, manifest: Manifest, where: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str, only_plain: bool = True, mapped: bool = False) -> Any:
+    def load(self, name: StepName, file: str, only_plain: bool, mapped: bool = False) -> Any:
         """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
 
         Args:
@@ -242,7 +243,7 @@ class Steps:
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
         others = [name for name, manifest in there.items() if manifest["training"] != self.training]
-        if self.store is not None and self.training and others:
+        if self.training and others:
             raise ConfigError(
                 f"{self.url} holds {max(others)} of another training. Choose another remote."
             )

@@ -268,7 +268,7 @@ def test_what_a_caller_forgets_is_said(tmp_path, log):
         assert "also holds loader: not restored" in "".join(log)
         with pytest.raises(ConfigError, match="step 4 comes after step 8"):
             saved.save(4, model=model)
-        with pytest.raises(ConfigError, match="must be an integer"):
+        with pytest.raises(TypeError, match="as an integer"):
             saved.save(9.5, model=model)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="metrics must be numbers"):
             saved.save(9, model=model, metrics={"loss": None})

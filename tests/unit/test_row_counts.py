@@ -108,9 +108,7 @@ def test_one_process_counts_and_the_others_wait_for_it(folder, cache, counted):
     [kept] = cache.glob("*.json")
     kept.unlink()
     waits, found = threading.Event(), []
-    handler = logger.add(
-        lambda message: waits.set() if "Another process counts" in message else None
-    )
+    handler = logger.add(lambda message: waits.set() if "One process counts" in message else None)
     counts = RowCounts(first._inputs, first._kind)
     with counts.counting():
         other = threading.Thread(target=lambda: found.append(rows(folder)))

@@ -245,8 +245,7 @@ def _way_out(error: BaseException) -> list[object]:
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
         fault = "The server was not asked this time"
-    again = f"{fault}: retry_errors=True (in a YAML file, retry_errors: true) asks again. "
-    return [*way, again, _RUN_AGAIN]
+    return [*way, f"{fault}; to send the request again, ", ChangeSetting("retry_errors"), "."]
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:

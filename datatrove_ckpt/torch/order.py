@@ -150,13 +150,16 @@ class Share:
         """``salt``: of the permutations; None: rows in the order of the input.
 
         ``files``: the file of each block, if a window has one stretch of each file only. Then files
-        take turns.
+        take turns; without permutations, a window has one file, because columns may differ.
         """
         self._pieces = pieces
         self._salt = salt
         self._files = files
         self.rows = int(pieces.rows.sum())
         self._cuts = _cut_windows(weights, limit)
+        if salt is None and files is not None:
+            changes = np.flatnonzero(np.diff(files[pieces.block])) + 1
+            self._cuts = np.union1d(self._cuts, changes)
         self._ends: Numbers = np.cumsum(pieces.rows)[self._cuts[1:] - 1]
 
     def window_of(self, rows: Numbers) -> Numbers:
@@ -206,9 +209,7 @@ class EpochOrder:
 def order_by_rows(table: BlockTable, seed: int | None, epoch: int, window: Window) -> EpochOrder:
     """Makes an order for all topologies. ``seed`` None: the order of the input, in one share."""
     if seed is None:
-        return EpochOrder(
-            [Share(_whole(table, table.used), table.bytes[table.used], _TOGETHER_BYTES, None)]
-        )
+        return EpochOrder([_in_order(table, table.used)])
     salt = hashed(seed, epoch)
     if table.is_stream.any():
         count = 1
@@ -242,7 +243,7 @@ def order_by_files(
     for number in range(count):
         blocks = table.used[share_of == number]
         if seed is None:
-            shares.append(Share(_whole(table, blocks), table.bytes[blocks], _TOGETHER_BYTES, None))
+            shares.append(_in_order(table, blocks))
             continue
         salt = hashed(seed, epoch)
         blocks = shuffled_blocks(table, blocks, hashed(salt, number))
@@ -350,6 +351,10 @@ def _rows_between(pieces: Pieces, ends: Numbers, low: int, high: int) -> Pieces:
     starts = ends[first:last] - part.rows
     skipped = np.maximum(0, low - starts)
     return Pieces(part.block, part.start + skipped, np.minimum(part.rows, high - starts) - skipped)
+
+
+def _in_order(table: BlockTable, blocks: Numbers) -> Share:
+    return Share(_whole(table, blocks), table.bytes[blocks], _TOGETHER_BYTES, None, table.file)
 
 
 def _cut_windows(weights: Numbers, limit: float) -> Numbers:

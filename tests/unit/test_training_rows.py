@@ -476,6 +476,14 @@ def test_small_row_groups_are_read_together_and_each_path_is_made_once(tmp_path,
     assert sorted(take(shuffled, 8)) == sorted(texts)
 
 
+def test_columns_of_files_may_differ_in_the_order_of_the_input(tmp_path):
+    for file, numbers in enumerate(([1, 2], ["a", "b"], [{"x": 1}, None])):
+        table = pa.table({"text": ["t", "t"], "value": numbers})
+        pq.write_table(table, tmp_path / f"{file}.parquet")
+    found = ReaderDataset(ParquetReader(str(tmp_path)), columns=["value"])
+    assert [row["value"] for row in found] == [1, 2, "a", "b", {"x": 1}, None]
+
+
 def test_documents_read_only_text_and_id_if_the_reader_reads_no_metadata(tmp_path, monkeypatch):
     """Of token rows of thousands of numbers, the others take most of the time."""
     columns = {name: [f"{name} {n}" for n in range(3)] for name in ("text", "id", "other")}

@@ -16,7 +16,7 @@ from tests.jobs import ask, documents, writer
 
 
 @contextmanager
-def gateway(api, lists_models=True, fails=lambda number, path: 0, tls=None):
+def gateway(api, lists_models=True, fails=lambda number, path: 0):
     """A server whose OpenAI API is at the path ``api`` only: its URL, and the paths of its
     requests.
 
@@ -41,7 +41,7 @@ def gateway(api, lists_models=True, fails=lambda number, path: 0, tls=None):
         app.router.add_route("*", "/{any:.*}", answer)
         serving = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await serving.setup()
-        await web.TCPSite(serving, "127.0.0.1", 0, ssl_context=tls).start()
+        await web.TCPSite(serving, "127.0.0.1", 0).start()
         port.append(serving.addresses[0][1])
         return serving
 
@@ -110,4 +110,11 @@ def test_a_server_that_wants_a_key_says_whether_one_was_sent(tmp_path, key, says
     with gateway("/v1", fails=fails) as (url, _):
         config = InferenceConfig("endpoint", "m", endpoint_url=url, api_key=key)
         with pytest.raises(ServerRefused, match=says):
+            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
+
+
+def test_https_where_the_server_speaks_http_ends_at_once_and_says_so(tmp_path):
+    with gateway("/v1") as (url, _):
+        config = InferenceConfig("endpoint", "m", endpoint_url=url.replace("http", "https"))
+        with pytest.raises(ServerRefused, match=r"/v1/models speaks http: correct endpoint"):
             InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))

@@ -65,6 +65,28 @@ def test_tasks_without_input_are_no_part_of_the_percentage(clock):
     assert progress.head == "50.0 %"
 
 
+def test_an_outage_is_no_time_at_work_and_requests_show_until_the_first_document(clock):
+    progress = RunProgress(clock=clock)
+
+    def work(documents, **state):
+        clock.now += 1
+        progress.update(0, rank(documents, documents)._replace(**state))
+        progress.sample()
+
+    work(0, in_flight=8)
+    assert "8 requests in flight" in progress.line()
+    for documents in range(1, 41):
+        work(documents, in_flight=8)
+    assert "in flight" not in progress.line()
+    for seconds in range(300):
+        work(40, state="unreachable", seconds=seconds, is_outage=True)
+    assert progress.seconds_left is None
+    for documents in range(41, 81):
+        work(documents)
+    assert progress.rates.documents == pytest.approx(1, rel=0.1)
+    assert progress.seconds_left == pytest.approx(20, rel=0.1)
+
+
 # The bar is the last line of a terminal, and everything else stands above it, whoever prints it --
 
 

@@ -24,7 +24,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE, HOST
 
 TEXT = (
-    "This is dummy text content for debugging purposes. WebPage contains sample text to simulate "
+    "This is dummy text content for debugging purposes. Page contains sample text to simulate "
     "OCR output."
 )
 _COMPLETION_TOKENS = 100

@@ -46,7 +46,7 @@ def show(arguments: argparse.Namespace) -> int:
             say(_described(shown, one, "text", most))
         if shown and not arguments.dead:
             say(f"Columns: {', '.join(map(printable, one.columns))}.")
-        if not is_all and next(found, None) is not None:
+        if arguments.dead and next(found, None) is not None:
             say(f"There are more; --n {2 * arguments.n} prints them.")
         if is_all:
             _say_what_else(place, shown, arguments.n)

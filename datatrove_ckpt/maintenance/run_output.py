@@ -42,8 +42,10 @@ class RunOutput:
         """Returns a dataset of the files, which may be larger than the memory."""
         with open_place(self._run_folder) as place:
             files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
-        known = format_of_file("".join(files[:1])) or JSONL
-        return known.dataset(files)
+        known = None
+        if files:
+            known = format_of_file(files[0])
+        return (known or JSONL).dataset(files)
 
     @property
     def counts(self) -> DocumentCounts:

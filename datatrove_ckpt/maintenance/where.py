@@ -158,9 +158,10 @@ def _named(what: str) -> tuple[Place, str | None]:
             place.output = _if_folder(root / "output")
             place.logging_dir = _if_folder(root / "logs")
         for folder in (checkpoints, root):
-            is_missing = folder.name == "checkpoints" and not folder.exists()
+            if folder.name != "checkpoints" or folder.exists():
+                continue
             has_output = any((folder.parent / "output").glob("*"))
-            if is_missing and not has_output and (folder.parent / "logs").is_dir():
+            if not has_output and (folder.parent / "logs").is_dir():
                 raise NotBegun(_not_begun(place, str(folder)))
     if place.folder.is_dir() and _looks_like_mirror(place.folder):
         return place, place.what

@@ -1089,7 +1089,8 @@ def _check_alike(
     own: Mapping[str, str], others: Iterable[Mapping[str, str]], problems: Iterable[str]
 ) -> None:
     """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
-    for problem in filter(None, problems):
+    problem = next(filter(None, problems), "")
+    if problem:
         raise ConfigError(
             f"save: {problem}: no restore would take it, as such a file may run any code. "
             "Save plain values and tensors, or set only_plain=False."

@@ -488,6 +488,7 @@ def end_state(source: Source) -> State | None:
 
 
 def place_of(source: object) -> tuple[int, int] | None:
+    source = getattr(source, "dataset", source)  # of a loader
     if isinstance(source, StatefulWrapper):
         places = map(place_of, source._sources)
         return next((place for place in places if place is not None), None)

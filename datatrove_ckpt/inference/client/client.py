@@ -174,7 +174,8 @@ class Outage:
         self.hangs = 0.0
         self._seen = 0
         self._seen_at = math.inf
-        self._quiet = self._longest = 0.0
+        self._quiet = 0.0
+        self._longest = 0.0
         self._said = f"{model}: " if model else ""
         # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()

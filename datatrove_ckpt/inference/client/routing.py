@@ -104,7 +104,7 @@ class Request:
 
     Args:
         document: the id of its document.
-        near: the servers that its document's last requests had.
+        near: the servers that its document's last requests had, if there are several.
 
     Attributes:
         deaths: of servers at which it was in flight.
@@ -437,7 +437,8 @@ class Router:
             heapq.heappush(self._waiting, (request.sender.order, self._arrivals, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
-        request.near[self] = target
+        if len(self.targets) > 1:
+            request.near[self] = target
         target.in_flight += 1
         self._in_flight += 1
         request.sender.in_flight += 1
@@ -447,6 +448,8 @@ class Router:
         if self._in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
+        if len(free) == 1:
+            return free[0]
         return _least_busy(free, request.near.get(self))
 
     def _admit_quarantined(self) -> None:

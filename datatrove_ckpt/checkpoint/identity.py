@@ -217,7 +217,7 @@ def check_format(
             get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads formats up to {known}. Nothing was changed. Install {get}, and "
+        f"which reads formats {OLDEST_FORMAT} to {known}. Nothing was changed. Install {get}, and "
         "run the same command again; or start a new run in other folders."
     )
 

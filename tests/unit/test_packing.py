@@ -4,6 +4,7 @@ None of it needs torch.
 """
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,6 +152,14 @@ def test_there_is_no_state_where_nothing_was_read_but_the_one_that_was_loaded():
     pack.load_state_dict(before)
     assert pack.state_dict() == before
     assert len(list(pack)) == 2
+
+
+def test_over_a_loader_the_rank_is_the_one_of_its_dataset():
+    loader = Rows(rows_of([9]))
+    loader.dataset = SimpleNamespace(rank=1, world_size=4)
+    pack = Pack(loader, 4)
+    next(iter(pack))
+    assert pack.state_dict()["slot"] == [1, 4, 0, 1]
 
 
 def test_a_state_at_the_end_of_an_epoch_ends_it_and_the_next_epoch_is_whole():

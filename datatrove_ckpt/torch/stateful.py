@@ -258,7 +258,10 @@ class StatefulIterable(_Iterable):
 
     def __getstate__(self) -> dict[str, Any]:
         # For workers that are not forked. They iterate themselves.
-        return self.__dict__ | {"_running": None, "_begun": WeakSet()}
+        return self.__dict__ | {"_running": None, "_begun": None}  # a WeakSet cannot be pickled
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state | {"_begun": WeakSet()}
 
     def __iter__(self) -> Iterator[Any]:
         # No generator: torchdata calls state_dict() before the first sample, for the new iteration.

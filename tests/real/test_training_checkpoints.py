@@ -1221,8 +1221,15 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         text=True,
     )
     try:
-        # In the second epoch.
-        until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 6)
+        losses = Path(run, "losses-0.jsonl")
+        second_epoch = 7
+        until(
+            lambda: (
+                process.poll() is not None
+                or (losses.exists() and len(losses_of(run)) >= second_epoch)
+            )
+        )
+        assert process.poll() is None, process.stderr.read()
         began = processes_below(process.pid)
         assert len(began) > ranks * (1 + workers)
         signalled = time.monotonic()

@@ -8,6 +8,7 @@ THIS_FILE
 import itertools
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_saved_position_is_continued(name, tmp_path):
         return {"state": source.state_dict(), "rest": list(read)}
 
     then = kept(name, make)
-    source = SOURCES[name](tmp_path)
+    source = pickle.loads(pickle.dumps(SOURCES[name](tmp_path)))  # as a spawned worker has it
     source.load_state_dict(then["state"])
     assert list(samples(source)) == then["rest"] != []
 

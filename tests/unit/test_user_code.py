@@ -99,7 +99,11 @@ def yields_plainly(document, generate):
         ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
         (yields, None, "yields(document, generate) must not yield; return the result."),
-        (functools.partial(yields_plainly), None, "yields_plainly(document, generate) must not yield"),
+        (
+            functools.partial(yields_plainly),
+            None,
+            "yields_plainly(document, generate) must not yield",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollout, context, says):

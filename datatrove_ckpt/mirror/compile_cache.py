@@ -49,7 +49,7 @@ class MirroredCompileCache:
         self._seal = Seal(f"{url}/{_FOLDER}")
         # A kill may cut an upload: ``save`` replaces what ``fetch`` could not read.
         self._unreadable = set[str]()
-        self._since: dict[str, float] = {}
+        self._since = time.time() - _CLOCKS
 
     @classmethod
     def of(cls, url: str) -> MirroredCompileCache | None:
@@ -60,7 +60,6 @@ class MirroredCompileCache:
 
     def fetch(self, key: str, folder: Path) -> None:
         """See ``CompileCache``."""
-        self._since.setdefault(key, time.time() - _CLOCKS)
         with _fetching, _warning("fetched from", self._store.url):
             if _note(key, folder).exists():
                 return
@@ -80,15 +79,19 @@ class MirroredCompileCache:
     def save(self, key: str, folder: Path) -> None:
         """See ``CompileCache``. Files that were there before its servers are other models'."""
         with _saving, _warning("copied to", self._store.url):
-            since = self._since[key]
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            made = [path for path in files if path.stat().st_mtime >= since]
-            size = sum(path.stat().st_size for path in made)
-            if not size:
+            made = [
+                path
+                for path in folder.rglob("*")
+                if path.is_file()
+                and path.stat().st_mtime >= self._since
+                and not path.name.endswith(_LEFT_OUT)
+            ]
+            if not made:
                 return
             _note(key, folder).touch()
             if key in self._store.names(_FOLDER) and key not in self._unreadable:
                 return
+            size = sum(path.stat().st_size for path in made)
             if size > _MAX_BYTES:
                 raise OSError(f"{byte_size(size)} are too much.")
             content = _pack(folder, made)
@@ -113,8 +116,7 @@ def _pack(folder: Path, made: list[Path]) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
         for path in made:
-            if not path.name.endswith(_LEFT_OUT):
-                archive.add(path, path.relative_to(folder))
+            archive.add(path, path.relative_to(folder))
     return file.getvalue()
 
 

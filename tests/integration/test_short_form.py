@@ -346,7 +346,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
         (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
         (["--run-folder"], "--run-folder: its value is missing"),
         (["--limit", "--prompt", "x"], "--limit: its value is missing"),
-        (["--dryrun"], "--dryrun: its value is missing, or did you mean --dry-run?"),
+        (["--dryrun"], '--dryrun: its value is missing, did you mean "--dry-run"?'),
         (["b.jsonl", "c.jsonl"], "needs quotes"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],

@@ -47,7 +47,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
 from datatrove_ckpt.checkpoint.request_cache import has_answers
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.formatting import number_range, plural
 from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -217,8 +217,8 @@ def check_format(
             get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads formats {OLDEST_FORMAT} to {known}. Nothing was changed. Install {get}, and "
-        "run the same command again; or start a new run in other folders."
+        f"which reads format {number_range(OLDEST_FORMAT, known + 1)}. Nothing was changed. "
+        f"Install {get}, and run the same command again; or start a new run in other folders."
     )
 
 

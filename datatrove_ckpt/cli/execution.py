@@ -33,7 +33,12 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.doors import command
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import check_after_run, check_before_run, check_steps
+from datatrove_ckpt.preflight.before_run import (
+    check_after_run,
+    check_before_run,
+    check_steps,
+    note_workers,
+)
 from datatrove_ckpt.preflight.doctor import check_rules_of_hub
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
@@ -70,6 +75,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         except CkptError as error:
             advise(error, plan)
             return fail(error, 1)
+        note_workers(plan.workers, plan.tasks)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
             print(

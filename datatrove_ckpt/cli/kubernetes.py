@@ -31,7 +31,7 @@ from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import lost_with_disk, refuse_without_claims
+from datatrove_ckpt.preflight.before_run import lost_with_disk, note_workers, refuse_without_claims
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
 
@@ -75,6 +75,7 @@ def k8s(arguments: argparse.Namespace) -> int:
     job = kubernetes_job(content, plan)
     _refuse_lost(plan, job)
     refuse_without_claims(plan)
+    note_workers(job.workers or 0, plan.tasks)
     workers = min(job.workers or plan.tasks, plan.tasks)
     metadata = {"name": job.name or _name(source)}
     if job.namespace is not None:

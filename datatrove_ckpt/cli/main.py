@@ -16,12 +16,12 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.doors import Door, entered
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -68,10 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     bare = next((flag for flag in overrides if "=" not in flag), None)
     if bare is not None:
-        close = get_close_matches(bare, _own_flags(given), n=1)
-        parser.error(
-            f"{bare}: its value is missing{''.join(f', or did you mean {one}?' for one in close)}"
-        )
+        parser.error(f"{bare}: its value is missing{did_you_mean(bare, _own_flags(given))}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
             "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "

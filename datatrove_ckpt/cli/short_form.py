@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from glob import escape, has_magic
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -38,7 +37,7 @@ from datatrove_ckpt.cli.yaml_config import (
     set_at_path,
 )
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import error_text
+from datatrove_ckpt.common.formatting import did_you_mean, error_text
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.kubernetes import KubernetesJob
@@ -222,9 +221,7 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
         "rollout",
         "task",
     }:
-        refuse_unknown(
-            {name: None for name in content if get_close_matches(name, NAMES)}, NAMES, source
-        )
+        refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, source)
     job = construct(ShortJob, own, source)
     _check_place(job, source)
     url = "://" in job.run_folder

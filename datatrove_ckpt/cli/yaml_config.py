@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import inspect
 import json
@@ -32,7 +31,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import Door, current, written
@@ -243,7 +242,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
         shown = HIDDEN
     else:
         shown = show(value)
-    hint = _did_you_mean(value, choices_of(kinds)) or "."
+    hint = did_you_mean(value, choices_of(kinds)) or "."
     raise ConfigError(f"{label}: {written(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
@@ -321,7 +320,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
         hint = (
-            _did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
+            did_you_mean(name, SHORT_NAMES) or "; give its import path, such as my_module.my_name."
         )
         raise ConfigError(f'{place}: no {what} "{name}"{hint}')
     module_name = module_name or SHORT_NAMES[name]
@@ -343,7 +342,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
         ) from error
     if not hasattr(module, name):
         raise ConfigError(
-            f'{place}: no {what} "{name}" in {module_name}{_did_you_mean(name, dir(module)) or "."}'
+            f'{place}: no {what} "{name}" in {module_name}{did_you_mean(name, dir(module)) or "."}'
         )
     return getattr(module, name)
 
@@ -359,18 +358,11 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            hint = _did_you_mean(key, known, cutoff=0.7)
+            hint = did_you_mean(key, known, cutoff=0.7)
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
-
-
-def _did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
-    if close:
-        return f', did you mean "{close[0]}"?'
-    return ""
 
 
 def show(value: object) -> str:

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 _EXTRAS = {
@@ -47,6 +48,13 @@ def plural_or_no(number: int, noun: str) -> str:
 
 def plural_is(number: int, noun: str) -> str:
     return f"{plural(number, noun)} {'is' if number == 1 else 'are'}"
+
+
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
+    close = get_close_matches(str(name), list(known), 1, cutoff)
+    if close:
+        return f', did you mean "{close[0]}"?'
+    return ""
 
 
 def number_range(start: int, end: int) -> str:

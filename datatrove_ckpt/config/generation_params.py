@@ -7,13 +7,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import lru_cache
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
@@ -117,11 +117,11 @@ def warn_of_unknown(params: dict[str, object]) -> None:
 def _warn(name: str) -> None:
     if name in _KNOWN:
         return
-    near = get_close_matches(name, _KNOWN, 1, 0.8)
-    if near:
+    hint = did_you_mean(name, _KNOWN, 0.8)
+    if hint:
         logger.warning(
-            f"The request parameter {name!r} is not one that we know; did you mean {near[0]!r}? It "
-            "is sent as it is, and many servers ignore what they do not know."
+            f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
+            "and many servers ignore what they do not know."
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import WayTo
@@ -185,8 +186,9 @@ class InferenceConfig:
 
     def _check_choices(self) -> None:
         if self.server_type not in ENGINES:
+            hint = did_you_mean(self.server_type, ENGINES) or "."
             raise ConfigError(
-                f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}."
+                f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}{hint}"
             )
         if not self.model_name_or_path:
             raise ConfigError(

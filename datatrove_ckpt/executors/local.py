@@ -187,12 +187,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         complete = len(local) - len(ranks)
         if complete:
             logger.info(f"{complete} of {plural_is(len(local), 'task')} complete already.")
-        if self.workers > self.world_size:
-            logger.info(
-                f"workers is {self.workers}, but the run has {plural(self.world_size, 'task')}, "
-                "and one process runs each task. For more processes, start a new run with tasks: "
-                f"{self.workers}, and at least as many input files."
-            )
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
 
         def done(rank: int, result: PipelineStats) -> None:

@@ -32,6 +32,7 @@ Shared: TypeAlias = dict[str, Any]
 SharedManager: TypeAlias = AbstractContextManager[Shared]
 SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
+_YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 
 
@@ -53,6 +54,12 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
         raise ConfigError(
             f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: "
             f"{rollout_fn.__name__}(...)."
+        )
+    code = getattr(_function(rollout_fn), "__code__", None)
+    # types.coroutine makes generators that can be awaited.
+    if code and code.co_flags & _YIELDS and not code.co_flags & inspect.CO_ITERABLE_COROUTINE:
+        raise ConfigError(
+            f"{written.rollout_fn}: {_shown(rollout_fn)} must not yield; return the result."
         )
     _check_call(
         rollout_fn,

@@ -11,6 +11,7 @@ import io
 import os
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 from loguru import logger
 
+from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -26,8 +28,10 @@ from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
 _FOLDER = "compile-cache"
 _MAX_BYTES = 512 << 20  # an archive is made in memory
+_CLOCKS = 60.0  # seconds between those of nodes and their storage
+_NOTE = ".datatrove-ckpt"
 # vLLM writes environment variables to it for people; releases before 0.32 its API key, too.
-_LEFT_OUT = "cache_key_factors.json"
+_LEFT_OUT = ("cache_key_factors.json", _NOTE)
 # The servers of a process share a folder: the first one copies, and the others find the result.
 _fetching = threading.Lock()
 _saving = threading.Lock()
@@ -45,6 +49,7 @@ class MirroredCompileCache:
         self._seal = Seal(f"{url}/{_FOLDER}")
         # A kill may cut an upload: ``save`` replaces what ``fetch`` could not read.
         self._unreadable = set[str]()
+        self._since = time.time() - _CLOCKS
 
     @classmethod
     def of(cls, url: str) -> MirroredCompileCache | None:
@@ -67,19 +72,29 @@ class MirroredCompileCache:
             if without_seal(head) != _body(content):
                 raise CheckpointCorrupt(f"{_name(key)} is damaged.")
             _unpack(content, folder)
+            _note(key, folder).touch()
             self._unreadable.remove(key)
             logger.info(f"What a server compiled on another node is here: {folder}")
 
     def save(self, key: str, folder: Path) -> None:
-        """See ``CompileCache``."""
+        """See ``CompileCache``. Files that were there before its servers are other models'."""
         with _saving, _warning("copied to", self._store.url):
-            size = sum(path.stat().st_size for path in folder.rglob("*"))
-            if not 0 < size < _MAX_BYTES:
+            made = [
+                path
+                for path in folder.rglob("*")
+                if path.is_file()
+                and path.stat().st_mtime >= self._since
+                and not path.name.endswith(_LEFT_OUT)
+            ]
+            if not made:
                 return
             _note(key, folder).touch()
             if key in self._store.names(_FOLDER) and key not in self._unreadable:
                 return
-            content = _pack(folder)
+            size = sum(path.stat().st_size for path in made)
+            if size > _MAX_BYTES:
+                raise OSError(f"{byte_size(size)} are too much.")
+            content = _pack(folder, made)
             head = self._seal.add(_name(key), _body(content))
             self._store.put(_name(key), head + b"\n" + content)
 
@@ -89,22 +104,19 @@ def _name(key: str) -> str:
 
 
 def _note(key: str, folder: Path) -> Path:
-    """Shows that the folder has what was compiled for the key. It is part of the archive."""
-    return folder / f"{key}.datatrove-ckpt"
+    """Shows that the folder has what was compiled for the key."""
+    return folder / f"{key}{_NOTE}"
 
 
 def _body(content: bytes) -> bytes:
     return b'{"sha256":"%s"}' % hashlib.sha256(content).hexdigest().encode()
 
 
-def _pack(folder: Path) -> bytes:
+def _pack(folder: Path, made: list[Path]) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz", compresslevel=1) as archive:
-        archive.add(
-            folder,
-            ".",
-            filter=lambda member: None if member.name.endswith(_LEFT_OUT) else member,
-        )
+        for path in made:
+            archive.add(path, path.relative_to(folder))
     return file.getvalue()
 
 
@@ -115,10 +127,16 @@ def _unpack(content: bytes, folder: Path) -> None:
         tarfile.open(fileobj=io.BytesIO(content)) as archive,
     ):
         archive.extractall(unpacked, filter="data")
-        for path in Path(unpacked).iterdir():
-            target = folder / path.name
-            if not target.exists():  # else a server of this node made it
-                path.rename(target)
+        _merge(Path(unpacked), folder)
+
+
+def _merge(made: Path, target: Path) -> None:
+    """Moves what is missing there: servers of this node made the rest."""
+    if not target.exists():
+        made.rename(target)
+    elif made.is_dir():
+        for path in made.iterdir():
+            _merge(path, target / path.name)
 
 
 @contextmanager

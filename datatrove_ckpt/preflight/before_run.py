@@ -368,6 +368,7 @@ def check_before_run(plan: RunPlan) -> None:
     """
     if plan.pulls:
         refuse_without_claims(plan)
+    note_workers(plan.workers, plan.tasks)
     _check_folders(plan)
     _check_inputs(plan)
     _check_launch(plan)
@@ -387,6 +388,15 @@ def check_before_run(plan: RunPlan) -> None:
 
             # No rank will do it: datatrove does not start complete ranks.
             upload_finished_ranks(mirror, root)
+
+
+def note_workers(workers: int, tasks: int) -> None:
+    """Says so if some workers will have no task."""
+    if workers > tasks:
+        logger.info(
+            f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
+            f"more, start a new run with tasks: {workers}, and at least as many input files."
+        )
 
 
 def check_before_worker(plan: RunPlan) -> None:

@@ -5,7 +5,6 @@ Only the template is parsed, never a document, so braces in a document have no m
 
 from __future__ import annotations
 
-import difflib
 import re
 from functools import lru_cache
 from string import Formatter
@@ -15,6 +14,7 @@ import orjson
 from datatrove.data import Document
 from loguru import logger
 
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
 _PART = r"\[\d+\]|\.[^\W\d]\w*"
@@ -113,11 +113,10 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     columns = list(map(str, document.metadata))
     if setting == "prompt":
         columns = [*_OWN, *columns]
-    close = difflib.get_close_matches(key, columns, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(key, columns) or "."
     return ConfigError(
         f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
-        f"{', '.join(columns) or 'none'}.{hint} Correct the name. If other documents have the "
+        f"{', '.join(columns) or 'none'}{hint} Correct the name. If other documents have the "
         "column, drop this document, or fill the column in."
     )
 

@@ -20,7 +20,7 @@ from tests.processes import write_program
 # Compiles unless it finds its code, as vLLM; writes down which, and its environment.
 VLLM = f"""#!{sys.executable} -S
 import os, pathlib
-cache = pathlib.Path(os.environ["VLLM_CACHE_ROOT"], "torch_compile_cache/0123abcdef/rank_0_0")
+cache = pathlib.Path(os.environ["VLLM_CACHE_ROOT"], "torch_compile_cache/torch_aot_compile/0123/rank_0_0")
 with open("starts", "a") as starts:
     starts.write("found\\n" if (cache / "code.py").exists() else "compiled\\n")
 cache.mkdir(parents=True, exist_ok=True)
@@ -42,6 +42,10 @@ def node(here, monkeypatch):
         number = next(numbers)
         home = here / f"home {number}"
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(home))
+        older = home / "torch_compile_cache/torch_aot_compile/4567/of another model"
+        older.parent.mkdir(parents=True)
+        older.touch()
+        os.utime(older, (0, 0))
         config = InferenceConfig("vllm", "m", server_stop_timeout_sec=2.0, **settings)
         runner = InferenceRunner(
             jobs.ask,
@@ -72,6 +76,7 @@ def test_a_new_node_starts_with_what_another_node_compiled(node, log, monkeypatc
     packed = gzip.decompress(content.partition(b"\n")[2])
     assert b"print(1)" in packed
     assert b"VLLM_API_KEY" not in packed
+    assert b"of another model" not in packed
     assert node() == (["found"], [archive])
     assert archive.read_bytes() == content
     starts, archives = node(model_max_context=100)

@@ -346,7 +346,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
         (["--limit=2", "--limit", "3"], "--limit: given 2 times"),
         (["--run-folder"], "--run-folder: its value is missing"),
         (["--limit", "--prompt", "x"], "--limit: its value is missing"),
-        (["--dryrun"], "--dryrun: its value is missing, or did you mean --dry-run?"),
+        (["--dryrun"], '--dryrun: its value is missing, did you mean "--dry-run"?'),
         (["b.jsonl", "c.jsonl"], "needs quotes"),
         (["--prompt.x=1"], '--prompt.x: there is no "x" inside "Say {text}"'),
     ],
@@ -474,7 +474,7 @@ def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         command("run", "job.yaml", "--workers", "4")
-        (said,) = [line for line in log if "workers is 4, but the run has 1 task" in line]
+        (said,) = [line for line in log if "workers is 4, but there is work for 1" in line]
         assert "start a new run with tasks: 4, and at least as many input files." in said
         log.clear()
         tasks = ("--tasks", "2", "--workers", "2", "--run-folder", "runs/y")
@@ -482,7 +482,7 @@ def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
         assert not [line for line in log if "workers is" in line]
 
 
-def test_slurm_gets_a_task_for_each_file(capsys):
+def test_slurm_gets_a_task_for_each_file(capsys, log):
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()
     found = expanded("--slurm.time=1:00:00", slurm={"partition": "gpu", "workers": 40})
@@ -495,6 +495,7 @@ def test_slurm_gets_a_task_for_each_file(capsys):
     assert (found["time"], found.get("gpus_per_task")) == ("1:00:00", None)
     assert main(["run", "job.yaml", "--dry-run"]) == 0
     assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
+    assert "workers is 40, but there is work for 4" in "".join(log)
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
@@ -741,7 +742,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 @pytest.mark.parametrize(
     ("setting", "columns"),
     [
-        ("prompt=Say {txt}", "text, id, file_path. Did you mean 'text'?"),
+        ("prompt=Say {txt}", 'text, id, file_path, did you mean "text"?'),
         ("prompt_column=txt", "file_path."),
     ],
 )

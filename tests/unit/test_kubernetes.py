@@ -182,7 +182,7 @@ def test_packages_beside_the_file_lie_where_pods_import_them(command):
         Path("k8s_odd", name).unlink()
 
 
-def test_settings_of_the_section_are_settings_of_the_pod(command):
+def test_settings_of_the_section_are_settings_of_the_pod(command, log):
     on_volume(
         more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n"
     )
@@ -192,6 +192,7 @@ def test_settings_of_the_section_are_settings_of_the_pod(command):
     config_map, job = manifests(printed)
     assert config_map["metadata"] == job["metadata"] == {"name": "job", "namespace": "ours"}
     assert job["spec"]["parallelism"] == job["spec"]["completions"] == 4, "as many as tasks"
+    assert "workers is 9, but there is work for 4" in log[0]
     pod = pod_of(printed)
     assert pod["nodeSelector"] == {"spot": "yes"}
     (container,) = pod["containers"]

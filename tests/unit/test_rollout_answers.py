@@ -231,8 +231,8 @@ def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_p
     step.run([Document(text="x", id=str(index)) for index in range(3)])
     assert all(one.items() >= params.items() for one in server.payloads)
     (first, second) = [line for line in log if "did you mean" in line]
-    assert "'max_token' is not one that we know; did you mean 'max_tokens'?" in first
-    assert "'temprature' is not one that we know; did you mean 'temperature'?" in second
+    assert "'max_token' is not one that we know, did you mean \"max_tokens\"?" in first
+    assert "'temprature' is not one that we know, did you mean \"temperature\"?" in second
 
 
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}

@@ -3,6 +3,7 @@ accepted.
 """
 
 import functools
+import types
 
 import pytest
 
@@ -52,6 +53,7 @@ class Callable_:
     [
         (ask, None),
         (hands_on, None),
+        (types.coroutine(lambda document, generate: (yield from ask(document, generate))), None),
         (lambda document, generate: ask(document, generate), None),
         (decorated, None),
         (Callable_(), {"anything": 1}),
@@ -73,6 +75,14 @@ async def one_parameter(document): ...
 async def three_parameters(document, generate, lexicon): ...
 
 
+async def yields(document, generate):
+    yield await ask(document, generate)
+
+
+def yields_plainly(document, generate):
+    yield ask(document, generate)
+
+
 @pytest.mark.parametrize(
     ("rollout", "context", "says"),
     [
@@ -88,6 +98,12 @@ async def three_parameters(document, generate, lexicon): ...
             "rollout(document, generate, words=...) (shared_context gives the names)",
         ),
         (ask, {"document": 1}, "multiple values for argument 'document'"),
+        (yields, None, "yields(document, generate) must not yield; return the result."),
+        (
+            functools.partial(yields_plainly),
+            None,
+            "yields_plainly(document, generate) must not yield",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_signature(tmp_path, server, rollout, context, says):

@@ -175,7 +175,7 @@ CONFIG = "config: {server_type: dummy, model_name_or_path: m}"
         ("model_name_or_path: m}", "model_name_or_path: m, skip_bad_requests: true}",
          f'{RUNNER}.config: unknown key "skip_bad_requests"; see docs/settings.md.'),
         ("server_type: dummy", "server_type: vlm",
-         f"{RUNNER}.config: server_type: 'vlm' is not one of {', '.join(ENGINES)}."),
+         f"{RUNNER}.config: server_type: 'vlm' is not one of {', '.join(ENGINES)}, did you mean \"vllm\"?"),
         ("model_name_or_path: m}", "api_key: 12345, model_name_or_path: m}",
          f"{RUNNER}.config.api_key: a key does not belong into a file. Export it where the tasks run, such as "
          "ENDPOINT_API_KEY, and write api_key_env: ENDPOINT_API_KEY instead of api_key."),

@@ -63,18 +63,14 @@ def _chip() -> str:
 
 
 async def fetch_compiled(cache: CompileCache, key: str, folder: Path) -> None:
-    thread = _in_thread(cache.fetch, key, folder)
+    thread = in_thread(cache.fetch, key, folder)
     end = time.monotonic() + _FETCH_SECONDS
     while thread.is_alive() and time.monotonic() < end:  # noqa: ASYNC110
         # No thread may call into a loop that has ended.
         await asyncio.sleep(_POLL)
 
 
-def start_saving(cache: CompileCache, key: str, folder: Path) -> None:
-    _in_thread(cache.save, key, folder)
-
-
-def _in_thread(*call: object) -> threading.Thread:
+def in_thread(*call: object) -> threading.Thread:
     # A daemon: neither a stop nor the end of a run waits for the mirror.
     thread = threading.Thread(
         target=copy_context().run, args=call, name="datatrove-ckpt compiled", daemon=True

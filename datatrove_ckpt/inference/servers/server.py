@@ -56,7 +56,7 @@ from datatrove_ckpt.inference.servers.compiled import (
     CompileCache,
     fetch_compiled,
     files_of,
-    start_saving,
+    in_thread,
 )
 from datatrove_ckpt.inference.servers.node import (
     GpuLease,
@@ -213,7 +213,7 @@ class InferenceServer:
             await self.stop()  # no process and no file may stay
             raise
         if self.compiled is not None and files is not None:
-            start_saving(self.compiled, *files)
+            in_thread(self.compiled.save, *files)
 
     async def launch(self) -> None:
         """Creates the process, without waiting until it is ready."""

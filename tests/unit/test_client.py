@@ -699,7 +699,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
 
 
 def numbered(content):
-    return orjson.dumps({"id": f"chatcmpl-{content:0>32}", **orjson.loads(chat(content))})
+    return orjson.dumps({"id": f"chatcmpl-{content:0>31}f", **orjson.loads(chat(content))})
 
 
 @pytest.mark.parametrize(
@@ -729,7 +729,7 @@ async def test_equal_answers_whose_ids_may_be_equal_by_chance_are_answers(log):
     """As the seconds of a small server, or the 999 numbers of Ollama."""
 
     async def reply(server, writer):
-        second = len(server.requests) // 3
+        second = 1764240000 + len(server.requests) // 3
         writer.write(http(200, b'{"id": "chatcmpl-%d", %b' % (second, chat("yes")[1:])))
 
     async with talking(reply) as (server, client, _):

@@ -30,7 +30,7 @@ from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
-from datatrove_ckpt.inference.client.client import Outage
+from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
@@ -499,7 +499,8 @@ async def test_a_page_in_place_of_answers_is_waited_for_once_there_were_answers(
     replies = [GOOD, *[page] * 16, GOOD]
     async with talking(*replies, **KINDS["endpoint"]) as (_, client, sleeps):
         assert await client.complete(BODY) == HI
-        assert await client.complete(BODY) == HI
+        another = CompletionClient(client.servers, sleep=sleeps)
+        assert await another.complete(BODY) == HI
         assert sum(sleeps) > 60
 
 

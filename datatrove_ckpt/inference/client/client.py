@@ -669,7 +669,7 @@ class CompletionClient:
 
     def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
         """Raises ServerRefused if one request gets such answers again and again."""
-        if isinstance(failure, WebPage) and self.stats.answers:
+        if isinstance(failure, WebPage) and self.outage.answers:
             return  # a proxy answers while the server is away
         now = self.outage.clock()
         if not request.unknown_forms:

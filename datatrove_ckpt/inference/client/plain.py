@@ -43,8 +43,8 @@ from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-# A shorter one may be a counter, the second, or one of Ollama's 999 numbers.
-_ID = re.compile(rb'"id": ?"[^"]{16,}"')
+# A short one, or a number, may be a counter, the second, or Ollama's 999.
+_ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
 _BLANK = b"\r\n"  # no answer
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.

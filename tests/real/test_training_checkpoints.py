@@ -1426,7 +1426,8 @@ def other_shapes(rank, size, port, run):
     model = nn.BatchNorm1d(2)
     nn.init.constant_(model.running_mean, rank)  # of DDP, they differ
     with saved:
-        saved.save(1, model=model, config={"lr": 0.1, "missing": float("nan")})
+        config = {"lr": 0.1, "missing": float("nan")}
+        saved.save(1, model=model, config=config, writer=lambda folder: threading.Lock())
     dist.destroy_process_group()
 
 

@@ -82,7 +82,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
             joined = owned(pa.concat_tables(group, promote_options="permissive"))
             group = []
             size = 0
-            count = count + 1
+            count += 1
             if count % _RELEASED == 0:
                 pa.default_memory_pool().release_unused()
             yield joined

@@ -439,7 +439,8 @@ class TrainingCheckpoints:
 
         if writer is not None:
             folder = self._steps.folder / f".saving-{name}" / "writer"
-            if not self._agree(partial(writer, folder), name):
+            # What it returns may not be pickled.
+            if not self._agree(lambda: writer(folder) is None, name):
                 return
         contents: Contents = {}
         if self._is_owner:

@@ -110,10 +110,12 @@ class ReaderDataset(StatefulIterable):
             )
         if shuffle_seed is None:
             shuffle_seed = reader.shuffle_seed
+        if shuffle_seed is not None:
+            shuffle_seed = int(shuffle_seed)  # NumPy's integers are no JSON
         if transform is None and columns is None:
             transform = text_and_id
-        batch = 1 if batch_size is None else batch_size
-        self.rank = int(rank)  # NumPy's integers are no JSON
+        batch = 1 if batch_size is None else int(batch_size)
+        self.rank = int(rank)
         self.world_size = int(world_size)
         self.shuffle_seed = shuffle_seed
         self.transform = transform
@@ -229,7 +231,7 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
 
 def epoch_of(loader: DataLoader) -> int | None:
     """Returns the epoch of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
-    source = getattr(loader, "dataset", None)
+    source: object = loader
     while source is not None:
         if isinstance(source, StatefulIterable):
             return source._shared.epoch

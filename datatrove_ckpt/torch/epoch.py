@@ -193,20 +193,20 @@ class Epoch(Iterator[object]):
     def state(self) -> State:
         return self._start | {"samples": self._samples, "skipped": self._missing}
 
+    def row_name(self, behind: int) -> str:
+        number = self._samples - behind
+        [row] = self._source.rows(*self._plan.places(number, number + 1))
+        return f"Row {row.number} of {row.name!r}"
+
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
 
         A loader without workers that resumes with a state of the last batch of the epoch before
         reads nothing.
         """
-        if (
-            self._after_end
-            and not self._is_used
-            and self._plan.samples
-            and next_epoch != self._plan.epoch
-        ):
+        epoch = self._plan.epoch
+        if self._after_end and not self._is_used and self._plan.samples and next_epoch != epoch:
             self._after_end = False
-            epoch = self._plan.epoch
             raise CheckpointMismatch(
                 f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "
                 f"{epoch - 1}, and the loader ends there. Resume the loop of epochs at "
@@ -249,13 +249,11 @@ class Epoch(Iterator[object]):
         """
         is_even = self._plan.settings.even is not None
         if not self._skipped:
-            [row] = self._source.rows(*self._plan.places(number, number + 1))
             what = "this epoch has fewer samples than len() says"
             if is_even:
                 what = "another document comes twice"
             logger.warning(
-                f"Row {row.number} of {row.name!r} holds no document, so {what}. Further ones are "
-                "skipped."
+                f"{self.row_name(0)} holds no document, so {what}. Further ones are skipped."
             )
         self._skipped += 1
         if not is_even:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.torch.epoch import Epoch
 from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 
@@ -133,7 +134,14 @@ class Packing(Iterator[dict[str, Tokens]]):
             except StopIteration:
                 self.finished = True
             else:
-                self._add(row)
+                try:
+                    self._add(row)
+                except (ConfigError, ValueError) as error:  # NumPy's
+                    where = f"A row of {type(self._source).__name__}"
+                    running = getattr(self._source, "_running", None)
+                    if isinstance(running, Epoch):
+                        where = running.row_name(1)
+                    raise ConfigError(f"{where} cannot be packed: {error}") from error
         if self._count >= length:
             return self._sample(self._take(length))
         if not self._count or self._pack.pad is None:
@@ -149,17 +157,13 @@ class Packing(Iterator[dict[str, Tokens]]):
 
     def _add(self, row: object) -> None:
         columns = self._pack.columns
-        tokens = [_tokens(row, name, len(columns)) for name in columns]
-        size = len(tokens[0])
-        if any(len(other) != size for other in tokens):
-            lengths = ", ".join(
-                f"{len(other)} {name}" for name, other in zip(columns, tokens, strict=True)
-            )
+        found = {name: _tokens(row, name, len(columns)) for name in columns}
+        lengths = {name: len(tokens) for name, tokens in found.items()}
+        if len({*lengths.values()}) > 1:
             raise ConfigError(
-                f"The columns of a row differ in length: {lengths}. Each must have one value per "
-                "token."
+                f"The columns differ in length: {lengths}. Each must have one value per token."
             )
-        self._hold(dict(zip(columns, tokens, strict=True)), self._pack.separator)
+        self._hold(found, self._pack.separator)
 
     def _hold(self, row: dict[str, Tokens], separator: dict[str, int] | None = None) -> None:
         """Adds a row, or the rest of a packer, whose positions begin at 0 again."""
@@ -211,7 +215,7 @@ class Packing(Iterator[dict[str, Tokens]]):
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
             fill = (self._pack.pad or {}).get(name, 0)
-            padded[name] = np.concatenate([tokens, np.full(missing, fill, tokens.dtype)])
+            padded[name] = np.pad(tokens, (0, missing), constant_values=fill)
             if name == _FIRST:
                 padded[name][len(tokens)] = True
         return padded

@@ -1,10 +1,10 @@
 """Keeps the numbers of rows of files, so that the next process need not read the files again.
 
-Counting JSONL reads all of it, 1 to 2 GB per second from a page cache. The counts of an input are a
-small file in the folder ``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else
-``datatrove-ckpt/rows`` in the user's cache folder. If nodes share the folder, the first node
-counts. A count is used while size, time of change and sample of the file are unchanged
-(``Inputs.sample``). Reading notices a wrong count. The file may be deleted at any time.
+Counting JSONL reads all of it. The counts of an input are a small file in the folder
+``$DATATROVE_CKPT_CACHE`` (empty: none are kept), or else ``datatrove-ckpt/rows`` in the user's
+cache folder. If nodes share the folder, the first node counts. A count is used while size, time of
+change and sample of the file are unchanged (``Inputs.sample``). Reading notices a wrong count. The
+file may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -65,10 +65,8 @@ class RowCounts:
     def load(self) -> None:
         if self._path is None:
             return
-        with suppress(OSError, ValueError):
-            content = orjson.loads(self._path.read_bytes())
-            if isinstance(content, dict) and isinstance(content.get("files"), dict):
-                self._files = content["files"] | self._files
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            self._files = orjson.loads(self._path.read_bytes())["files"] | self._files
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -108,15 +106,12 @@ class RowCounts:
         key = self.key(number)
         if not key:
             return
-        rows = [group.rows for group in index.groups]
-        sizes = [group.bytes for group in index.groups]
-        schema = b64encode(index.schema).decode()
         entry = {
             "key": key,
-            "rows": rows,
-            "bytes": sizes,
+            "rows": [group.rows for group in index.groups],
+            "bytes": [group.bytes for group in index.groups],
             "sequential": index.sequential,
-            "schema": schema,
+            "schema": b64encode(index.schema).decode(),
         }
         with self._lock:
             self._files[self._inputs.names[number]] = entry

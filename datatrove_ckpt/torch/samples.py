@@ -54,9 +54,9 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
             return np.array(values, np.int64)
         except OverflowError:
             return values
-    integers = (value for value in values if type(value) is int)
-    is_exact = kinds <= {int, float} and all(abs(value) <= _EXACT_IN_FLOATS for value in integers)
-    if is_exact:
+    if kinds <= {int, float} and all(
+        type(value) is float or abs(value) <= _EXACT_IN_FLOATS for value in values
+    ):
         return np.array(values, np.float64)
     return values
 

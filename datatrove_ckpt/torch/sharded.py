@@ -54,7 +54,7 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
         else:
             alike[key] = _content(state)
             found = [leaf for _, leaf in leaves(alike[key], "")]
-        if any(map(_is_part, found)):
+        if any(isinstance(each, DTensor) for each in found):
             parts[key] = alike.pop(key, None) or state_of(key, states)
         elif key not in alike:
             alike[key] = _content(state)
@@ -110,10 +110,6 @@ def give(state: Any, content: Any) -> None:
             give(now, value)
         else:
             state[key] = value
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, DTensor)
 
 
 def state_of(key: str, states: States) -> object:
@@ -236,7 +232,7 @@ def not_plain(contents: Mapping[str, object]) -> str:
     none.
     """
     for place, leaf in leaves(contents, ""):
-        if type(leaf) in _PLAIN or _is_part(leaf):
+        if type(leaf) in _PLAIN or isinstance(leaf, DTensor):
             continue
         file = io.BytesIO()
         try:

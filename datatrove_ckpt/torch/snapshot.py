@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 # Not DefaultStager, which in torch 2.11 can be used only once.
@@ -57,11 +57,8 @@ def random_state() -> JsonObject:
     state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        name, keys, *others = np.random.get_state(legacy=True)
-        state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *others]
+    name, keys, *others = np.random.get_state(legacy=True)
+    state["numpy"] = [name, torch.from_numpy(np.asarray(keys).astype("int64")), *others]
     return state
 
 
@@ -73,7 +70,5 @@ def set_random_state(state: JsonObject) -> None:
         for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(each, device)
     if "numpy" in state:
-        import numpy as np
-
         name, keys, *others = state["numpy"]
         np.random.set_state((name, keys.numpy().astype("uint32"), *others))

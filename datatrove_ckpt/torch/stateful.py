@@ -95,6 +95,11 @@ class Shared:
 
             self._numbers = torch.tensor(self._numbers, dtype=torch.int64).share_memory_()
 
+    def __setstate__(self, state: State) -> None:
+        self.__dict__ = state
+        if not isinstance(self._numbers, list):
+            self._numbers.share_memory_()  # a copy is not
+
     @property
     def epoch(self) -> int:
         return int(self._numbers[_EPOCH])
@@ -253,14 +258,14 @@ class StatefulIterable(_Iterable):
         """Returns a copy that begins this epoch, and shares nothing with the original."""
         other = copy.copy(self)
         other._forget()
-        other.set_epoch(epoch)
+        other._shared.set_epoch(epoch)
         return other
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         # For workers that are not forked. They iterate themselves.
         return self.__dict__ | {"_running": None, "_begun": None}  # a WeakSet cannot be pickled
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         self.__dict__ = state | {"_begun": WeakSet()}
 
     def __iter__(self) -> Iterator[Any]:
@@ -394,9 +399,7 @@ class StatefulWrapper(StatefulIterable):
                 source.set_epoch(epoch)
 
     def at_epoch(self, epoch: int) -> Self:
-        other = copy.copy(self)
-        other._forget()
-        other._shared.set_epoch(epoch)
+        other = super().at_epoch(epoch)
         other._sources = [at_epoch(source, epoch) for source in self._sources]
         return other
 
@@ -517,11 +520,10 @@ def this_worker() -> tuple[int | None, int]:
     """Returns the number of this worker of a loader, and how many there are; (None, 1) outside of
     workers.
     """
-    try:
+    with suppress(ImportError):
         from torch.utils.data import get_worker_info
-    except ImportError:
-        return None, 1
-    worker = get_worker_info()
-    if worker is None:
-        return None, 1
-    return worker.id, worker.num_workers
+
+        worker = get_worker_info()
+        if worker is not None:
+            return worker.id, worker.num_workers
+    return None, 1

@@ -3,7 +3,7 @@
 Ranks take turns by the row, and the workers of a rank by the batch, or without ``batch_size`` by
 the row. So for any number of ranks and workers, the global batch of step s has the positions from
 ``s * world_size * batch_size`` on. After a ``Round`` the remaining positions are dealt out anew. A
-state holds the rounds so far: 30 bytes for each change of the topology.
+state holds the rounds so far.
 """
 
 from __future__ import annotations
@@ -85,15 +85,13 @@ class Round:
         return cls(Topology(ranks, workers, batch), counts)
 
     @cached_property
-    def _turn_rows(self) -> int:
-        return self.topology.slots * self.topology.batch
-
-    @cached_property
     def _end(self) -> int:
-        return -(-max(self.counts) // self.topology.batch) * self._turn_rows
+        batch = self.topology.batch
+        return -(-max(self.counts) // batch) * batch * self.topology.slots
 
     def holes(self, rows: int) -> Numbers:
-        low = min(self.counts) // self.topology.batch * self._turn_rows
+        batch = self.topology.batch
+        low = min(self.counts) // batch * batch * self.topology.slots
         high = min(self._end, rows)
         places = np.arange(low, max(low, high))
         slots, samples = self.topology.owner(places)

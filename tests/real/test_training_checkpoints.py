@@ -1266,14 +1266,9 @@ def fsdp_rank(rank, size, port, run, steps, first):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
     logger.remove()
-    dist.init_process_group("gloo")
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     if first.get("shard", True):
@@ -1409,13 +1404,8 @@ def test_a_list_of_parts_runs_no_code(line):
 def other_shapes(rank, size, port, run):
     import torch.distributed as dist
 
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    dist.init_process_group("gloo")
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
         checkpoints(run, every_steps=400 + rank)
     saved = checkpoints(run)
@@ -1426,7 +1416,8 @@ def other_shapes(rank, size, port, run):
     model = nn.BatchNorm1d(2)
     nn.init.constant_(model.running_mean, rank)  # of DDP, they differ
     with saved:
-        saved.save(1, model=model, config={"lr": 0.1, "missing": float("nan")})
+        config = {"lr": 0.1, "missing": float("nan")}
+        saved.save(1, model=model, config=config, writer=lambda folder: threading.Lock())
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import pickle
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,9 @@ from datatrove_ckpt.torch.dataset import ReaderDataset
 from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.merging import merge
+from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
+from datatrove_ckpt.torch.packing import Pack
 from datatrove_ckpt.torch.states import DatasetState, Slot
 from tests.unit.tables import reader_of, write_table
 
@@ -428,11 +431,34 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path, case):
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
 
 
-def test_a_rank_may_be_a_number_of_numpy(tmp_path):
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(6)))
-    dataset = ReaderDataset(JsonlReader(tmp_path.as_posix()), np.int64(1), np.int64(2))  # type: ignore[arg-type]
-    assert [sample["text"] for sample in dataset] == ["1", "3", "5"]
-    assert json.loads(json.dumps(dataset.state_dict()))["slot"] == [1, 2, 0, 1]
+def test_settings_may_be_numbers_of_numpy(parquet):
+    states = []
+    for kind in (int, np.int64):
+        dataset = ReaderDataset(
+            parquet, kind(1), kind(2), kind(3), columns=["n"], batch_size=kind(2)
+        )
+        assert len(list(dataset)) == len(ROWS) // 2
+        states.append(json.dumps(dataset.state_dict()))
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
+def test_a_copy_begins_anew_and_workers_hear_of_its_epochs(parquet, copied):
+    dataset = Mix([ReaderDataset(parquet, columns=["n"])], [1])
+    begun = iter(dataset)
+    next(begun)
+    made = copied(dataset)
+    assert [row["n"] for row in made] == list(range(len(ROWS)))
+    numbers = made._shared._numbers
+    assert isinstance(numbers, list) or numbers.is_shared(), "without torch it is a list"
+
+
+def test_a_row_that_cannot_be_packed_is_named(tmp_path):
+    lines = ['{"t": [1, 2]}', '{"t": [[3], [4, 5]]}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    rows = ReaderDataset(JsonlReader(str(tmp_path)), columns=["t"])
+    with pytest.raises(ConfigError, match=r"Row 1 of 'a\.jsonl' cannot be packed"):
+        list(Pack(rows, 4, ["t"]))
 
 
 # What costs time for each row --------------------------------------------------------------------

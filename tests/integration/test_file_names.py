@@ -115,7 +115,7 @@ def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp
 def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path, server):
     output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
     with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
-        runner(tmp_path, server, output_writer=output).run([about(0, lang="checkpoints/00000")])
+        runner(tmp_path, server, output_writer=output).run([about(0, lang="Checkpoints/00000")])
 
 
 def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):

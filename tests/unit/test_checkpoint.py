@@ -26,6 +26,7 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
+    DEAD_LETTERS,
     journal_indices,
     journal_path,
     last_chunk_of,
@@ -36,7 +37,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     Answer,
     AnswerKey,
@@ -172,6 +173,26 @@ def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
     log.append(commit(0))
     with pytest.raises(CheckpointCorrupt, match="chunk 0 is committed twice"):
         CommitLog(tmp_path / "commits.jsonl")
+
+
+def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
+    folder = rank_folder(tmp_path, 0)
+    folder.mkdir()
+    last_chunk_of(folder).parent.mkdir()
+    log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
+    log.append(commit(0))
+    log.append(commit(2))
+    cache.put([request(0)])
+    (folder / DEAD_LETTERS).write_bytes(b"of chunk 1")
+    for index in range(2):
+        ChunkJournal(journal_path(folder, index), 0).append([finished(3)])
+    recover(folder, log, cache, 4)
+    assert journal_indices(folder) == [1]
+    assert not list(cache.answer_counts())
+    assert not (folder / DEAD_LETTERS).read_bytes()
+    ChunkJournal(journal_path(folder, 1), 0).append([finished(4)])
+    with pytest.raises(CheckpointCorrupt, match="document 4 does not belong there"):
+        recover(folder, log, cache, 4)  # chunk 2 begins there
 
 
 # request cache -----------------------------------------------------------------------------------

@@ -214,26 +214,18 @@ def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_beg
 
     async def rollout(document, generate):
         seen.append(document.id)
-        if document.id != "id 0":
-            return "fine"
-        if len(seen) == 1:
-            raise RuntimeError("bad")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            seen.append("ended")
+        if len(seen) == 2:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append("ended")
+        raise RuntimeError("bad")
 
     config = {"rollouts_per_document": 2, "max_concurrent_documents": 1}
     runner(tmp_path, server, rollout, config=config, on_document_error="dead_letter").run(
         documents(2)
     )
-    assert seen == ["id 0", "id 0", "ended", "id 1", "id 1"]
-
-
-# values ------------------------------------------------------------------------------------------
-
-
-# datatrove ---------------------------------------------------------------------------------------
+    assert seen[:4] == ["id 0", "id 0", "ended", "id 1"]
 
 
 # without checkpoints -----------------------------------------------------------------------------
@@ -276,10 +268,6 @@ async def ask_with_prompt(document, generate):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (
-            {"config": {"default_generation_params": {"temperature": 1}}},
-            "default_generation_params",
-        ),
         ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
         ({"rollout": ask}, "rollout_fn"),

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk
+from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import (
     Commit,
     CommitLog,
@@ -185,8 +187,9 @@ def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
     cache.put([request(0)])
     (folder / DEAD_LETTERS).write_bytes(b"of chunk 1")
     for index in range(2):
-        ChunkJournal(journal_path(folder, index), 0).append([finished(3)])
-    recover(folder, log, cache, 4)
+        last = replace(finished(3), seconds=Seconds(index, 2))
+        ChunkJournal(journal_path(folder, index), 0).append([last])
+    assert recover(folder, log, cache, 4).seconds == (1, 2)
     assert journal_indices(folder) == [1]
     assert not list(cache.answer_counts())
     assert not (folder / DEAD_LETTERS).read_bytes()

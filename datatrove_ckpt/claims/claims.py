@@ -314,7 +314,7 @@ class Claims:
         number = 1
         if mark is not None:
             is_mine = mark.owner == self._owner
-            if self._is_given_up(mark) or (mark.owner in look.alive and not is_mine):
+            if self._is_given_up(mark):
                 return False
             if not mark.owner.startswith(GIVEN_UP):
                 record = _record(self._store, mark)

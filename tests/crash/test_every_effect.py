@@ -153,6 +153,7 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older):
             if answered(folder):
                 with pytest.raises(CheckpointMismatch, match="tasks: 2 -> 3"):
                     runner(folder, server).run(documents(1), rank=2, world_size=3)
+                assert not (folder / "checkpoints" / "00002").exists()
             if older:
                 (folder / "checkpoints" / "job.json").unlink(missing_ok=True)
 

@@ -84,7 +84,6 @@ def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_fie
     assert OUTSIDE[lang] in message
     assert "on_document_error=" in message
     assert outputs(tmp_path)
-    assert all(name.startswith(("a/b/checkpoints/", "a/b/.output.")) for name in outputs(tmp_path))
     with pytest.raises(InvalidFileName):
         without_checkpoints(folder, server, writer(tmp_path / "c/d", BY_LANGUAGE)).run(
             [about(0, lang=lang)]
@@ -115,7 +114,7 @@ def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp
 def test_a_name_in_the_checkpoint_below_the_output_folder_is_refused(tmp_path, server):
     output = JsonlWriter(str(tmp_path), "${lang}/chunk_${chunk_index}.jsonl", compression=None)
     with pytest.raises(InvalidFileName, match="is in a folder of the checkpoint"):
-        runner(tmp_path, server, output_writer=output).run([about(0, lang="checkpoints/00000")])
+        runner(tmp_path, server, output_writer=output).run([about(0, lang="Checkpoints/00000")])
 
 
 def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):

@@ -16,6 +16,7 @@ from aiohttp import web
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
@@ -350,6 +351,9 @@ def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
 
 def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
     monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
+    folder = tmp_path / "checkpoints" / "00000" / BATCHES_FOLDER
+    folder.mkdir(parents=True)
+    (folder / "00001.jsonl").write_bytes(b"of a kill before its line was written\n")
     with FakeProvider() as provider:
         runner(tmp_path, provider, config=BATCHES).run(documents(7))
         sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]

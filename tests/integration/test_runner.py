@@ -2,6 +2,7 @@
 on.
 """
 
+import asyncio
 import copy
 import json
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, s
         commits(tmp_path)[0]["tally"] | {"read": 2, "written": 1, "dropped": 1}
         == commits(tmp_path)[0]["tally"]
     )
+    assert commits(tmp_path)[0]["work"]["failed_rollouts"][:2] == [2, 5]
 
 
 @contextmanager
@@ -205,10 +207,25 @@ def test_one_rollout_that_raises_ends_its_siblings_and_keeps_what_they_were_answ
     assert len(rows(tmp_path)[0]["metadata"]["rollout_results"]) == 2
 
 
-# values ------------------------------------------------------------------------------------------
+def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_begins(
+    tmp_path, server
+):
+    seen = []
 
+    async def rollout(document, generate):
+        seen.append(document.id)
+        if len(seen) == 2:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append("ended")
+        raise RuntimeError("bad")
 
-# datatrove ---------------------------------------------------------------------------------------
+    config = {"rollouts_per_document": 2, "max_concurrent_documents": 1}
+    runner(tmp_path, server, rollout, config=config, on_document_error="dead_letter").run(
+        documents(2)
+    )
+    assert seen[:4] == ["id 0", "id 0", "ended", "id 1"]
 
 
 # without checkpoints -----------------------------------------------------------------------------
@@ -251,10 +268,6 @@ async def ask_with_prompt(document, generate):
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (
-            {"config": {"default_generation_params": {"temperature": 1}}},
-            "default_generation_params",
-        ),
         ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
         ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
         ({"rollout": ask}, "rollout_fn"),

@@ -405,12 +405,15 @@ def loops_over_numbers(run, workers, stop, **named):
                 saved.maybe_save(step, loader=loader, **(named or {"epoch": epoch}))
                 if step == stop:
                     return seen
+            if step == -stop:
+                saved.save(step, loader=loader, epoch=epoch)
+                return seen
     return seen
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path, workers):
-    for stop in (9, 10, 14, 20, 30):
+    for stop in (9, 10, -10, 14, 20, 30):
         batches = loops_over_numbers(tmp_path / str(stop), workers, stop)
         batches += loops_over_numbers(tmp_path / str(stop), workers, 0)
         assert [epoch for epoch, _ in batches] == [

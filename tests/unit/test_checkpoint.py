@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk
+from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import (
     Commit,
     CommitLog,
@@ -26,6 +28,7 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
+    DEAD_LETTERS,
     journal_indices,
     journal_path,
     last_chunk_of,
@@ -36,7 +39,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
     Answer,
     AnswerKey,
@@ -172,6 +175,27 @@ def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
     log.append(commit(0))
     with pytest.raises(CheckpointCorrupt, match="chunk 0 is committed twice"):
         CommitLog(tmp_path / "commits.jsonl")
+
+
+def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
+    folder = rank_folder(tmp_path, 0)
+    folder.mkdir()
+    last_chunk_of(folder).parent.mkdir()
+    log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
+    log.append(commit(0))
+    log.append(commit(2))
+    cache.put([request(0)])
+    (folder / DEAD_LETTERS).write_bytes(b"of chunk 1")
+    for index in range(2):
+        last = replace(finished(3), seconds=Seconds(index, 2))
+        ChunkJournal(journal_path(folder, index), 0).append([last])
+    assert recover(folder, log, cache, 4).seconds == (1, 2)
+    assert journal_indices(folder) == [1]
+    assert not list(cache.answer_counts())
+    assert not (folder / DEAD_LETTERS).read_bytes()
+    ChunkJournal(journal_path(folder, 1), 0).append([finished(4)])
+    with pytest.raises(CheckpointCorrupt, match="document 4 does not belong there"):
+        recover(folder, log, cache, 4)  # chunk 2 begins there
 
 
 # request cache -----------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_token_counts_that_are_none_are_left_out(usage, kept):
     orjson.dumps(result.usage)
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 422, 431])
 def test_a_request_that_can_never_succeed_is_not_repeated(status):
     outcome = Outcome(answer(http(status, b"503 try again later" + b"x" * 5000, "Retry-After: 1")))
     assert isinstance(outcome.result, RequestRejected)

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenChe
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
-from datatrove_ckpt.errors import CheckpointMismatch, Fenced
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
 # chunks ------------------------------------------------------------------------------------------
@@ -88,14 +88,14 @@ def opened(
 
 
 def run(checkpoint, number, while_open=lambda: None):
-    """Each document has one answer, and is looked up first."""
-    changed = threading.Event()
+    """Each document has one answer, and is looked up first, in another thread."""
+    changed, readers = threading.Event(), set()
     checkpoint.on_change = changed.set
     for ordinal in range(number):
         slot = checkpoint.admit(f"input {ordinal}")
         if slot is None:
             continue
-        checkpoint.lookup(slot, lambda answers: None)
+        checkpoint.lookup(slot, lambda answers: readers.add(threading.current_thread()))
         checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
     while_open()
@@ -104,6 +104,7 @@ def run(checkpoint, number, while_open=lambda: None):
         assert changed.wait(30)
         changed.clear()
         checkpoint.raise_failure()
+    assert threading.current_thread() not in readers
 
 
 def no_locks(fd, how):
@@ -131,6 +132,10 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     older = opened(tmp_path, placement=placement)
     with pytest.raises(Fenced):
         run(older, 2)
+    files = older.lease.files
+    for write in (partial(files.write, [], {}), partial(files.batches.note, 1, "filled")):
+        with pytest.raises(Fenced):
+            write()
     older.close()
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
@@ -157,6 +162,15 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):
         run(checkpoint, 4)
         checkpoint.close(completed=True)
     assert before == {0: "sync chunk_00000.jsonl", 1: "sync chunk_00001.jsonl"}
+
+
+def test_a_chunk_whose_output_lacks_a_document_is_not_committed(tmp_path):
+    checkpoint = opened(
+        tmp_path, lambda index, documents: write_chunk(index, [next(iter(documents))])
+    )
+    with pytest.raises(CheckpointCorrupt, match="holds 0 documents instead of 2"):
+        run(checkpoint, 2)
+    checkpoint.close()
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -3,6 +3,7 @@
 import random
 import threading
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -114,9 +115,19 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
         content, rows = mirrored.newest()
         assert content == mirrored.content
         assert set(mirrored.rows) <= rows
+        assert all(map(mirrored.is_complete, mirrored.versions.all_versions()))
         assert mirrored.parts() <= 8 + 8 + len(content) // 100
     left = list((tmp_path / "00000" / "objects").iterdir())
     assert len(left) < 3 * 24
+
+
+def test_answers_whose_upload_failed_are_uploaded_again(tmp_path, monkeypatch):
+    mirrored = Mirrored(tmp_path)
+    mirrored.upload(b"", [request(0)], {0})
+    monkeypatch.setattr(Versions, "put_object", Mock(side_effect=ConnectionError))
+    with pytest.raises(ConnectionError):
+        mirrored.upload(b"", [request(1)], {1})
+    assert mirrored.uploads.last_answer == 1
 
 
 def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):

@@ -15,6 +15,7 @@ program itself are deleted.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import pickle
 import re
@@ -28,6 +29,10 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from loguru._better_exceptions import ExceptionFormatter
+
+# 4 ms for each log, of which each test has one.
+ExceptionFormatter._get_lib_dirs = staticmethod(functools.cache(ExceptionFormatter._get_lib_dirs))
 _NEW = subprocess.Popen
 _ARGUMENTS = _NEW._execute_child.__code__.co_varnames[2:]  # type: ignore[attr-defined]
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -45,6 +50,7 @@ _AT_START = (
     "OPENBLAS_NUM_",
     "ARROW_",
     "FSSPEC_",
+    "LOGURU_",
     "TQDM_",
 )
 _ABOUT_IMPORTS = re.compile(r"\bsys\.(modules|meta_path|flags)\b|importlib|__import__|builtins")
@@ -56,7 +62,8 @@ _MODULES = """
     datatrove_ckpt.cli.verify_repair datatrove_ckpt.executors.local datatrove_ckpt.generation.rank
     datatrove_ckpt.inference.servers.pool datatrove_ckpt.mirror.reading datatrove_ckpt.mirror.mirror
     datatrove_ckpt.mirror.restore datatrove_ckpt.preflight.doctor datatrove_ckpt.readers
-    datatrove_ckpt.rollouts datatrove_ckpt.runner datatrove_ckpt.testing zstandard
+    datatrove_ckpt.rollouts datatrove_ckpt.runner datatrove_ckpt.testing numpy.random uvloop
+    zstandard
 """
 
 
@@ -182,7 +189,7 @@ def install():
 
 def _of_the_tests():
     frame = sys._getframe()
-    while frame.f_globals["__name__"] in (__name__, "subprocess", "forkcount"):
+    while frame.f_globals["__name__"] in (__name__, "subprocess"):
         frame = frame.f_back
     return bool(frame.f_globals["__name__"].startswith("tests."))
 
@@ -259,6 +266,9 @@ def _import():
     for module in _MODULES.split():
         import_module(module)
     kind.__getitem__ = get  # type: ignore[method-assign]
+    # datatrove looks through all that is installed, once in each process.
+    sys.modules["datatrove.utils._import_utils"].check_required_dependencies("", ["orjson"])
+    ExceptionFormatter._get_lib_dirs()
     gc.collect()
     gc.freeze()
     return names

@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 
 PRESSURE = Path("/proc/pressure")
-"""The fixture ``policy``."""
-
 LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
 
 
@@ -35,14 +33,14 @@ def until(condition, seconds=300.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.001)
+        time.sleep(0.005)
 
 
 async def until_async(condition, seconds=300.0):
     """The same in an event loop."""
     async with asyncio.timeout(seconds):
         while not condition():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.005)
 
 
 class Patience:

@@ -215,8 +215,10 @@ class Workers:
         free = self._idle
         while not self._stops and len(self._tasks) > free and len(self._workers) < self.count:
             slot = min(set(range(self.count)) - {worker.slot for worker in self._workers})
-            resource_tracker.ensure_running()  # its own start unblocks signals
-            if self.context.get_start_method() == "forkserver":
+            method = self.context.get_start_method()
+            if method != "fork":
+                resource_tracker.ensure_running()  # its own start unblocks signals
+            if method == "forkserver":
                 # Started before signals are blocked here, because its processes inherit the mask:
                 # datatrove's pools use it, and their ``terminate`` would wait forever for a worker
                 # that blocks SIGTERM.

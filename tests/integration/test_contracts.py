@@ -21,7 +21,6 @@ import re
 import shutil
 import socket
 import tempfile
-import time
 from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 
@@ -39,6 +38,7 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, documents, runner
 from tests.kept import content_of, edit
+from tests.patience import until
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 DATA = Path(__file__).parents[1] / "data"
@@ -117,8 +117,7 @@ class Refusal:
     def __call__(self, payload, times):
         if self.commits is None or not payload["messages"][-1]["content"].endswith(" d"):
             return None
-        while not self.commits.exists() or not self.commits.read_bytes():
-            time.sleep(0.01)
+        until(lambda: self.commits.exists() and self.commits.read_bytes())
         return 403
 
 

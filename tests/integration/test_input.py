@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import stat
-import time
 
 import orjson
 import pytest
@@ -23,6 +22,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, rows, runner
+from tests.patience import until
 from tests.yaml_jobs import endpoint, job_yaml
 
 ORIGINAL = "datatrove.pipeline.readers.JsonlReader"
@@ -359,8 +359,7 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch):
         return await ask(document, generate)
 
     def last_once_recorded(self, chunk, journal):
-        while chunk.index == 1 and not (rank / "shard.json").exists():
-            time.sleep(0.001)
+        until(lambda: chunk.index != 1 or (rank / "shard.json").exists())
         return publish(self, chunk, journal)
 
     monkeypatch.setattr(Publisher, "_publish", last_once_recorded)

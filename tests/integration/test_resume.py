@@ -5,7 +5,6 @@ wrong document.
 import asyncio
 import itertools
 import json
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import EFFECTS
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
+from tests.patience import until
 
 NUMBER = 20
 
@@ -229,8 +229,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
     def last_first_again(data):
         kept = list(data)
         yield from kept
-        while not committed(folder):
-            time.sleep(0.001)
+        until(lambda: committed(folder))
         yield kept[0]
 
     rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]

@@ -143,8 +143,7 @@ class Job:
 
 
 def until_asked(server, number):
-    while len(server.payloads) < number:
-        time.sleep(0.01)
+    until(lambda: len(server.payloads) >= number)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,13 @@ def inside(node, kinds):
 
 
 def nested_conditional(node):
-    return isinstance(node, ast.IfExp) and bool(inside(node, ast.IfExp))
+    return inside(node, ast.IfExp)
 
 
 def nested_comprehension(node):
     """A comprehension within another, and one of them has a condition."""
-    if not isinstance(node, COMPREHENSIONS):
-        return False
     within = inside(node, COMPREHENSIONS)
-    return bool(within) and any(
-        isinstance(one, ast.comprehension) and one.ifs for one in ast.walk(node)
-    )
+    return within and any(isinstance(one, ast.comprehension) and one.ifs for one in ast.walk(node))
 
 
 def tuple_assignment(node):
@@ -33,7 +29,7 @@ def tuple_assignment(node):
 
     A swap is none: one of its values is a target, too.
     """
-    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+    if not isinstance(node.value, ast.Tuple):
         return False
     if not any(isinstance(target, ast.Tuple) for target in node.targets):
         return False
@@ -48,13 +44,12 @@ def tuple_assignment(node):
         for one in ast.walk(node.value)
         if isinstance(one, ast.Name | ast.Attribute)
     }
-    has_star = bool(inside(node.value, ast.Starred))
-    return not has_star and targets.isdisjoint(values)
+    return not inside(node.value, ast.Starred) and targets.isdisjoint(values)
 
 
 def product_with_a_condition(node):
     """``", ..." * (count > 3)``: an ``if`` in disguise."""
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+    if not isinstance(node.op, ast.Mult):
         return False
     for side in (node.left, node.right):
         if isinstance(side, ast.Compare) or (
@@ -66,11 +61,17 @@ def product_with_a_condition(node):
     return False
 
 
-FORMS = (nested_conditional, nested_comprehension, tuple_assignment, product_with_a_condition)
+FORMS = {
+    ast.IfExp: nested_conditional,
+    **dict.fromkeys(COMPREHENSIONS, nested_comprehension),
+    ast.Assign: tuple_assignment,
+    ast.BinOp: product_with_a_condition,
+}
 
 
 def packed(nodes):
-    return [f"{node.lineno}: {form.__name__}" for node in nodes for form in FORMS if form(node)]
+    forms = [(node, FORMS[type(node)]) for node in nodes if type(node) in FORMS]
+    return [f"{node.lineno}: {form.__name__}" for node, form in forms if form(node)]
 
 
 @pytest.mark.parametrize(

@@ -222,13 +222,11 @@ class Stubborn(Exception):
 def test_the_first_error_is_raised_once_the_others_have_drained(tmp_path, error, kind, said):
     def run(slot, task):
         if task == 1:
-            while not (tmp_path / "started").exists():
-                time.sleep(0.001)
+            until((tmp_path / "started").exists)
             raise error
         signal.signal(signal.SIGTERM, lambda *_: (tmp_path / "drained").touch())
         (tmp_path / "started").touch()
-        while not (tmp_path / "drained").exists():
-            time.sleep(0.001)
+        until((tmp_path / "drained").exists)
         return task
 
     with pytest.raises(kind, match=said) as caught, group(run) as workers:
@@ -263,11 +261,9 @@ def wait_for_stop(folder):
         came = []
         previous = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
         (folder / f"started {task}").touch()
-        while not came:
-            time.sleep(0.001)
+        until(lambda: came)
         (folder / f"drains {task}").touch()
-        while len(came) < 2 and not (folder / "drained").exists():
-            time.sleep(0.001)
+        until(lambda: len(came) > 1 or (folder / "drained").exists())
         signal.signal(signal.SIGTERM, previous)
         signal.raise_signal(signal.SIGTERM)
         return "not reached"
@@ -450,8 +446,7 @@ def test_no_worker_outlives_its_parent(tmp_path):
         with group(run) as workers:
             list(workers.run(range(2)))
         os._exit(0)
-    while len([path for path in tmp_path.iterdir() if path.read_text()]) < 2:
-        time.sleep(0.001)
+    until(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) > 1)
     handles = [os.pidfd_open(int(path.read_text())) for path in tmp_path.iterdir()]
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)

@@ -132,7 +132,7 @@ def open_place(
                 break
         else:
             if config is not None:
-                raise NotBegun(_not_begun(place, f"{place.what}, its mirror"))
+                raise _not_begun(place, f"{place.what}, its mirror")
             raise ConfigError(
                 f"{url} contains no mirror of a checkpoint: there is no folder like 00000 with a "
                 f"version in it, and none in {below}. Give the URL that checkpoints_remote_dir "
@@ -150,19 +150,19 @@ def _named(what: str) -> tuple[Place, str | None]:
     if _URL.match(what):
         return place, what
     root = place.folder
+    if root.name == "checkpoints" and not root.exists():
+        root = root.parent
     checkpoints = root / "checkpoints"
     with suppress(PermissionError):  # the command says it later
-        if checkpoints.is_dir() and not layout.rank_numbers(root):  # a run folder
+        has_ranks = root.is_dir() and layout.rank_numbers(root)
+        if checkpoints.is_dir() and not has_ranks:  # a run folder
             place.what = str(checkpoints)
             place.folder = checkpoints
             place.output = _if_folder(root / "output")
             place.logging_dir = _if_folder(root / "logs")
-        for folder in (checkpoints, root):
-            if folder.name != "checkpoints" or folder.exists():
-                continue
-            has_output = any((folder.parent / "output").glob("*"))
-            if not has_output and (folder.parent / "logs").is_dir():
-                raise NotBegun(_not_begun(place, str(folder)))
+        elif (root / "logs").is_dir() and not has_ranks:
+            place.output = str(root / "output")
+            raise _not_begun(place, checkpoints)
     if place.folder.is_dir() and _looks_like_mirror(place.folder):
         return place, place.what
     return place, None
@@ -174,8 +174,8 @@ def _if_folder(path: Path) -> str | None:
 
 def _looks_like_mirror(folder: Path) -> bool:
     try:
-        first = next(iter(layout.rank_numbers(folder)), None)
-        if first is None or (layout.rank_folder(folder, first) / layout.RUN).exists():
+        ranks = layout.rank_numbers(folder)
+        if not ranks or (layout.rank_folder(folder, ranks[0]) / layout.RUN).exists():
             return False
         from datatrove_ckpt.mirror.reading import is_mirror
 
@@ -219,7 +219,7 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
 def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
     executor = _arguments(config.get("executor"))
     index, step = _kept_step(path, executor)
-    tasks = executor.get("tasks")
+    tasks = executor.get("tasks", 0)
     logging_dir = _text(executor.get("logging_dir"))
     output = _text(_arguments(step.get("output_writer")).get("output_folder"))
     runs_as_jobs = _runs_as_jobs(config)
@@ -243,14 +243,12 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
         output=output,
         config=config,
     )
-    if isinstance(tasks, int) and is_count(tasks):
+    if is_count(tasks):
         place.tasks = tasks
     if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
         return place, remote
     if not local.is_dir() or not layout.rank_numbers(local):
-        raise NotBegun(
-            _not_begun(place, f"{local}, its checkpoints_local_dir", ", or not on this node")
-        )
+        raise _not_begun(place, f"{local}, its checkpoints_local_dir on this node")
     return place, None
 
 
@@ -268,14 +266,14 @@ def _runs_as_jobs(config: JsonObject) -> bool:
     )
 
 
-def _not_begun(place: Place, where: str, elsewhere: str = "") -> str:
-    hint = ""
+def _not_begun(place: Place, where: object) -> ConfigError:
+    what = place.given[0]
+    if place.output and any(Path(place.output).glob("*")):
+        return ConfigError(f"{what}: {place.output} holds files, and {where} no checkpoint.")
+    hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(place.config):
-        hint = " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
-    return (
-        f"{place.given[0]}: nothing has started yet{elsewhere}: no task has a checkpoint in "
-        f"{where}. A submitted job may wait in its queue.{hint}"
-    )
+        hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
+    return NotBegun(f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}")
 
 
 def _mirror_has_more(local: Path, remote: str) -> bool:

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
-from datatrove_ckpt.maintenance.where import open_place
+from datatrove_ckpt.maintenance.where import NotBegun, open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 
 NONCE = "0123456789abcdef"
@@ -227,3 +227,26 @@ def test_a_run_folder_at_a_url_is_its_mirror_below_the_logs():
             "memory://bucket/x/output",
             "memory://bucket/x/logs",
         )
+
+
+def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
+    found = config(f"{tmp_path}/checkpoints")
+    writer = {"init_args": {"output_folder": f"{tmp_path}/output"}}
+    found["executor"]["init_args"]["pipeline"][1]["init_args"]["output_writer"] = writer
+    (tmp_path / "logs").mkdir()
+    wanted = [("job.yaml", found), (str(tmp_path), None), (f"{tmp_path}/checkpoints", None)]
+    for what, content in wanted:
+        refused("nothing has started yet", what, content, NotBegun)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output/00000_chunk_00000.jsonl").touch()
+    for what, content in wanted:
+        with pytest.raises(ConfigError, match=r"output holds files, and .* no checkpoint") as error:
+            open_place(what, content).__enter__()
+        assert type(error.value) is ConfigError
+
+
+def test_logs_in_a_checkpoint_folder_are_no_run_that_waits(tmp_path):
+    rank(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with open_place(str(tmp_path)) as place:
+        assert place.folder == tmp_path

@@ -4,6 +4,7 @@ Tests that only need files use memory, where it is there: syncs cost nothing in 
 """
 
 import asyncio
+import functools
 import gc
 import inspect
 import os
@@ -21,7 +22,7 @@ import pytest
 import pytest_timeout
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
-from loguru import logger
+from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import retrying
@@ -65,6 +66,9 @@ def _hear_all_signals():
 _IGNORED = _hear_all_signals()
 # Which both are read at import.
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+_formatter = _better_exceptions.ExceptionFormatter
+# 4 ms for each test's log.
+_formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
 _dump_stacks = pytest_timeout.dump_stacks
 _running = []  # one test, once there is one
 _SHOWN_LINES = 100  # of each log in a test's folder
@@ -185,11 +189,6 @@ def _import_in_turns(config):
     worker = getattr(config, "workerinput", None)
     if worker is None or [Path(folder).resolve() for folder in config.args] != [TESTS]:
         return
-    # Without torch, whose import takes two seconds: the tests here need none (tests/real do).
-    os.environ["USE_TORCH"] = "0"  # of datasets
-    sys.modules["torch"] = None
-    import_module("datatrove_ckpt.torch.stateful")
-    del sys.modules["torch"]
     modules = [
         f"tests.{path.parent.name}.{path.stem}" for path in sorted(TESTS.glob("*/test_*.py"))
     ]

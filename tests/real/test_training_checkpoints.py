@@ -296,6 +296,26 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path, monkeypatch):
     assert "did not end" in str(saved.failure)
 
 
+def test_a_step_stays_while_it_is_copied(tmp_path, monkeypatch, log):
+    put_file, begun, goes_on = object_store.Effects.put_file, threading.Event(), threading.Event()
+
+    def waits(*arguments):
+        begun.set()
+        goes_on.wait()
+        put_file(*arguments)
+
+    monkeypatch.setattr(object_store.Effects, "put_file", waits)
+    run, remote = tmp_path / "run", str(tmp_path / "remote")
+    with checkpoints(run, remote=remote, asynchronous=True, keep_last=1) as saved:
+        saved.save(1, model=nn.Linear(2, 2))
+        begun.wait()
+        for step in range(2, 5):
+            saved.save(step, model=nn.Linear(2, 2))
+        goes_on.set()
+    assert not log
+    assert Path(remote, "step-00000004/manifest.json").exists()
+
+
 def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path):
     """Of a node that was given up for lost, and still trains."""
     model, remote = nn.Linear(2, 2), str(tmp_path / "remote")

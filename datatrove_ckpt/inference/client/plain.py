@@ -455,6 +455,11 @@ class Carrier(Protocol):
     last: tuple[object, int]
 
 
+def _id_of(answer: bytes | bytearray) -> bytes | None:
+    found = _ID.search(answer)
+    return found and found[0]
+
+
 class UnaskedCounter:
     """A transport that counts in ``unasked`` how often bytes arrived without a request."""
 
@@ -467,8 +472,7 @@ class UnaskedCounter:
         request.
         """
         if self._first_id is None:
-            found = _ID.search(answer)
-            self._first_id = found[0] if found else b""
+            self._first_id = _id_of(answer)
         before = connection.last
         # Requests with media are not hashed, and count as different.
         if isinstance(request, Body):
@@ -478,7 +482,7 @@ class UnaskedCounter:
         connection.last = (sent, xxh3_64_intdigest(answer))
         if before[1] != connection.last[1] or before[0] == sent:
             return
-        if self._first_id in answer:
+        if _id_of(answer) in (None, self._first_id):
             return  # answers of this server have no id of their own
         if not self.unasked:  # equal answers and ids by chance are never refused
             self.note_unasked("one answer, with its id, to two requests")

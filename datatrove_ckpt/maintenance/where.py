@@ -160,7 +160,11 @@ def _named(what: str) -> tuple[Place, str | None]:
             place.folder = checkpoints
             place.output = _if_folder(root / "output")
             place.logging_dir = _if_folder(root / "logs")
-        elif (root / "logs").is_dir() and not has_ranks:
+        elif (
+            (root / "logs").is_dir()
+            and not has_ranks
+            and not (root / "executor.json").exists()  # datatrove's logging_dir
+        ):
             place.output = str(root / "output")
             raise _not_begun(place, checkpoints)
     if place.folder.is_dir() and _looks_like_mirror(place.folder):

@@ -237,6 +237,10 @@ def test_output_without_its_checkpoint_is_no_run_that_waits(tmp_path):
     wanted = [("job.yaml", found), (str(tmp_path), None), (f"{tmp_path}/checkpoints", None)]
     for what, content in wanted:
         refused("nothing has started yet", what, content, NotBegun)
+    (tmp_path / "logs/logs").mkdir()
+    (tmp_path / "logs/executor.json").touch()
+    with open_place(f"{tmp_path}/logs") as place:
+        assert place.folder == tmp_path / "logs"
     (tmp_path / "output").mkdir()
     (tmp_path / "output/00000_chunk_00000.jsonl").touch()
     for what, content in wanted:

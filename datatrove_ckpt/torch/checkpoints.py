@@ -32,6 +32,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from inspect import isawaitable, isgenerator
 from itertools import product
 from operator import index
 from os import PathLike
@@ -439,8 +440,7 @@ class TrainingCheckpoints:
 
         if writer is not None:
             folder = self._steps.folder / f".saving-{name}" / "writer"
-            # What it returns may not be pickled.
-            if not self._agree(lambda: writer(folder) is None, name):
+            if not self._agree(partial(_write_all, writer, folder), name):
                 return
         contents: Contents = {}
         if self._is_owner:
@@ -1077,6 +1077,14 @@ def _check_states(states: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
             )
+
+
+def _write_all(writer: Writer, folder: Path) -> None:
+    returned = writer(folder)
+    if isawaitable(returned) or isgenerator(returned) or hasattr(returned, "result"):
+        raise ConfigError(
+            f"the writer returned a {type(returned).__name__}, and may not have ended. Wait in it."
+        )
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -1020,6 +1021,8 @@ def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(tmp_pa
 
     model, disk = nn.Linear(100, 100), Full(0)
     with checkpoints(tmp_path) as saved:
+        saved.save(1, model=model, writer=lambda folder: Future())
+        assert "the writer returned a Future" in str(saved.failure)
         saved.save(1, model=model, writer=writer)
         nn.init.zeros_(model.weight)
         saved.save(2, model=model)

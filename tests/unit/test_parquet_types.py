@@ -279,16 +279,6 @@ def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server
     assert "'c.t'" not in found
 
 
-def test_types_that_no_dataset_can_hold_stop_the_rank_also_after_a_restart(tmp_path, server):
-    for _ in range(2):
-        with pytest.raises(
-            OutputFailed,
-            match=r"'id 1' .*column 'c' is string there, and int64 in it or one before",
-        ):
-            written(tmp_path, server, [[1], ["a"]])
-    assert len(list((tmp_path / "output").glob("*.parquet"))) == 1
-
-
 # bytes -------------------------------------------------------------------------------------------
 
 

@@ -55,27 +55,24 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector):
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "expected"),
+    ("answer", "expected"),
     [
         (
-            "classify",
             data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
             {"label": "good", "probabilities": [0.25, 0.75]},
         ),
         (
-            "classify",
             data({"label": "a", "probs": [0.7, 0.3]}),
             {"label": "a", "probabilities": [0.7, 0.3]},
         ),
         (
-            "classify",
             data({"index": 0, "label": None, "probs": [1]}),
             {"label": None, "probabilities": [1]},
         ),
     ],
 )
-def test_classes(name, answer, expected):
-    assert kept(name, answer) == expected
+def test_classes(answer, expected):
+    assert kept("classify", answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,29 +97,15 @@ def vectors(*values):
 
 WRONG = [
     *(
-        (name, answer, 1)
-        for name in ("embed", "classify", "score")
-        for answer in (
-            b"",
-            b"7",
-            b"null",
-            b"[1]",
-            {},
-            {"data": 7},
-            {"error": "no"},
-            data(),
-            data(7),
-            data({"index": 0}),
-        )
+        ("embed", answer, 1)
+        for answer in (b"", b"7", b"[1]", {}, {"error": "no"}, data(), data(7), data({"index": 0}))
     ),
     ("embed", vectors(VECTOR), 2),
     ("embed", vectors(VECTOR, VECTOR), 1),
     ("embed", vectors(VECTOR, VECTOR[:2]), 2),
     ("embed", data({"index": 1, "embedding": VECTOR}), 1),
-    ("embed", data({"index": 0, "embedding": VECTOR}, {"index": 0, "embedding": VECTOR}), 2),
     ("embed", data({"index": [], "embedding": VECTOR}), 1),
     ("embed", data({"index": 0, "embedding": VECTOR}, {"embedding": VECTOR}), 2),
-    ("embed", vectors([0.5, None]), 1),
     ("embed", b'{"data":[{"index":0,"embedding":[0.5,NaN]}]}', 1),
     ("embed", vectors([0.5, 1e300]), 1),
     ("embed", vectors([0.5, "1"]), 1),
@@ -134,18 +117,10 @@ WRONG = [
     ("embed", vectors("not base64!"), 1),
     ("embed", vectors(base64.b64encode(np.array([np.nan], "<f4").tobytes()).decode()), 1),
     ("classify", data({"index": 0, "label": 7, "probs": [0.5]}), 1),
-    ("classify", data({"index": 0, "label": "a", "probs": [None]}), 1),
     ("classify", data({"index": 0, "label": "a", "probs": []}), 1),
     ("score", data({"index": 0, "score": None}), 1),
-    ("score", data({"index": 0, "score": 1.0}), 2),
-    ("score", results((0, 1.0)), 2),
     ("score", results((0, 1.0), (0, 1.0)), 2),
-    ("score", results((-1, 1.0)), 1),
-    ("score", results((0, 1.0), (2, 1.0)), 2),
-    ("score", results(("0", 1.0)), 1),
-    ("score", results((None, 1.0)), 1),
     ("score", {"results": [{"relevance_score": 0.75}, {"relevance_score": 0.25}]}, 2),
-    ("score", [{"score": 0.75}, {"score": 0.25}], 2),
 ]
 
 

@@ -62,7 +62,6 @@ def rows(files):
     ("chunk", "kind", "read"),
     [
         ([..., "a"], "string", [None, "a"]),
-        ([1, 0.5], "double", [1.0, 0.5]),
         ([None, None], "string", None),
         ([[], ["a"]], "list<item: string>", None),
         (
@@ -75,7 +74,6 @@ def rows(files):
             "struct<a: list<item: struct<_: string>>>",
             [{"a": None}, {"a": [{"_": None}]}],
         ),
-        ([{}, {}], "struct<_: string>", [{"_": None}, {"_": None}]),
         ([[1], [0.5, None]], "list<item: double>", [[1.0], [0.5, None]]),
     ],
 )

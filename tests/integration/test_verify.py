@@ -429,10 +429,16 @@ def crashes(repair, folder, disk_type, points):
 @pytest.mark.parametrize(
     ("disk_type", "run_first"),
     [
-        pytest.param(CopyingDisk, False, id="killed, repaired again"),
-        pytest.param(CopyingPowerLossDisk, True, id="power loss, run first"),
-        pytest.param(CopyingDisk, True, id="killed, run first"),
-        pytest.param(CopyingPowerLossDisk, False, id="power loss, repaired again"),
+        (CopyingDisk, False),
+        (CopyingPowerLossDisk, True),
+        (CopyingDisk, True),
+        (CopyingPowerLossDisk, False),
+    ],
+    ids=[
+        "killed, repaired again",
+        "power loss, run first",
+        "killed, run first",
+        "power loss, repaired again",
     ],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(

@@ -725,12 +725,16 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
     assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
 
 
-async def test_equal_answers_whose_ids_may_be_equal_by_chance_are_answers(log):
+def by_the_second(number):
+    return b'{"id": "chatcmpl-%d", %b' % (1764240000 + number // 3, chat("yes")[1:])
+
+
+@pytest.mark.parametrize("answer", [by_the_second, lambda number: numbered("yes")])
+async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers(answer, log):
     """As the seconds of a small server, or the 999 numbers of Ollama."""
 
     async def reply(server, writer):
-        second = 1764240000 + len(server.requests) // 3
-        writer.write(http(200, b'{"id": "chatcmpl-%d", %b' % (second, chat("yes")[1:])))
+        writer.write(http(200, answer(len(server.requests))))
 
     async with talking(reply) as (server, client, _):
         for number in range(9):
@@ -755,17 +759,6 @@ async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatc
             await turns()
         assert len(server.requests) == 3
     assert not log
-
-
-async def test_equal_answers_of_a_server_whose_ids_are_all_equal_are_answers():
-    async def reply(server, writer):
-        writer.write(http(200, numbered("yes")))
-
-    async with talking(reply) as (server, client, _):
-        for number in range(5):
-            assert (await client.complete(b"%d" % number)).text == "yes"
-        assert len(server.requests) == 5
-        assert server.connections == 1
 
 
 @pytest.mark.parametrize("limit", [1 << 28, 300_000])

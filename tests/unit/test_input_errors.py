@@ -63,43 +63,38 @@ def resumed(reader, read):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        pytest.param(
+        (
             b"".join(LINES),
             {"text_key": "txt"},
             r"'a.jsonl' in .*No row has a text under text_key='txt'. The first row has the keys 'text', 'id'",
-            id="wrong text_key",
         ),
-        pytest.param(
-            json.dumps([{"text": "a"}]).encode(),
-            {},
-            r"JSON array\. Write one object per line",
-            id="array",
-        ),
-        pytest.param(b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader", id="CSV"),
-        pytest.param(
+        (b'[{"text": "a"}]', {}, r"JSON array\. Write one object per line"),
+        (b"id,text\n1,a\n", {}, r"begins with 'id,text'. .*another reader"),
+        (
             b'{"text": "caf\xe9"}\n' * 9,
             {},
             r"Write UTF-8 in a format that JsonlReader reads",
-            id="Latin-1",
         ),
-        pytest.param(
-            gzip.compress(LINES[0]),
-            {},
-            r"choose another reader or compression",
-            id="gzip by another name",
-        ),
-        pytest.param(
+        (gzip.compress(LINES[0]), {}, r"choose another reader or compression"),
+        (
             b"".join(LINES),
             {"adapter": lambda self, data, path, at: {"text": ""}},
             r"adapter found no text",
-            id="adapter",
         ),
-        pytest.param(
+        (
             b'{"text": "a", "media": "print"}\n',
             {},
             r"has a 'media' that is no list",
-            id="a column media",
         ),
+    ],
+    ids=[
+        "wrong text_key",
+        "array",
+        "CSV",
+        "Latin-1",
+        "gzip by another name",
+        "adapter",
+        "a column media",
     ],
 )
 def test_lines_that_are_no_documents_are_an_error_that_shows_them(

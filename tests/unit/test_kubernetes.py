@@ -350,7 +350,6 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
         (errors.OutputMismatch("gone"), 3),
         (from_server(), 1),
         (from_network(errors.ConfigError("generation_config: the hub does not give it")), 1),
-        (from_network(errors.InputError("the hub is away")), 1),
         (errors.OutputFailed("the bucket is away"), 1),
         (errors.StorageFailed("full"), 1),
         (errors.ServerRefused("401"), 1),

@@ -45,6 +45,7 @@ QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
 # A short one, or a number, may be a counter, the second, or Ollama's 999.
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
+_MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.
@@ -466,12 +467,14 @@ class UnaskedCounter:
     url: HiddenUrl
     unasked = 0
     _first_id: bytes | None = None
+    _searches = 0
 
     def refuse_late(self, connection: Carrier, request: AnyBody, answer: bytes | bytearray) -> None:
         """Raises UnaskedBytes if the answer equals the one before it, which answered another
         request.
         """
-        if self._first_id is None:
+        if self._first_id is None and self._searches < _MAX_SEARCHES:
+            self._searches += 1
             self._first_id = _id_of(answer)
         before = connection.last
         # Requests with media are not hashed, and count as different.

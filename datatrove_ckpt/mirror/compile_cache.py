@@ -11,7 +11,6 @@ import io
 import os
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
 _FOLDER = "compile-cache"
 _MAX_BYTES = 512 << 20  # an archive is made in memory
-_CLOCKS = 60.0  # seconds between those of nodes and their storage
 _NOTE = ".datatrove-ckpt"
 # vLLM writes environment variables to it for people; releases before 0.32 its API key, too.
 _LEFT_OUT = ("cache_key_factors.json", _NOTE)
@@ -49,7 +47,7 @@ class MirroredCompileCache:
         self._seal = Seal(f"{url}/{_FOLDER}")
         # A kill may cut an upload: ``save`` replaces what ``fetch`` could not read.
         self._unreadable = set[str]()
-        self._since = time.time() - _CLOCKS
+        self._there_before = dict[str, set[Path]]()
 
     @classmethod
     def of(cls, url: str) -> MirroredCompileCache | None:
@@ -60,21 +58,26 @@ class MirroredCompileCache:
 
     def fetch(self, key: str, folder: Path) -> None:
         """See ``CompileCache``."""
-        with _fetching, _warning("fetched from", self._store.url):
-            if _note(key, folder).exists():
-                return
-            archive = self._store.read(_name(key), _MAX_BYTES)
-            if archive is None:
-                return
-            self._unreadable.add(key)
-            head, _, content = archive.partition(b"\n")
-            self._seal.check(_name(key), head)
-            if without_seal(head) != _body(content):
-                raise CheckpointCorrupt(f"{_name(key)} is damaged.")
-            _unpack(content, folder)
-            _note(key, folder).touch()
-            self._unreadable.remove(key)
-            logger.info(f"What a server compiled on another node is here: {folder}")
+        with _warning("fetched from", self._store.url):
+            self._there_before.setdefault(key, set(folder.rglob("*")))
+            with _fetching:
+                self._fetch(key, folder)
+
+    def _fetch(self, key: str, folder: Path) -> None:
+        if _note(key, folder).exists():
+            return
+        archive = self._store.read(_name(key), _MAX_BYTES)
+        if archive is None:
+            return
+        self._unreadable.add(key)
+        head, _, content = archive.partition(b"\n")
+        self._seal.check(_name(key), head)
+        if without_seal(head) != _body(content):
+            raise CheckpointCorrupt(f"{_name(key)} is damaged.")
+        _unpack(content, folder)
+        _note(key, folder).touch()
+        self._unreadable.remove(key)
+        logger.info(f"What a server compiled on another node is here: {folder}")
 
     def save(self, key: str, folder: Path) -> None:
         """See ``CompileCache``. Files that were there before its servers are other models'."""
@@ -83,7 +86,7 @@ class MirroredCompileCache:
                 path
                 for path in folder.rglob("*")
                 if path.is_file()
-                and path.stat().st_mtime >= self._since
+                and path not in self._there_before[key]
                 and not path.name.endswith(_LEFT_OUT)
             ]
             if not made:

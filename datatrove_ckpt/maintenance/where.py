@@ -273,7 +273,10 @@ def _runs_as_jobs(config: JsonObject) -> bool:
 def _not_begun(place: Place, where: object) -> ConfigError:
     what = place.given[0]
     if place.output and any(Path(place.output).glob("*")):
-        return ConfigError(f"{what}: {place.output} holds files, and {where} no checkpoint.")
+        return ConfigError(
+            f"{what}: {place.output} holds files, but no task has a checkpoint in {where}. Move "
+            "the checkpoints back, or start a new run in other folders."
+        )
     hint = "A submitted job may wait in its queue."
     if _runs_as_jobs(place.config):
         hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."

@@ -51,6 +51,7 @@ def plural_is(number: int, noun: str) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.65) -> str:
+    """Returns the end of a sentence that names the nearest one; "" if none is near."""
     close = get_close_matches(str(name), list(known), 1, cutoff)
     if close:
         return f', did you mean "{close[0]}"?'

@@ -1083,7 +1083,8 @@ def _write_all(writer: Writer, folder: Path) -> None:
     returned = writer(folder)
     if isawaitable(returned) or isgenerator(returned) or hasattr(returned, "result"):
         raise ConfigError(
-            f"the writer returned a {type(returned).__name__}, and may not have ended. Wait in it."
+            f"the writer returned a {type(returned).__name__}, and may not have ended. Let it wait "
+            "until all is written."
         )
 
 

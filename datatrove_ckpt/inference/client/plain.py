@@ -458,7 +458,9 @@ class Carrier(Protocol):
 
 def _id_of(answer: bytes | bytearray) -> bytes | None:
     found = _ID.search(answer)
-    return found and found[0]
+    if found is None:
+        return None
+    return found[0]
 
 
 class UnaskedCounter:

@@ -70,6 +70,8 @@ _formatter = _better_exceptions.ExceptionFormatter
 # 4 ms for each test's log.
 _formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
 _dump_stacks = pytest_timeout.dump_stacks
+_MEMORY = Path("/dev/shm")
+_NEEDED = 2 << 30  # bytes
 _running = []  # one test, once there is one
 _SHOWN_LINES = 100  # of each log in a test's folder
 
@@ -223,6 +225,12 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_configure(config):
+    """The folders of quick tests are in memory, where there is enough: disks take milliseconds for
+    each sync.
+    """
+    quick = "not slow" in config.option.markexpr
+    if quick and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _NEEDED:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
     if getattr(config, "workerinput", {"nohup": signal.SIGHUP in _IGNORED})["nohup"]:
         signal.signal(signal.SIGHUP, _nothing)
 
@@ -329,11 +337,10 @@ def code_described_once(monkeypatch):
 @pytest.fixture
 def ram(tmp_path):
     """An empty folder in memory if this machine has /dev/shm, else on disk."""
-    shm = Path("/dev/shm")
-    if not shm.is_dir():
+    if not _MEMORY.is_dir():
         yield tmp_path
         return
-    folder = Path(tempfile.mkdtemp(dir=shm, prefix="datatrove-ckpt-"))
+    folder = Path(tempfile.mkdtemp(dir=_MEMORY, prefix="datatrove-ckpt-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -361,7 +361,7 @@ class Progress(_Record):
         if not all(is_count(number) for number in numbers):
             raise ValueError("a number is missing or negative")
         return cls(
-            seconds=Seconds.from_json(data["s"]),
+            seconds=Seconds(*data["s"]),
             documents=documents,
             chunks=data["c"],
             total=WorkCounts.from_json(data["all"], data["err"], data.get("tier", {})),

@@ -40,7 +40,6 @@ from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
-from datatrove_ckpt.process.worker import worker_slot
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import BatchLog
@@ -292,13 +291,7 @@ class RankFiles:
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = Start(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=job_id(),
-            slot=worker_slot(),
-            version=__version__,
-        )
+        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__)
         self.note([start, Progress()])
 
     def note(self, records: Sequence[Record]) -> None:

@@ -218,7 +218,10 @@ class RankReporter:
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = ServerEvent(
-            what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why)
+            what=cast("ServerWhat", what),
+            name=name,
+            url=url and redact(url),
+            why=redact(why)[: history_records.MAX_TEXT],
         )
         self._checkpoint.note(event)
 
@@ -361,7 +364,7 @@ class RankReporter:
             return End(why="stopped", what=history_records.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
-        return End(why="error", what=_described(error))
+        return End(why="error", what=_described(error)[: history_records.MAX_TEXT])
 
 
 @contextmanager

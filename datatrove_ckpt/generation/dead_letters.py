@@ -12,7 +12,7 @@ would be in the output twice.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -116,9 +116,11 @@ Attempt = tuple[int, int]
 
 
 class TakenLetters:
-    def __init__(self, retries: Sequence[Path], rank: int) -> None:
+    def __init__(self) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
-        for folder in retries:
+
+    def read(self, root: Path, rank: int) -> None:
+        for folder in retry_folders(root):
             path = rank_folder(folder, rank) / RETRY_INPUT
             for letter in read_letters(path):
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
@@ -132,6 +134,8 @@ class TakenLetters:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
+        if not self._lines:
+            return None
         earlier: Letter | None = getattr(document, "letter", None)
         attempt = (ordinal, 1)
         if earlier:

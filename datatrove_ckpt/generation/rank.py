@@ -131,22 +131,26 @@ class _Run:
             )
             self._process(self.data, without, RankNumbers(rank))
             return
-        refuse_resharded(step.checkpoints_root)
-        if step.retry_dead_letters:
-            self._retry()
-            return
-        with naming_mirror(step, step.checkpoints_root):
-            restore_from_mirror(step, rank, self.preemption)
-            self._take_in_passes(self.data, step.checkpoints_root)
+        root = step.checkpoints_root
+        refuse_resharded(root)
+        with naming_mirror(step, root):
+            if step.checkpoints_remote_dir is not None:
+                from datatrove_ckpt.mirror.restore import restore_rank
 
-    def _retry(self) -> None:
-        step = self.step
-        rank = self.rank
-        restore_from_mirror(step, rank, self.preemption)
-        StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
-        if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
-            logger.info(f"Task {rank}: there are no dead letters to retry.")
-            RankNumbers(rank, step.checkpoints_root).fill(step.stats)
+                with self.preemption.interruptible():
+                    restore_rank(
+                        step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
+                    )
+            if step.retry_dead_letters:
+                self._retry(root)
+            else:
+                self._take_in_passes(self.data, root)
+
+    def _retry(self, root: Path) -> None:
+        StepStats(self.data).restore(rank_folder(root, self.rank) / SHARD)
+        if (retry := DeadLetterPass.next(root, self.rank)) is None:
+            logger.info(f"Task {self.rank}: there are no dead letters to retry.")
+            RankNumbers(self.rank, root).fill(self.step.stats)
             return
         self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
@@ -586,20 +590,6 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
             column(document)
 
     return drop
-
-
-def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
-    """Copies missing parts of the checkpoint from the mirror to this node."""
-    if step.checkpoints_remote_dir is not None:
-        from datatrove_ckpt.mirror.restore import restore_rank
-
-        with preemption.interruptible():
-            restore_rank(
-                step.checkpoints_remote_dir,
-                step.checkpoints_root,
-                rank,
-                retries=step.retry_dead_letters,
-            )
 
 
 @contextmanager

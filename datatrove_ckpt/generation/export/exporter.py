@@ -103,7 +103,6 @@ class Exports:
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:
         """Wraps the end of the attempt, and closes the exports after it."""
-        self._end = ""
         try:
             yield
             if completed:

@@ -372,23 +372,17 @@ class CommitLog:
 
     def __init__(self, path: Path, scanned: tuple[dict[int, Commit], int] | None = None) -> None:
         self.commits, size = scanned or scan_commits(path)
-        if path.exists() and path.stat().st_size > size:
-            files.disk.truncate(path, size)
-        self._file = files.AppendFile(path)
-        self._file.sync()
+        self.file = files.AppendFile(path, size)
+        self.file.sync()
 
     def append(self, commit: Commit) -> None:
         """Appends and syncs the line.
 
         Once this returns, the chunk is done and survives power loss.
         """
-        self._file.append(seal(commit.to_json()))
-        self._file.sync()
+        self.file.append(seal(commit.to_json()))
+        self.file.sync()
         self.commits[commit.chunk_index] = commit
-
-    @property
-    def size(self) -> int:
-        return self._file.size
 
     def unbroken(self) -> list[Commit]:
         return [self.commits[index] for index in range(count_unbroken(self.commits))]

@@ -8,7 +8,6 @@ starts and ends alone exceed the limit, the oldest lines go.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,8 +26,6 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
-# Our files are smaller. Of a foreign file, only the end is read.
-_READ_BYTES = 4 * MAX_BYTES
 # Seconds of which one progress line is kept.
 _STEPS = [120 << power for power in range(20)]
 
@@ -41,7 +38,6 @@ class HistoryLog:
 
     Attributes:
         earlier, position, skipped: of the last progress line in the file.
-        unsynced: whether power loss may cost a line.
         generation: number of replacements. It grows before a replacement, so a reader that opens
             the file and then finds an equal number has the matching file.
     """
@@ -54,8 +50,6 @@ class HistoryLog:
         self.skipped = SkippedLines()
         content = self._read()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            files.disk.truncate(path, path.stat().st_size - len(content) + whole)
         for line in reversed(content[:whole].splitlines(keepends=True)):
             if not is_progress_line(line):
                 continue
@@ -65,21 +59,15 @@ class HistoryLog:
                 self.position = record.position
                 self.skipped = record.skipped
                 break
-        self._file = files.AppendFile(path)
+        self.file = files.AppendFile(path, whole)
         self._is_torn = False
-        self.unsynced = False
         self.generation = 0
 
     def _read(self) -> bytes:
         if not self.path.exists():
             return b""
-        with explained("read", self.path), self.path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
-            return file.read()
-
-    @property
-    def size(self) -> int:
-        return self._file.size
+        with explained("read", self.path):
+            return self.path.read_bytes()
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt, and the totals of progress."""
@@ -90,24 +78,18 @@ class HistoryLog:
                 record.total = self.earlier + record.own
             lines.append(record.to_line())
         data = b"".join(lines)
-        if self.size and self.size + len(data) > MAX_BYTES:
+        if self.file.size and self.file.size + len(data) > MAX_BYTES:
             self._thin()
         self._is_torn = True  # unless all of it is written
-        self._file.append(data)
+        self.file.append(data)
         self._is_torn = False
-        self.unsynced = True
-
-    def sync(self) -> None:
-        if self.unsynced:
-            self._file.sync()
-            self.unsynced = False
 
     def _thin(self) -> None:
         content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
         self.generation += 1
         files.disk.replace(self.path, b"".join(content))
         files.disk.forget(self.path)  # the descriptor is that of the old file
-        self._file = files.AppendFile(self.path)
+        self.file = files.AppendFile(self.path)
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:

@@ -187,22 +187,15 @@ class ChunkJournal:
     ) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
-        self._end = end
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.seconds = NO_SECONDS
         """What the rank took until an earlier attempt wrote here last."""
         self._offsets = array("q")
         self._lengths = array("I")
-        self._recover(count)
-        self._file = files.AppendFile(path)
-
-    def _recover(self, count: Count | None) -> None:
         size = 0
         took = list[Took]()
-        for line, finished in read_finished(
-            self.path, self.recovered, self.first_ordinal, self._end
-        ):
+        for line, finished in read_finished(path, self.recovered, first_ordinal, end):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
@@ -210,8 +203,7 @@ class ChunkJournal:
                 took.append(finished.took)
         if count is not None:
             count(took)
-        if self.path.exists() and self.path.stat().st_size > size:
-            files.disk.truncate(self.path, size)
+        self.file = files.AppendFile(path, size)
 
     def append(self, group: Iterable[Finished]) -> None:
         ordinals = []
@@ -219,17 +211,10 @@ class ChunkJournal:
         for finished in group:
             ordinals.append(finished.ordinal)
             lines.append(finished.to_line())
-        offset = self._file.append(b"".join(lines))
+        offset = self.file.append(b"".join(lines))
         for ordinal, line in zip(ordinals, lines, strict=True):
             self._remember(ordinal, offset, len(line))
             offset += len(line)
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    @property
-    def size(self) -> int:
-        return self._file.size
 
     @property
     def ordinals(self) -> Iterator[int]:

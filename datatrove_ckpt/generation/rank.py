@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
-from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
+from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
@@ -285,7 +285,7 @@ class _Run:
         say = RankMessages(
             rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
         )
-        exports = open_exports(step, rank, checkpoint, progress, shutdown)
+        exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:

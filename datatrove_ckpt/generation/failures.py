@@ -38,7 +38,6 @@ from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import NotAwaitable
-from datatrove_ckpt.readers.positions import position_state
 from datatrove_ckpt.rollouts import InvalidAnswer
 
 
@@ -86,11 +85,10 @@ class Failures:
             error = next(
                 (cause for cause in causes(error) if isinstance(cause, InferenceError)), error
             )
-        document = source.document
         name = _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
-            self._stop(name, cause, error, document)
+            self._stop(name, cause, error, source.document)
         self.dead += 1
         limit = self.step.max_dead_letters
         if limit is not None and self.dead > limit:
@@ -101,16 +99,7 @@ class Failures:
                 f"{written.retry_dead_letters} processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
-        return dead_letter(
-            document,
-            source.id,
-            source.as_read,
-            error,
-            ordinal=slot.ordinal,
-            position=position_state(document),
-            payload_hashes=[digest for digest in payload_hashes if digest],
-            earlier=getattr(document, "letter", None),
-        )
+        return dead_letter(source, slot.ordinal, error, payload_hashes)
 
     def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
         if self.are_kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Literal
 
 from datatrove_ckpt.errors import ConfigError
@@ -103,7 +102,7 @@ class Interval:
             return
         self._durations.append(duration)
         tuning = self._tuning
-        best = fmean(self._durations) / tuning.share
+        best = sum(self._durations) / len(self._durations) / tuning.share
         self.seconds = min(max(best, tuning.shortest), tuning.longest)
 
 

@@ -70,7 +70,7 @@ def minutes(start, number, per_minute, total=None, **changes):
 
 
 def start(at, attempt=1, host=ELSEWHERE, job=None):
-    return Start(at=at, attempt=attempt, host=host, pid=42, job=job, slot=0, version="0.2.0")
+    return Start(at=at, attempt=attempt, host=host, pid=42, job=job, v="0.2.0")
 
 
 def stopped(at, attempt=1):

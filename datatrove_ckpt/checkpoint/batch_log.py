@@ -155,19 +155,12 @@ class BatchLog:
         self._fence = fence
         self._folder = folder / BATCHES_FOLDER
         self.batches, size = read_batches(folder)
-        path = folder / BATCHES
-        if path.exists() and path.stat().st_size > size:
-            files.disk.truncate(path, size)
-        self._log = files.AppendFile(path)
+        self.file = files.AppendFile(folder / BATCHES, size)
         if self._folder.is_dir():
             for found in sorted(self._folder.iterdir()):
                 batch = self.batches.get(int(found.stem)) if found.stem.isdigit() else None
                 if batch is None or not batch.is_open:
                     files.disk.remove(found)
-
-    @property
-    def size(self) -> int:
-        return self._log.size
 
     @property
     def open(self) -> list[Batch]:
@@ -198,8 +191,8 @@ class BatchLog:
         if state == "filled":  # again: a new name, which no earlier request to the provider has
             fields = {**fields, "tag": secrets.token_hex(16), "file": "", "id": ""}
         content: JsonObject = {"number": number, "state": state, **fields, "at": unix_seconds()}
-        self._log.append(seal(orjson.dumps(content)))
-        self._log.sync()
+        self.file.append(seal(orjson.dumps(content)))
+        self.file.sync()
         batch = self.batches.setdefault(number, Batch(number))
         vars(batch).update(content)
         if not batch.is_open:

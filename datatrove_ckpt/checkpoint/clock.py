@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from datatrove_ckpt.checkpoint.lines import is_seconds
 
 
 class Seconds(NamedTuple):
@@ -19,14 +16,6 @@ class Seconds(NamedTuple):
 
     inference: float = 0.0
     total: float = 0.0
-
-    @classmethod
-    def from_json(cls, values: Sequence[float]) -> Seconds:
-        """Raises TypeError or ValueError if the values are no seconds."""
-        seconds = cls(*values)
-        if not all(is_seconds(value) for value in seconds):
-            raise ValueError("seconds are missing or negative")
-        return seconds
 
     def or_later(self, other: Seconds) -> Seconds:
         return Seconds(max(self.inference, other.inference), max(self.total, other.total))

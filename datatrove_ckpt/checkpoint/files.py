@@ -267,30 +267,37 @@ Always accessed as ``files.disk``, so that a test can replace it.
 
 
 class AppendFile:
-    """A file that only grows, and knows whether all of it survives power loss."""
+    """A file that only grows, and knows whether all of it survives power loss.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        whole: bytes before a torn line, which is cut off; None: there is none.
+    """
+
+    def __init__(self, path: Path, whole: int | None = None) -> None:
         self.path = path
         self.size = path.stat().st_size if path.exists() else 0
+        if whole is not None and self.size > whole:
+            disk.truncate(path, whole)
+            self.size = whole
         # Content and name from an earlier process may be in the page cache only: they survive kill
         # -9, not power loss.
         self._unsynced_name = True
-        self._unsynced_data = self.size > 0
+        self.is_unsynced = self.size > 0
 
     def append(self, data: bytes) -> int:
-        self._unsynced_data = True
+        self.is_unsynced = True
         offset = disk.append(self.path, data)
         self.size = offset + len(data)
         return offset
 
     def sync(self) -> None:
-        if not self._unsynced_data:
+        if not self.is_unsynced:
             return
         disk.sync(self.path)
         if self._unsynced_name:
             disk.sync_dir(self.path.parent)
             self._unsynced_name = False
-        self._unsynced_data = False
+        self.is_unsynced = False
 
 
 class HashedFile(io.RawIOBase):

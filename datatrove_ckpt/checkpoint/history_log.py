@@ -1,15 +1,14 @@
 """HistoryLog appends to ``history.jsonl`` of one rank, and bounds its size.
 
 A line is one write, so a kill tears at most the last line, which the next attempt cuts off. Readers
-skip other damaged lines. Beyond ``MAX_BYTES`` a copy with fewer progress lines replaces the log. It
-keeps fewer lines of older hours, and the first and the last line of each attempt. If starts and
-ends alone exceed the limit, the oldest lines go.
+skip other damaged lines. Beyond ``MAX_BYTES`` a copy replaces the log. It has one progress line
+for each two minutes, or four, eight, and so on, and the first and the last line of each attempt. If
+starts and ends alone exceed the limit, the oldest lines go.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
@@ -27,14 +26,8 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
-# Our files are smaller. Of a foreign file, only the end is read.
-_READ_BYTES = 4 * MAX_BYTES
-
-_HOUR = 3600.0
-# (age, step) in seconds: of lines older than ``age``, one per ``step`` is kept.
-_STEPS = ((48 * _HOUR, 900.0), (6 * _HOUR, 300.0), (0.0, 0.0))
-# If the log is still too large, all steps grow by these factors.
-_FACTORS = [2**power for power in range(11)]
+# Seconds of which one progress line is kept.
+_STEPS = [120 << power for power in range(20)]
 
 
 class HistoryLog:
@@ -45,7 +38,6 @@ class HistoryLog:
 
     Attributes:
         earlier, position, skipped: of the last progress line in the file.
-        unsynced: whether power loss may cost a line.
         generation: number of replacements. It grows before a replacement, so a reader that opens
             the file and then finds an equal number has the matching file.
     """
@@ -58,8 +50,6 @@ class HistoryLog:
         self.skipped = SkippedLines()
         content = self._read()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            files.disk.truncate(path, path.stat().st_size - len(content) + whole)
         for line in reversed(content[:whole].splitlines(keepends=True)):
             if not is_progress_line(line):
                 continue
@@ -69,21 +59,15 @@ class HistoryLog:
                 self.position = record.position
                 self.skipped = record.skipped
                 break
-        self._file = files.AppendFile(path)
+        self.file = files.AppendFile(path, whole)
         self._is_torn = False
-        self.unsynced = False
         self.generation = 0
 
     def _read(self) -> bytes:
         if not self.path.exists():
             return b""
-        with explained("read", self.path), self.path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _READ_BYTES))
-            return file.read()
-
-    @property
-    def size(self) -> int:
-        return self._file.size
+        with explained("read", self.path):
+            return self.path.read_bytes()
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt, and the totals of progress."""
@@ -94,24 +78,18 @@ class HistoryLog:
                 record.total = self.earlier + record.own
             lines.append(record.to_line())
         data = b"".join(lines)
-        if self.size and self.size + len(data) > MAX_BYTES:
+        if self.file.size and self.file.size + len(data) > MAX_BYTES:
             self._thin()
         self._is_torn = True  # unless all of it is written
-        self._file.append(data)
+        self.file.append(data)
         self._is_torn = False
-        self.unsynced = True
-
-    def sync(self) -> None:
-        if self.unsynced:
-            self._file.sync()
-            self.unsynced = False
 
     def _thin(self) -> None:
         content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
         self.generation += 1
         files.disk.replace(self.path, b"".join(content))
         files.disk.forget(self.path)  # the descriptor is that of the old file
-        self._file = files.AppendFile(self.path)
+        self.file = files.AppendFile(self.path)
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
@@ -119,11 +97,16 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
     parsed = [(line, parse_line(line)) for line in lines]
     found = [(line, record) for line, record in parsed if record is not None]
     fixed = _fixed([record for _, record in found])
-    newest = max((record.at for _, record in found), default=0.0)
-    for factor in _FACTORS:
-        kept = list(_less_often(found, fixed, newest, factor))
+    kept = [line for line, _ in found]
+    for step in _STEPS:
         if sum(map(len, kept)) <= most:
             break
+        last: dict[float, int] = {}
+        for index, (_, record) in enumerate(found):
+            if isinstance(record, Progress):
+                last[record.at // step] = index
+        chosen = fixed.union(last.values())
+        kept = [line for index, (line, _) in enumerate(found) if index in chosen]
     while sum(map(len, kept)) > most:  # the events alone are too many
         kept = kept[(len(kept) + 1) // 2 :]
     return kept
@@ -144,20 +127,3 @@ def _fixed(records: Sequence[Record]) -> set[int]:
         else:
             fixed.add(index)
     return fixed | set(first.values()) | set(last.values())
-
-
-def _less_often(
-    found: Sequence[tuple[bytes, Record]], fixed: set[int], newest: float, factor: int
-) -> Iterator[bytes]:
-    before: tuple[float, int] | None = None
-    for index, (line, record) in enumerate(found):
-        if index in fixed:
-            yield line
-        elif isinstance(record, Progress):
-            step = next(step for age, step in _STEPS if newest - record.at >= age / factor) * factor
-            here = (step, index)
-            if step:
-                here = (step, int(record.at // step))
-            if here != before:
-                yield line
-            before = here

@@ -68,7 +68,7 @@ class AttemptSummary:
             self.host = record.host
             self.pid = record.pid
             self.slurm_job = record.job
-            self.version = record.version
+            self.version = record.v
             self.started = min(self.started, record.at)
         elif isinstance(record, End):
             self.ended = record.at

@@ -5,8 +5,7 @@ Recovery does not read them, so damage costs a line and never the run. Each line
 the attempt, from 1: the owner's fence in ``run.json``).
 
     k           keys
-    start       host, pid, job (of Slurm, or null), slot (of the executor's worker, or null), v (our
-                version)
+    start       host, pid, job (of Slurm, or null), v (our version)
     server      what, name, url (without secrets, or null), why
     progress    s, d, c, all, own, err, own_err, tier, own_tier, q, w, out, pos, skip: see
                 ``Progress``
@@ -22,13 +21,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import orjson
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, is_count, is_seconds, seal, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, seal, unseal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
@@ -40,9 +39,8 @@ EndWhy = Literal["done", "stopped", "error"]
 
 WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
 """What stops an attempt that has a batch at a provider: it needs no attention."""
-_MAX_TEXT = 4000
+MAX_TEXT = 4000
 _MAX_KINDS = 64
-_MAX_BUCKET = 400  # 2^100
 _LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
 _COUNTS = len(fields(DocumentCounts))
@@ -69,18 +67,6 @@ class InputPosition(NamedTuple):
         if not self.total:
             return 1.0
         return min(1.0, self.done / self.total)
-
-    @classmethod
-    def from_json(cls, values: Sequence[object]) -> Self:
-        done, total, unit, *rest = values
-        tasks = rest[0] if rest else None
-        if (
-            not is_count(done)
-            or not all(number is None or is_count(number) for number in (total, tasks))
-            or unit not in (None, "bytes", "rows")
-        ):
-            raise ValueError("a position is damaged")
-        return cls(done, total, unit, tasks)  # type: ignore[arg-type]
 
 
 class Silence(NamedTuple):
@@ -109,12 +95,6 @@ class Silence(NamedTuple):
             return f"{server} is unreachable"
         return f"{server} gives no answers"
 
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Self:
-        found = cls(*values)
-        _check_seconds(found[:2])
-        return found._replace(model=_text(found.model))
-
 
 class Wait(NamedTuple):
     """What a rank waits for.
@@ -132,7 +112,6 @@ class Wait(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        _check_seconds(found[:2])
         return found._replace(document=_text(found.document))
 
 
@@ -183,13 +162,9 @@ class WorkCounts:
         return [getattr(self, name) for name in _WORK_NUMBERS]
 
     @classmethod
-    def from_json(cls, numbers: Sequence[object], errors: Json, tiers: Json) -> Self:
-        if not all(map(is_count, [*numbers, *errors.values(), *tiers.values()])):
-            raise ValueError("a number is missing or negative")
-        found = cls(errors=_named_counts(errors), tiers=_named_counts(tiers))
-        for name, number in zip(_WORK_NUMBERS, numbers, strict=False):
-            setattr(found, name, number)
-        return found
+    def from_json(cls, numbers: Sequence[int], errors: Json, tiers: Json) -> Self:
+        named = dict(zip(_WORK_NUMBERS, numbers, strict=False))
+        return cls(**named, errors=_named_counts(errors), tiers=_named_counts(tiers))
 
 
 def _named_counts(counts: Json) -> dict[str, int]:
@@ -203,7 +178,7 @@ _WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type =
 class _Record:
     """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
 
-    Each kind's ``read`` raises KeyError, TypeError or ValueError if the JSON object is another one.
+    A kind of other keys than its fields has its own ``to_json`` and ``read``.
     """
 
     KIND: ClassVar[str]
@@ -211,11 +186,16 @@ class _Record:
     attempt: int = 0
 
     def to_json(self) -> Json:
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def to_line(self) -> bytes:
         head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
         return seal(orjson.dumps(head | self.to_json()))
+
+    @classmethod
+    def read(cls, data: Json) -> Self:
+        """Raises KeyError, TypeError or ValueError if the JSON object is another one."""
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,41 +204,14 @@ class Start(_Record):
 
     Attributes:
         job: of Slurm, as its commands name it.
-        slot: of the executor's worker, from 0.
-        version: of this package.
+        v: version of this package.
     """
 
     KIND = "start"
     host: str
     pid: int
     job: str | None = None
-    slot: int | None = None
-    version: str = ""
-
-    def to_json(self) -> Json:
-        return {
-            "host": self.host,
-            "pid": self.pid,
-            "job": self.job,
-            "slot": self.slot,
-            "v": self.version,
-        }
-
-    @classmethod
-    def read(cls, data: Json) -> Start:
-        slot = data.get("slot")
-        job = data.get("job")
-        if not is_count(data["pid"]) or not (slot is None or is_count(slot)):
-            raise ValueError("pid or slot is damaged")
-        if job is not None:
-            job = _text(job)
-        return cls(
-            host=_text(data["host"]),
-            pid=data["pid"],
-            job=job,
-            slot=slot,
-            version=_text(data.get("v", "")),
-        )
+    v: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,23 +229,6 @@ class ServerEvent(_Record):
     name: str = ""
     url: str | None = None
     why: str = ""
-
-    def to_json(self) -> Json:
-        return {"what": self.what, "name": self.name, "url": self.url, "why": self.why[:_MAX_TEXT]}
-
-    @classmethod
-    def read(cls, data: Json) -> ServerEvent:
-        if data["what"] not in get_args(ServerWhat):
-            raise ValueError("no such event")
-        url = data.get("url")
-        if url is not None:
-            url = _text(url)
-        return cls(
-            what=data["what"],
-            name=_text(data.get("name", "")),
-            url=url,
-            why=_text(data.get("why", "")),
-        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,15 +290,9 @@ class Progress(_Record):
     @classmethod
     def read(cls, data: Json) -> Progress:
         in_flight, waiting, in_work = data["q"]
-        silence = Silence.from_json(data["out"])
-        documents = DocumentCounts(*data["d"][:_COUNTS])
-        # Astuple is slow: it copies deeply.
-        numbers = (in_flight, waiting, in_work, data["c"], *data["d"][:_COUNTS])
-        if not all(is_count(number) for number in numbers):
-            raise ValueError("a number is missing or negative")
         return cls(
-            seconds=Seconds.from_json(data["s"]),
-            documents=documents,
+            seconds=Seconds(*data["s"]),
+            documents=DocumentCounts(*data["d"][:_COUNTS]),
             chunks=data["c"],
             total=WorkCounts.from_json(data["all"], data["err"], data.get("tier", {})),
             own=WorkCounts.from_json(data["own"], data["own_err"], data.get("own_tier", {})),
@@ -370,8 +300,8 @@ class Progress(_Record):
             waiting=waiting,
             in_work=in_work,
             wait=Wait.from_json(data.get("w", ())),
-            silence=silence,
-            position=InputPosition.from_json(data["pos"]),
+            silence=Silence(*data["out"]),
+            position=InputPosition(*data["pos"]),
             skipped=SkippedLines.from_json(data.get("skip", ())),
         )
 
@@ -401,17 +331,6 @@ class Buckets(dict[int, int]):
             return 0.0
         return float(2.0 ** ((bucket - 1) / 4))
 
-    def to_json(self) -> list[list[int]]:
-        return sorted([bucket, count] for bucket, count in self.items())
-
-    @classmethod
-    def from_json(cls, pairs: Sequence[Sequence[int]]) -> Self:
-        if not all(
-            is_count(bucket) and is_count(count) and bucket < _MAX_BUCKET for bucket, count in pairs
-        ):
-            raise ValueError("a histogram is damaged")
-        return cls((bucket, count) for bucket, count in pairs)
-
 
 @dataclass(slots=True, kw_only=True)
 class Spread(_Record):
@@ -430,14 +349,15 @@ class Spread(_Record):
 
     def to_json(self) -> Json:
         found = {"ms": self.milliseconds, "pt": self.prompt_tokens, "ct": self.completion_tokens}
-        return {name: buckets.to_json() for name, buckets in found.items()}
+        return {name: sorted(buckets.items()) for name, buckets in found.items()}
 
     @classmethod
     def read(cls, data: Json) -> Spread:
-        milliseconds, prompt, completion = (
-            Buckets.from_json(data[name]) for name in ("ms", "pt", "ct")
+        return cls(
+            milliseconds=Buckets(data["ms"]),
+            prompt_tokens=Buckets(data["pt"]),
+            completion_tokens=Buckets(data["ct"]),
         )
-        return cls(milliseconds=milliseconds, prompt_tokens=prompt, completion_tokens=completion)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -451,15 +371,6 @@ class End(_Record):
     KIND = "end"
     why: EndWhy
     what: str = ""
-
-    def to_json(self) -> Json:
-        return {"why": self.why, "what": self.what[:_MAX_TEXT]}
-
-    @classmethod
-    def read(cls, data: Json) -> End:
-        if data["why"] not in get_args(EndWhy):
-            raise ValueError("no such end")
-        return cls(why=data["why"], what="\n".join(map(_text, data.get("what", "").split("\n"))))
 
 
 Record: TypeAlias = Start | ServerEvent | Progress | Spread | End
@@ -476,8 +387,6 @@ def parse_line(line: bytes) -> Record | None:
     try:
         data = orjson.loads(body)
         record = _KINDS[data["k"]].read(data)
-        if not is_seconds(data["at"]) or not is_count(data["n"]):
-            return None
         record.at = data["at"]
         record.attempt = data["n"]
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -489,16 +398,8 @@ def is_progress_line(line: bytes) -> bool:
     return line.startswith(_PROGRESS, BODY_AT)
 
 
-def _check_seconds(values: Sequence[float]) -> None:
-    if not all(map(is_seconds, values)):
-        raise ValueError("a number of seconds is damaged")
-
-
-def _text(value: object) -> str:
-    """Returns a text of the file without control characters: other programs may have written it."""
-    if not isinstance(value, str):
-        raise TypeError("a text is missing")
-    text = value[:_MAX_TEXT]
+def _text(text: str) -> str:
+    """Returns a text of a document or server without line breaks and control characters."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else " " for character in text)

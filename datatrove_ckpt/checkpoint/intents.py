@@ -53,16 +53,11 @@ class Intents:
     def add(self, hashes: Mapping[str, str]) -> None:
         """Records the hashes by file name, and syncs them."""
         if self._file is None:
-            self._file = self._open()
+            self._file = files.AppendFile(self.path, self._whole)
         self._file.append(seal(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)
         self.is_kept = True
-
-    def _open(self) -> files.AppendFile:
-        if self.is_kept and self.path.stat().st_size > self._whole:
-            files.disk.truncate(self.path, self._whole)
-        return files.AppendFile(self.path)
 
     def _note(self, hashes: Mapping[str, str]) -> None:
         for name, one in hashes.items():

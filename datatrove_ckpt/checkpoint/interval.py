@@ -15,7 +15,7 @@ of all unsaved work. A save stops the work for C seconds, and a restart takes R 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,12 +75,6 @@ class Tuning:
     longest: float
     first: float
 
-    def interval(self, durations: Sequence[float]) -> float:
-        if not durations:
-            return self.first
-        recent = durations[-RECENT:]
-        return min(max(sum(recent) / len(recent) / self.share, self.shortest), self.longest)
-
 
 # Below ``shortest`` nothing is gained. ``longest`` bounds the loss on a slow disk: half a minute of
 # answers at a power loss; ten minutes if the node is lost.
@@ -99,13 +93,17 @@ class Interval:
 
     def __init__(self, setting: Seconds, tuning: Tuning) -> None:
         self.seconds = tuning.first if setting == "auto" else setting
-        self._tuning = tuning if setting == "auto" else None
-        self._durations: list[float] = []
+        self._is_fixed = setting != "auto"
+        self._tuning = tuning
+        self._durations = deque[float](maxlen=RECENT)
 
     def took(self, duration: float) -> None:
-        if self._tuning is not None:
-            self._durations = [*self._durations, duration][-RECENT:]
-            self.seconds = self._tuning.interval(self._durations)
+        if self._is_fixed:
+            return
+        self._durations.append(duration)
+        tuning = self._tuning
+        best = sum(self._durations) / len(self._durations) / tuning.share
+        self.seconds = min(max(best, tuning.shortest), tuning.longest)
 
 
 def check_seconds(name: str, value: object) -> None:

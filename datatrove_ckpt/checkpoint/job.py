@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,10 +82,10 @@ class JobChanges:
 
 
 class KeptRun(NamedTuple):
-    """A rank's ``run.json``, whether it binds the rank to its run, and the rank's state."""
+    """A rank's ``run.json``, and its state: a rank with work, or at work, is bound to its run."""
 
     run: Json
-    is_bound: Callable[[], bool]
+    holds_work: Callable[[], bool]
     is_finished: Callable[[], bool]
     is_live: Callable[[], bool]
 
@@ -262,20 +263,16 @@ def _refusal(root: Path, found: JobChanges) -> Exception:
 def _compare_ranks(
     root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False
 ) -> JobChanges:
-    runs = {
-        rank: read_run(path) for rank in ranks if (path := rank_folder(root, rank) / RUN).exists()
-    }
-    kept = {rank: _kept_here(rank_folder(root, rank), run) for rank, run in runs.items()}
+    kept = {}
+    for rank in ranks:
+        folder = rank_folder(root, rank)
+        if (folder / RUN).exists():
+            run = read_run(folder / RUN)
+            is_live = partial(_is_live, folder, run)
+            kept[rank] = KeptRun(
+                run, partial(holds_work, folder), partial(is_finished, folder), is_live
+            )
     return compare_kept(kept, _read(root), identity, only_tasks)
-
-
-def _kept_here(folder: Path, run: Json) -> KeptRun:
-    def is_live() -> bool:
-        return _is_live(folder, run)
-
-    return KeptRun(
-        run, lambda: holds_work(folder) or is_live(), lambda: is_finished(folder), is_live
-    )
 
 
 def compare_kept(
@@ -295,7 +292,7 @@ def compare_kept(
             changes = [change for change in changes if change.field == "tasks"]
         if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
-        if changes and not each.is_bound():
+        if changes and not each.holds_work() and not each.is_live():
             found.empty.append(rank)
             continue
         if each.is_finished():

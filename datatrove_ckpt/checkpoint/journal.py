@@ -14,13 +14,13 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.lines import Line, explained, is_count, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Line, explained, read_lines, seal, unseal
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 Outcome = Literal["written", "dropped", "dead"]
@@ -30,7 +30,6 @@ JOURNAL_ADVICE = (
     "the saved answers where they exist."
 )
 """What to do about a damaged journal."""
-_OUTCOMES = get_args(Outcome)
 _HEAD = (
     b'{"ordinal":%d,"outcome":"%s","input":"%s",'
     b'"requests":%d,"prompt_tokens":%d,"completion_tokens":%d'
@@ -53,12 +52,6 @@ class Work(NamedTuple):
     failed: int
     rollouts: list[int]
     tokens: list[int]
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError if a line that is whole holds something else."""
-        numbers = (self.kept, self.failed, *self.rollouts, *self.tokens)
-        if not all(is_count(number) for number in numbers) or len(self.tokens) % 2:
-            raise ValueError("what the document took is damaged")
 
 
 Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None]
@@ -121,9 +114,7 @@ class Finished:
 
     @classmethod
     def from_body(cls, body: bytes) -> Finished:
-        """Raises KeyError, TypeError or ValueError if the line holds no finished document, but see
-        ``check``, too.
-        """
+        """Raises KeyError, TypeError or ValueError if the line holds no finished document."""
         at = body.index(_DOCUMENT)
         data = orjson.loads(body[:at] + b"}")
         return cls(
@@ -135,25 +126,9 @@ class Finished:
             data["prompt_tokens"],
             data["completion_tokens"],
             None if data.get("work") is None else Work(*data["work"]),
-            None if data.get("seconds") is None else Seconds.from_json(data["seconds"]),
+            None if data.get("seconds") is None else Seconds(*data["seconds"]),
             tuple(data.get("ends", (0, 0, 0))),
         )
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError if a line that is whole holds something else: another
-        version wrote it.
-        """
-        numbers = (self.ordinal, *self.numbers)
-        if (
-            not all(is_count(number) for number in numbers)
-            or len(self.ends) != 3
-            or self.outcome not in _OUTCOMES
-        ):
-            raise ValueError("a number or the outcome is damaged")
-        if not isinstance(self.fingerprint, str) or not self.document.endswith((b"}", b"null")):
-            raise ValueError("the document is damaged")
-        if self.work is not None:
-            self.work.check()
 
 
 def read_finished(
@@ -173,7 +148,6 @@ def read_finished(
     for line in read_lines(path, JOURNAL_ADVICE):
         try:
             finished = Finished.from_body(line.body)
-            finished.check()
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
@@ -213,22 +187,15 @@ class ChunkJournal:
     ) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
-        self._end = end
         self.recovered: dict[int, str] = {}
         """Fingerprints of the documents that earlier attempts finished, by ordinal."""
         self.seconds = NO_SECONDS
         """What the rank took until an earlier attempt wrote here last."""
         self._offsets = array("q")
         self._lengths = array("I")
-        self._recover(count)
-        self._file = files.AppendFile(path)
-
-    def _recover(self, count: Count | None) -> None:
         size = 0
         took = list[Took]()
-        for line, finished in read_finished(
-            self.path, self.recovered, self.first_ordinal, self._end
-        ):
+        for line, finished in read_finished(path, self.recovered, first_ordinal, end):
             size = line.offset + line.length
             if finished is not None:
                 self._remember(finished.ordinal, line.offset, line.length)
@@ -236,8 +203,7 @@ class ChunkJournal:
                 took.append(finished.took)
         if count is not None:
             count(took)
-        if self.path.exists() and self.path.stat().st_size > size:
-            files.disk.truncate(self.path, size)
+        self.file = files.AppendFile(path, size)
 
     def append(self, group: Iterable[Finished]) -> None:
         ordinals = []
@@ -245,17 +211,10 @@ class ChunkJournal:
         for finished in group:
             ordinals.append(finished.ordinal)
             lines.append(finished.to_line())
-        offset = self._file.append(b"".join(lines))
+        offset = self.file.append(b"".join(lines))
         for ordinal, line in zip(ordinals, lines, strict=True):
             self._remember(ordinal, offset, len(line))
             offset += len(line)
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    @property
-    def size(self) -> int:
-        return self._file.size
 
     @property
     def ordinals(self) -> Iterator[int]:

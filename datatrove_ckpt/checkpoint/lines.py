@@ -10,7 +10,6 @@ bytes (``may_be_torn``), about which ``commits`` is stricter than ``read_lines``
 from __future__ import annotations
 
 import errno
-import math
 import os
 import resource
 import sqlite3
@@ -199,11 +198,6 @@ def whole_lines(data: bytes) -> list[bytes]:
     if lines and not lines[-1].endswith(b"\n"):
         return lines[:-1]
     return lines
-
-
-def is_seconds(value: object) -> bool:
-    """Whether a value is a finite number >= 0, and no bool."""
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -40,7 +40,6 @@ from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
-from datatrove_ckpt.process.worker import worker_slot
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import BatchLog
@@ -58,9 +57,8 @@ class Snapshot:
     Attributes:
         run: the content of ``run.json``.
         sizes: bytes of each other file that belong to the snapshot, by file name.
-        generations: numbers of replacements of replaceable files.
-        is_current: whether the file of this name has not been replaced since. Call it once the file
-            is open.
+        generation: how often the history was replaced.
+        is_current: whether it has not been replaced since. Call it once the file is open.
         unfinished: ordinals of the unfinished documents that have answers.
         answers: their answers that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
@@ -71,8 +69,8 @@ class Snapshot:
     unfinished: frozenset[int]
     answers: list[CachedRequest]
     last_answer: int
-    generations: dict[str, int] = field(default_factory=dict)
-    is_current: Callable[[str], bool] = lambda name: True
+    generation: int = 0
+    is_current: Callable[[], bool] = lambda: True
 
 
 class CheckpointSource(Protocol):
@@ -210,7 +208,7 @@ class RankFiles:
 
     @property
     def seconds_to_sync(self) -> float | None:
-        if not self._dirty and not self.cache.unsynced and not self._history.unsynced:
+        if not self._dirty and not self.cache.unsynced and not self._history.file.is_unsynced:
             return None
         return max(0.0, self._next_sync - time.monotonic())
 
@@ -223,10 +221,10 @@ class RankFiles:
             return
         start = time.monotonic()
         for journal in self._dirty.values():
-            journal.sync()
+            journal.file.sync()
         self._dirty.clear()
         self.cache.sync()
-        self._history.sync()
+        self._history.file.sync()
         self.interval.took(time.monotonic() - start)
 
     def _journal(self, chunk: Chunk) -> ChunkJournal:
@@ -241,7 +239,7 @@ class RankFiles:
     def synced_journal(self, chunk: Chunk) -> ChunkJournal:
         """Does step 1 of a commit, and returns the complete chunk's journal for steps 2 and 3."""
         journal = self._journal(chunk)
-        journal.sync()
+        journal.file.sync()
         return journal
 
     def commit(self, chunk: Chunk) -> None:
@@ -292,13 +290,7 @@ class RankFiles:
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = Start(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=job_id(),
-            slot=worker_slot(),
-            version=__version__,
-        )
+        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__)
         self.note([start, Progress()])
 
     def note(self, records: Sequence[Record]) -> None:
@@ -335,17 +327,17 @@ class RankFiles:
     def snapshot(self, since: int) -> Snapshot:
         """Describes the checkpoint at this instant, with the answers put after number ``since``."""
         self.fence.check(thorough=True)
-        sizes = {journal.path.name: journal.size for journal in self._journals.values()}
+        sizes = {journal.path.name: journal.file.size for journal in self._journals.values()}
         sizes |= {
-            COMMITS: self.log.size,
+            COMMITS: self.log.file.size,
             DEAD_LETTERS: self._dead_letters.size,
-            HISTORY: self._history.size,
+            HISTORY: self._history.file.size,
         }
         retried = self.folder / RETRY_INPUT
         if retried.exists():
             sizes[RETRY_INPUT] = retried.stat().st_size
         if (self.folder / BATCHES).exists():
-            sizes[BATCHES] = self.batches.size
+            sizes[BATCHES] = self.batches.file.size
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if self._shard_written:
             sizes[SHARD] = (self.folder / SHARD).stat().st_size
@@ -358,6 +350,6 @@ class RankFiles:
             unfinished=unfinished,
             answers=self.cache.answers_since(since, unfinished),
             last_answer=self.cache.last_answer,
-            generations={HISTORY: generation},
-            is_current=lambda name: name != HISTORY or self._history.generation == generation,
+            generation=generation,
+            is_current=lambda: self._history.generation == generation,
         )

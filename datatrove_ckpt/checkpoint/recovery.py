@@ -125,7 +125,7 @@ def recover(
         journal = ChunkJournal(
             journal_path(folder, chunk_index), first_ordinal, end, point.finished.count
         )
-        if journal.size:
+        if journal.file.size:
             point.journals[chunk_index] = journal
         else:
             journal.remove()  # a kill came before its first line was written

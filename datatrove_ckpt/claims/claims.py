@@ -19,56 +19,40 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import orjson
 import xxhash
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.claims.stores import (
+    FREE,
+    GIVEN_UP,
+    DiskClaims,
+    DiskReader,
+    Look,
+    Mark,
+    ObjectClaims,
+    is_process,
+    is_run,
+    open_here,
+)
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError
 
-# Names of processes are hexadecimal, and sorted before.
-FREE = "free"
-GIVEN_UP = "given-up"
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
 """The environment variable whose value all workers of a launch share.
 
 The next launch tries again what one gives up.
 """
-_RUN = "-run"  # the end of the name of an owner that runs all ranks
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
-_open_here: set[str] = set()
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
-
-
-class Mark(NamedTuple):
-    rank: int
-    number: int
-    owner: str
-
-
-class Look(NamedTuple):
-    """All marks of a store, and the owners that are alive, or whose last beat is old."""
-
-    marks: list[Mark]
-    alive: set[str]
-    dead: set[str]
-
-    def current(self) -> dict[int, Mark]:
-        """Returns the mark of each rank that counts."""
-        found: dict[int, Mark] = {}
-        for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
-            found.setdefault(mark.rank, mark)
-        return found
 
 
 class Claimant(NamedTuple):
@@ -86,40 +70,6 @@ class Free(NamedTuple):
 
     ranks: list[int]
     are_left: bool
-
-
-class ClaimReader(Protocol):
-    def look(self) -> Look: ...
-
-    def read(self, mark: Mark) -> bytes: ...
-
-    def name(self, owner: str) -> str:
-        """Returns process id and host of an owner."""
-
-
-class ClaimStore(ClaimReader, Protocol):
-    """Stores marks and beats.
-
-    Attributes:
-        beat_seconds: an owner without a beat for five times as long is dead.
-    """
-
-    beat_seconds: float
-
-    def put(self, mark: Mark, content: bytes) -> bool:
-        """Writes a mark. Returns False if another process has written a mark of this number
-        first.
-        """
-
-    def remove(self, mark: Mark) -> None: ...
-
-    def beat(self) -> None: ...
-
-    def forget(self, owner: str) -> None:
-        """Removes the beat of an owner."""
-
-    def close(self) -> None:
-        """Ends the process's own beat."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +103,7 @@ class Claims:
 
     def __init__(
         self,
-        store: ClaimStore,
+        store: DiskClaims | ObjectClaims,
         owner: str,
         incomplete: Callable[[], list[int]],
         reached: Callable[[int], Progress],
@@ -184,7 +134,7 @@ class Claims:
         self._locked: dict[int, float] = {}
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
-        _open_here.add(owner)
+        open_here.add(owner)
         threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
 
     def free(self) -> Free:
@@ -269,7 +219,7 @@ class Claims:
 
     def close(self) -> None:
         self._closed.set()
-        _open_here.discard(self._owner)
+        open_here.discard(self._owner)
         with self._guard, _hint():
             for rank in list(self._held):
                 self.release(rank)
@@ -414,7 +364,7 @@ def _hint() -> Iterator[None]:
         )
 
 
-def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
+def claimants(store: DiskReader | ObjectClaims, without: str = "") -> list[Claimant]:
     """Returns all processes that are alive or have left ranks, ``without`` this owner."""
     look = store.look()
     ranks: dict[str, list[int]] = {owner: [] for owner in sorted(look.alive)}
@@ -428,57 +378,14 @@ def claimants(store: ClaimReader, without: str = "") -> list[Claimant]:
     ]
 
 
-def given_up(store: ClaimReader, prefix: str = GIVEN_UP) -> dict[int, str]:
+def given_up(store: DiskReader | ObjectClaims, prefix: str = GIVEN_UP) -> dict[int, str]:
     marks = store.look().current().values()
     return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
-def _record(store: ClaimReader, mark: Mark) -> Record:
+def _record(store: DiskReader | ObjectClaims, mark: Mark) -> Record:
     try:
         content = orjson.loads(store.read(mark))
         return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])
     except (orjson.JSONDecodeError, KeyError, TypeError):  # gone, or cut off by a power loss
         return Record()
-
-
-def is_process(owner: str) -> bool:
-    return not owner.startswith((FREE, GIVEN_UP))
-
-
-def is_run(owner: str) -> bool:
-    return owner.endswith(_RUN)
-
-
-def new_owner(runs_all: bool = False) -> str:
-    """Returns a name for this process: host, process id, start, and random digits, all
-    hexadecimal.
-    """
-    pid = os.getpid()
-    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
-
-
-def has_ended(owner: str) -> bool:
-    host = owner[:8]
-    pid = int(owner[8:16], 16)
-    started = int(owner[16:32], 16)
-    if host != _host():
-        return False
-    if pid == os.getpid() and started == _started(pid):
-        return owner not in _open_here
-    return started != _started(pid)
-
-
-def _host() -> str:
-    return xxhash.xxh32(socket.gethostname().encode()).hexdigest()
-
-
-def _started(pid: int) -> int:
-    """Returns a process's start time, because its id may be reused.
-
-    0 if there is none, or no ``/proc``.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])

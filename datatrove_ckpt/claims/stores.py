@@ -21,20 +21,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
+import xxhash
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims.claims import (
-    FREE,
-    ClaimReader,
-    ClaimStore,
-    Look,
-    Mark,
-    has_ended,
-    is_process,
-)
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
@@ -46,22 +39,50 @@ _BEATS = 5  # so many beats that did not come are a death
 _SETTLES = 1.0
 _HUB_SETTLES = 5.0
 _WORKERS = "workers"
+# Names of processes are hexadecimal, and sorted before.
+FREE = "free"
+GIVEN_UP = "given-up"
+_RUN = "-run"  # the end of the name of an owner that runs all ranks
+open_here: set[str] = set()
 
 
-def open_store(url: str, owner: str, options: Mapping[str, object]) -> ClaimStore:
+class Mark(NamedTuple):
+    rank: int
+    number: int
+    owner: str
+
+
+class Look(NamedTuple):
+    """All marks of a store, and the owners that are alive, or whose last beat is old."""
+
+    marks: list[Mark]
+    alive: set[str]
+    dead: set[str]
+
+    def current(self) -> dict[int, Mark]:
+        """Returns the mark of each rank that counts."""
+        found: dict[int, Mark] = {}
+        for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
+            found.setdefault(mark.rank, mark)
+        return found
+
+
+def open_store(url: str, owner: str, options: Mapping[str, object]) -> DiskClaims | ObjectClaims:
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)
     return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES, options)
 
 
-def open_reader(url: str) -> ClaimReader:
+def open_reader(url: str) -> DiskReader | ObjectClaims:
     if get_protocol(url) in ("file", "local"):
         return DiskReader(Path(url))
     return ObjectClaims(url, "", _SETTLES)
 
 
 class DiskReader:
+    """See ``DiskClaims``, which writes, too."""
+
     beat_seconds = 30.0
 
     def __init__(self, folder: Path) -> None:
@@ -85,6 +106,7 @@ class DiskReader:
         return orjson.dumps(_parsed(self._path(mark))[1])
 
     def name(self, owner: str) -> str:
+        """Returns process id and host of an owner."""
         try:
             return _named((self._folder / _WORKERS / owner).read_bytes())
         except FileNotFoundError:
@@ -120,6 +142,12 @@ class DiskReader:
 
 
 class DiskClaims(DiskReader):
+    """Stores marks and beats.
+
+    Attributes:
+        beat_seconds: an owner without a beat for five times as long is dead.
+    """
+
     def __init__(self, folder: Path, owner: str) -> None:
         super().__init__(folder)
         self._owner = owner
@@ -127,6 +155,9 @@ class DiskClaims(DiskReader):
         self._own = files.Lock(folder / _WORKERS / owner)
 
     def put(self, mark: Mark, content: bytes) -> bool:
+        """Writes a mark. Returns False if another process has written a mark of this number
+        first.
+        """
         new = self._folder / f"{self._owner}.new"
         fd = files.disk.create(new)
         try:
@@ -149,6 +180,7 @@ class DiskClaims(DiskReader):
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
     def forget(self, owner: str) -> None:
+        """Removes the beat of an owner."""
         files.disk.remove(self._folder / _WORKERS / owner)
 
     def close(self) -> None:
@@ -185,9 +217,11 @@ def _named(process: bytes) -> str:
 
 
 class ObjectClaims:
-    """Args:
-    owner: names this process; empty: it only reads.
-    settle_seconds: after this, a listing shows what every process had written before.
+    """Stores marks and beats as ``DiskClaims`` does.
+
+    Args:
+        owner: names this process; empty: it only reads.
+        settle_seconds: after this, a listing shows what every process had written before.
     """
 
     beat_seconds = 60.0
@@ -267,3 +301,49 @@ class ObjectClaims:
 
 def _object_name(mark: Mark) -> str:
     return f"{mark.rank:05d}-{mark.number:06d}-{mark.owner}"
+
+
+# owners -------------------------------------------------------------------------------------------
+
+
+def is_process(owner: str) -> bool:
+    return not owner.startswith((FREE, GIVEN_UP))
+
+
+def is_run(owner: str) -> bool:
+    return owner.endswith(_RUN)
+
+
+def new_owner(runs_all: bool = False) -> str:
+    """Returns a name for this process: host, process id, start, and random digits, all
+    hexadecimal.
+    """
+    pid = os.getpid()
+    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
+
+
+def has_ended(owner: str) -> bool:
+    host = owner[:8]
+    pid = int(owner[8:16], 16)
+    started = int(owner[16:32], 16)
+    if host != _host():
+        return False
+    if pid == os.getpid() and started == _started(pid):
+        return owner not in open_here
+    return started != _started(pid)
+
+
+def _host() -> str:
+    return xxhash.xxh32(socket.gethostname().encode()).hexdigest()
+
+
+def _started(pid: int) -> int:
+    """Returns a process's start time, because its id may be reused.
+
+    0 if there is none, or no ``/proc``.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])

@@ -311,8 +311,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 why = failure_line(error)
         if left:
             raise CkptError(
-                f"{_of(left, jobs)} could not be canceled, and go on: {_shown(left)} ({why}). Run "
-                "it again."
+                f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and go on: "
+                f"{_shown(left)} ({why}). Run it again."
             )
         return len(jobs)
 
@@ -669,10 +669,6 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             values = dict(enumerate(values or ()))
         for name, value in values.items():
             yield key, str(name), str(value)
-
-
-def _of(some: Sequence[_Job], jobs: Sequence[_Job]) -> str:
-    return f"{len(some)} of {plural(len(jobs), 'job')}"
 
 
 def _shown(jobs: Sequence[_Job]) -> str:

@@ -152,7 +152,17 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _worker(self) -> LocalPipelineExecutor:
-        return _ArrayWorker(self)
+        worker = LocalPipelineExecutor(
+            self.pipeline,
+            self.tasks,
+            1,
+            self.logging_dir,
+            randomize_start_duration=self.randomize_start_duration,
+            max_rank_attempts=self.max_rank_attempts,
+            ranks_at_once=self.ranks_at_once,
+        )
+        worker.get_distributed_env = self.get_distributed_env  # of Slurm: steps see where they run
+        return worker
 
     def _check(self) -> None:
         from datatrove_ckpt.preflight.before_run import check_after_run, check_job
@@ -230,20 +240,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         self.job_id = launch_slurm_job(
             self.get_launch_file_contents(arguments, command), self.job_id_retriever
         )
-
-
-class _ArrayWorker(LocalPipelineExecutor):
-    def __init__(self, array: SlurmPipelineExecutor) -> None:
-        super().__init__(
-            array.pipeline,
-            array.tasks,
-            1,
-            array.logging_dir,
-            randomize_start_duration=array.randomize_start_duration,
-            max_rank_attempts=array.max_rank_attempts,
-            ranks_at_once=array.ranks_at_once,
-        )
-        self.get_distributed_env = array.get_distributed_env  # of Slurm: steps see where they run
 
 
 @contextmanager

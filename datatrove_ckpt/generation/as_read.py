@@ -79,9 +79,12 @@ class _AnyWrapper:
         except Exception:
             return _named(value)
         if isinstance(plain, str):
-            if _is_utf8(plain):
-                return plain
-            return {TAG: ["surrogates", _base64(plain.encode("utf-8", "surrogatepass"))]}
+            try:
+                plain.encode()
+            except UnicodeEncodeError:
+                data = base64.b64encode(plain.encode("utf-8", "surrogatepass"))
+                return {TAG: ["surrogates", data.decode()]}
+            return plain
         if id(value) in self._above:
             return _named(value, "that holds itself")
         if depth == 0:
@@ -119,9 +122,12 @@ class _Description:
             return _named(value)
 
     def _facts(self, value: object) -> str:
-        if (image := _loaded("PIL.Image")) and isinstance(value, image.Image):
+        # A module that is not imported has made no value.
+        image = sys.modules.get("PIL.Image")
+        if image is not None and isinstance(value, image.Image):
             return self._image(value)
-        if (torch := _loaded("torch")) and isinstance(value, torch.Tensor):
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
             return f"{value.dtype} {tuple(value.shape)} {self._hash(data)}"
         # Datasets' video and audio decoders.
@@ -163,11 +169,6 @@ class _Description:
         return str(xxhash.xxh3_128_hexdigest(data))
 
 
-def _loaded(module: str) -> Any:
-    """Returns the module if it is imported; otherwise no value has one of its types."""
-    return sys.modules.get(module)
-
-
 def _named(value: object, facts: str = "") -> str:
     kind = type(value)
     if kind.__module__ == "builtins":
@@ -175,15 +176,3 @@ def _named(value: object, facts: str = "") -> str:
     else:
         name = f"{kind.__module__}.{kind.__qualname__}"
     return f"<{safe_text(name)}{' ' if facts else ''}{safe_text(facts)}, which cannot be kept>"
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

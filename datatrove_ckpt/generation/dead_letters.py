@@ -12,7 +12,7 @@ would be in the output twice.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -37,9 +37,10 @@ from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_te
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected, printable
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.generation.as_read import as_read as encode_as_read
+from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.documents import decode
-from datatrove_ckpt.readers.positions import State
+from datatrove_ckpt.readers.positions import State, position_state
 
 
 class Letter(TypedDict):
@@ -71,33 +72,30 @@ def cause_of(error: BaseException) -> str:
 
 
 def dead_letter(
-    document: Document,
-    doc_id: str,
-    as_read: bytes | None,
-    error: BaseException,
-    *,
-    ordinal: int,
-    position: State | None,
-    payload_hashes: list[str],
-    earlier: Letter | None,
+    source: SourceDocument, ordinal: int, error: BaseException, payload_hashes: list[str]
 ) -> bytes:
     """Returns a line of ``dead_letters.jsonl``, without its line break.
 
     Args:
-        as_read: the document before any rollout saw it; None: encode the document as it is now.
-        position: the reader's state right after the document.
         payload_hashes: of the last request of each rollout.
-        earlier: the letter of the attempt before, if this is a retry.
     """
-    kept = as_read or encode_as_read(document).data
+    document = source.document
+    kept = source.as_read or as_read(document).data
+    attempts = 0
+    position = position_state(document)
+    earlier: Letter | None = getattr(document, "letter", None)
+    if earlier is not None:
+        ordinal = earlier["ordinal"]
+        attempts = earlier["attempts"]
+        position = earlier["position"]
     head: Letter = {
-        "ordinal": earlier["ordinal"] if earlier else ordinal,
-        "id": doc_id,
+        "ordinal": ordinal,
+        "id": source.id,
         "error": cause_of(error),
         "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
-        "attempts": earlier["attempts"] + 1 if earlier else 1,
-        "position": earlier["position"] if earlier else position,
-        "payload_hashes": payload_hashes,
+        "attempts": attempts + 1,
+        "position": position,
+        "payload_hashes": [digest for digest in payload_hashes if digest],
         "traceback": printable(redact(safe_text("".join(traceback.format_exception(error))))),
     }
     return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
@@ -116,9 +114,11 @@ Attempt = tuple[int, int]
 
 
 class TakenLetters:
-    def __init__(self, retries: Sequence[Path], rank: int) -> None:
+    def __init__(self) -> None:
         self._lines: dict[Attempt, tuple[Path, bytes]] = {}
-        for folder in retries:
+
+    def read(self, root: Path, rank: int) -> None:
+        for folder in retry_folders(root):
             path = rank_folder(folder, rank) / RETRY_INPUT
             for letter in read_letters(path):
                 self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
@@ -132,6 +132,8 @@ class TakenLetters:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
+        if not self._lines:
+            return None
         earlier: Letter | None = getattr(document, "letter", None)
         attempt = (ordinal, 1)
         if earlier:

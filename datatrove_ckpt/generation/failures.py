@@ -36,9 +36,8 @@ from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
-from datatrove_ckpt.generation.step import OnDocumentError
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import NotAwaitable
-from datatrove_ckpt.readers.positions import position_state
 from datatrove_ckpt.rollouts import InvalidAnswer
 
 
@@ -48,24 +47,20 @@ class Failures:
 
     Attributes:
         dead: dead letters of all attempts.
-        limit: most dead letters before the rank stops; None: no limit.
-        kept: dead letters are written; False without a checkpoint.
-        taken: letters of retries, whose documents are not processed here; None: there are no
-            retries.
-        if_corrected: see ``correction``.
+        taken: letters of retries, whose documents are not processed here.
     """
 
-    on_document_error: OnDocumentError
-    skip_bad_requests: bool
+    step: Step
     dead: int
-    limit: int | None
-    kept: bool
-    taken: TakenLetters | None
-    if_corrected: Sequence[object]
+    taken: TakenLetters
 
     @property
     def keep_as_read(self) -> bool:
-        return self.on_document_error == "dead_letter" or self.skip_bad_requests
+        return self.step.on_document_error == "dead_letter" or self.step.skip_bad_requests
+
+    @property
+    def are_kept(self) -> bool:
+        return self.step.checkpoints_local_dir is not None
 
     def letter_or_raise(
         self,
@@ -90,37 +85,49 @@ class Failures:
             error = next(
                 (cause for cause in causes(error) if isinstance(cause, InferenceError)), error
             )
-        document = source.document
         name = _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
-            _stop(name, cause, error, document, self)
+            self._stop(name, cause, error, source.document)
         self.dead += 1
-        if self.limit is not None and self.dead > self.limit:
+        limit = self.step.max_dead_letters
+        if limit is not None and self.dead > limit:
             raise TooManyDeadLetters(
                 f"{plural(self.dead, 'document')} of this task failed, more than "
-                f"max_dead_letters={self.limit} allows. The last one, {name}: {cause}. Fix the "
+                f"max_dead_letters={limit} allows. The last one, {name}: {cause}. Fix the "
                 "cause and run the same command again. When the task is finished, "
                 f"{written.retry_dead_letters} processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
-        return dead_letter(
-            document,
-            source.id,
-            source.as_read,
-            error,
-            ordinal=slot.ordinal,
-            position=position_state(document),
-            payload_hashes=[digest for digest in payload_hashes if digest],
-            earlier=getattr(document, "letter", None),
-        )
+        return dead_letter(source, slot.ordinal, error, payload_hashes)
 
     def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
-        if self.kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
+        if self.are_kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
             return True
-        if self.skip_bad_requests and is_bad_request(error, rejections):
+        if self.step.skip_bad_requests and is_bad_request(error, rejections):
             return True
-        return self.on_document_error == "dead_letter"
+        return self.step.on_document_error == "dead_letter"
+
+    def _stop(self, name: str, cause: str, error: BaseException, document: Document) -> NoReturn:
+        if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
+            raise error
+        way = _way_out(error)
+        corrected: list[object] = []
+        if self.are_kept and not self.step.accept_changes:
+            corrected = correction(self.step.rollout_fn)
+        if corrected:
+            way += corrected
+        elif self.are_kept and any(isinstance(one, InvalidAnswer) for one in causes(error)):
+            way = [
+                "These answers are saved, too, so the same command fails again. To go on without "
+                "such documents, as dead letters, ",
+                ChangeSetting("on_document_error", "dead_letter"),
+                ". A new run drops them with invalid_answer: drop.",
+            ]
+        message = [f"D{name[1:]} failed: {cause}. The answers of other documents are saved. ", *way]
+        if isinstance(error, InferenceError):
+            raise DocumentFailed(message, document, error.error, error.payload) from error
+        raise DocumentFailed(message, document, error) from error
 
 
 # How datatrove's own errors begin.
@@ -166,29 +173,6 @@ def correction(rollout_fn: object) -> list[object]:
         ": what is done and paid is kept, and the new code works on the documents that are not "
         "done.",
     ]
-
-
-def _stop(
-    name: str, cause: str, error: BaseException, document: Document, rule: Failures
-) -> NoReturn:
-    if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
-        raise error
-    way = [*_way_out(error), *rule.if_corrected]
-    if (
-        rule.kept
-        and not rule.if_corrected
-        and any(isinstance(one, InvalidAnswer) for one in causes(error))
-    ):
-        way = [
-            "These answers are saved, too, so the same command fails again. To go on without "
-            "such documents, as dead letters, ",
-            ChangeSetting("on_document_error", "dead_letter"),
-            ". A new run drops them with invalid_answer: drop.",
-        ]
-    message = [f"D{name[1:]} failed: {cause}. The answers of other documents are saved. ", *way]
-    if isinstance(error, InferenceError):
-        raise DocumentFailed(message, document, error.error, error.payload) from error
-    raise DocumentFailed(message, document, error) from error
 
 
 # As vLLM, SGLang, llama.cpp and OpenAI word it. The words only choose a hint.

@@ -206,10 +206,27 @@ class RankReporter:
         self._source = source
 
     def position(self) -> InputPosition:
-        if self._source is None:
+        """Returns how much of the input is done."""
+        source = self._source
+        if source is None:
             return InputPosition()
-        first = self._checkpoint.resumed.next_ordinal
-        return input_position(self._source, first, self._before + self.own.documents)
+        reached = source.reached()
+        if reached.unit is None:
+            return InputPosition()
+        # A reader is ahead of the rank, so documents are taken to be equal:
+        #
+        #     done = what lies before the last document handed over * documents finished / documents
+        #     up to that one
+        #
+        # This is exact at both ends, and grows steadily.
+        known = self._checkpoint.resumed.next_ordinal + source.handed_over
+        done = reached.done
+        if source.is_at_end and reached.total is not None:
+            done = reached.total
+        done = round(done * (self._before + self.own.documents) / max(known, 1))
+        if reached.total is not None:
+            done = min(done, reached.total)
+        return InputPosition(done, reached.total, reached.unit, reached.tasks)
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
@@ -218,7 +235,10 @@ class RankReporter:
             is_first = not self.clients or any(one.is_first for one in self.clients)
             self.own.restarts += is_first
         event = ServerEvent(
-            what=cast("ServerWhat", what), name=name, url=url and redact(url), why=redact(why)
+            what=cast("ServerWhat", what),
+            name=name,
+            url=url and redact(url),
+            why=redact(why)[: history_records.MAX_TEXT],
         )
         self._checkpoint.note(event)
 
@@ -361,7 +381,7 @@ class RankReporter:
             return End(why="stopped", what=history_records.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
-        return End(why="error", what=_described(error))
+        return End(why="error", what=_described(error)[: history_records.MAX_TEXT])
 
 
 @contextmanager
@@ -392,33 +412,3 @@ def _described(error: BaseException | None) -> str:
     if isinstance(error, CkptError):
         return redact(f"{name}: {error}")
     return name
-
-
-# input progress ----------------------------------------------------------------------------------
-
-# A reader is ahead of the rank, so documents are taken to be equal:
-#
-#     done = what lies before the last document handed over * documents finished / documents up to
-#     that one
-#
-# This is exact at both ends, and grows steadily.
-
-
-def input_position(source: DocumentSource, first: int, finished: int) -> InputPosition:
-    """Returns how much of the input is done.
-
-    Args:
-        first: number of the first document that ``source`` hands over, from 0.
-        finished: documents, over all attempts.
-    """
-    reached = source.reached()
-    if reached.unit is None:
-        return InputPosition()
-    known = first + source.handed_over
-    done = reached.done
-    if source.is_at_end and reached.total is not None:
-        done = reached.total
-    done = round(done * finished / max(known, 1))
-    if reached.total is not None:
-        done = min(done, reached.total)
-    return InputPosition(done, reached.total, reached.unit, reached.tasks)

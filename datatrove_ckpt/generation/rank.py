@@ -26,7 +26,6 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     rank_folder,
     refuse_resharded,
-    retry_folders,
 )
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -40,18 +39,17 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.doors import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
-from datatrove_ckpt.generation.export.exporter import check_monitoring, open_exports
-from datatrove_ckpt.generation.failures import Failures, correction, offer_skipping
+from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
+from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
-from datatrove_ckpt.generation.named_answer import NamedAnswer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, check_first, shared_arguments
+from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
@@ -133,22 +131,26 @@ class _Run:
             )
             self._process(self.data, without, RankNumbers(rank))
             return
-        refuse_resharded(step.checkpoints_root)
-        if step.retry_dead_letters:
-            self._retry()
-            return
-        with naming_mirror(step, step.checkpoints_root):
-            restore_from_mirror(step, rank, self.preemption)
-            self._take_in_passes(self.data, step.checkpoints_root)
+        root = step.checkpoints_root
+        refuse_resharded(root)
+        with naming_mirror(step, root):
+            if step.checkpoints_remote_dir is not None:
+                from datatrove_ckpt.mirror.restore import restore_rank
 
-    def _retry(self) -> None:
-        step = self.step
-        rank = self.rank
-        restore_from_mirror(step, rank, self.preemption)
-        StepStats(self.data).restore(rank_folder(step.checkpoints_root, rank) / SHARD)
-        if (retry := DeadLetterPass.next(step.checkpoints_root, rank)) is None:
-            logger.info(f"Task {rank}: there are no dead letters to retry.")
-            RankNumbers(rank, step.checkpoints_root).fill(step.stats)
+                with self.preemption.interruptible():
+                    restore_rank(
+                        step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
+                    )
+            if step.retry_dead_letters:
+                self._retry(root)
+            else:
+                self._take_in_passes(self.data, root)
+
+    def _retry(self, root: Path) -> None:
+        StepStats(self.data).restore(rank_folder(root, self.rank) / SHARD)
+        if (retry := DeadLetterPass.next(root, self.rank)) is None:
+            logger.info(f"Task {self.rank}: there are no dead letters to retry.")
+            RankNumbers(self.rank, root).fill(self.step.stats)
             return
         self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
@@ -283,7 +285,7 @@ class _Run:
         say = RankMessages(
             rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
         )
-        exports = open_exports(step, rank, checkpoint, progress, shutdown)
+        exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
             if output is not None:
@@ -372,16 +374,10 @@ class _Run:
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        dead = checkpoint.resumed.finished.dead
-        kept = step.checkpoints_local_dir is not None
-        taken = None
-        corrected: list[object] = []
-        if kept and (retries := retry_folders(step.checkpoints_root)):
-            taken = TakenLetters(retries, rank)
-        if kept and not step.accept_changes:
-            corrected = correction(step.rollout_fn)
-        settings = step.on_document_error, step.skip_bad_requests, dead, step.max_dead_letters
-        failures = Failures(*settings, kept, taken, corrected)
+        taken = TakenLetters()
+        if step.checkpoints_local_dir is not None:
+            taken.read(step.checkpoints_root, rank)
+        failures = Failures(step, checkpoint.resumed.finished.dead, taken)
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
@@ -390,20 +386,17 @@ class _Run:
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
-                    rollout_fn=bind_shared(step.rollout_fn, shared),
-                    configs=step.models,
+                    step,
+                    bind_shared(step.rollout_fn, shared),
                     checkpoint=checkpoint,
                     connect=lambda config: self._lend(servers, config, progress),
                     observer=progress,
-                    metadata_key=step.metadata_key,
-                    answer=NamedAnswer.of(step),
                     failures=failures,
                     shutdown=preemption.shutdown,
                     check_document=names.check,
-                    check_first=partial(check_first, step.rollout_fn),
                     # A document that fails without a checkpoint is lost anyway.
                     check_writable=partial(check_writable, step.output_writer, rank)
-                    if kept
+                    if failures.are_kept
                     else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
@@ -597,20 +590,6 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
             column(document)
 
     return drop
-
-
-def restore_from_mirror(step: Step, rank: int, preemption: Preemption) -> None:
-    """Copies missing parts of the checkpoint from the mirror to this node."""
-    if step.checkpoints_remote_dir is not None:
-        from datatrove_ckpt.mirror.restore import restore_rank
-
-        with preemption.interruptible():
-            restore_rank(
-                step.checkpoints_remote_dir,
-                step.checkpoints_root,
-                rank,
-                retries=step.retry_dead_letters,
-            )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,10 +41,12 @@ from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
-from datatrove_ckpt.generation.named_answer import NamedAnswer
+from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
@@ -151,20 +153,17 @@ _MANY = 100  # documents of which one at least should be kept
 class Scheduler:
     """Runs the rollout function on one rank's documents.
 
-    Must be made on the event loop that runs it.
+    Must be made on the event loop that runs it. ``rollout_fn``: the step's, bound.
     """
 
+    step: Step
     rollout_fn: Rollout
-    configs: Mapping[str, InferenceConfig]
     checkpoint: Checkpoint
     connect: Connect
     observer: RankReporter
-    metadata_key: str
-    answer: NamedAnswer | None
     failures: Failures
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
-    check_first: Callable[[Document], None]
     media: ByteBudget
     parking: Parking | None = None
     run_digest: str = ""
@@ -172,7 +171,7 @@ class Scheduler:
     drop_media: Callable[[Document], None] | None = None
 
     def __post_init__(self) -> None:
-        first, *others = self.configs.values()
+        first, *others = self.step.models.values()
         self._rollouts = range(first.rollouts_per_document)
         self.has_ended = False
         self.parked = 0
@@ -195,7 +194,7 @@ class Scheduler:
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
             )
-            for name, config in self.configs.items()
+            for name, config in self.step.models.items()
         }
         self.model = next(iter(self.models.values()))
         self._change: asyncio.Future[None] = self._loop.create_future()
@@ -279,16 +278,15 @@ class Scheduler:
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
     def _look_at_first(self, document: Document) -> None:
-        if self.answer is not None:
-            self.answer.check(document)
-        if self.metadata_key in document.metadata:
+        check_answer(self.step, document)
+        if self.step.metadata_key in document.metadata:
             logger.warning(
-                f"The documents have {self.metadata_key!r} in their metadata already, perhaps of "
-                "an earlier run; the new results replace it. To keep both, give another "
+                f"The documents have {self.step.metadata_key!r} in their metadata already, perhaps "
+                "of an earlier run; the new results replace it. To keep both, give another "
                 "metadata_key."
             )
-        if self.failures.on_document_error == "stop":
-            self.check_first(document)
+        if self.step.on_document_error == "stop":
+            check_first(self.step.rollout_fn, document)
 
     # background ----------------------------------------------------------------------------------
 
@@ -372,18 +370,14 @@ class Scheduler:
         document = source.document
         answers = Answers(self, slot, source.id, len(self._rollouts))
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        taken = self.failures.taken
-        if (
-            taken is not None
-            and (letter := taken.get(document, source.id, slot.ordinal)) is not None
-        ):
-            return answers.finished("dead", source.fingerprint, letter)
+        taken = self.failures.taken.get(document, source.id, slot.ordinal)
+        if taken is not None:
+            return answers.finished("dead", source.fingerprint, taken)
         try:
-            if self.answer is not None:
-                self.answer.check(document)
+            check_answer(self.step, document)
             if source.finished is not None:
                 document.metadata = source.finished
-                results = source.finished[self.metadata_key]
+                results = source.finished[self.step.metadata_key]
                 for request, result in zip(requests, results, strict=False):
                     request.count_finished(result)
             elif len(requests) == 1:
@@ -396,13 +390,12 @@ class Scheduler:
             kept = [result for result in results if result is not None]
             if self.drop_media is not None:
                 self.drop_media(document)
-            document.metadata[self.metadata_key] = kept
+            document.metadata[self.step.metadata_key] = kept
             data = b"null"
             if kept:
-                if self.answer is not None:
-                    self.answer.put(document, kept)
+                put_answer(self.step, document, kept)
                 self.check_document(document, slot.chunk.index)
-                data = encode_finished(document, self.metadata_key)
+                data = encode_finished(document, self.step.metadata_key)
             if self.check_writable is not None and not is_plain(data, self._takes_vectors):
                 self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
                 self._raise_if_stopping(answers)

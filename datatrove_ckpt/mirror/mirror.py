@@ -355,10 +355,10 @@ class RemoteMirror:
         raise AssertionError
 
     def _open_at(
-        self, name: str, start: int, size: int, is_current: Callable[[str], bool], stack: ExitStack
+        self, name: str, start: int, size: int, is_current: Callable[[], bool], stack: ExitStack
     ) -> IO[bytes]:
         file = stack.enter_context((self.folder / name).open("rb"))
-        if not is_current(name):
+        if not is_current():
             raise FileNotFoundError(f"{name} was replaced")
         file.seek(start)
         if size - start > _READ_AT_ONCE_BYTES:

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common.retrying import failure_line
@@ -51,10 +52,8 @@ class Uploads:
         self._versions = versions
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
-        self._generations: dict[str, int] = {}
-        """Of files that may be replaced, by name: the one whose bytes are uploaded, if this process
-        did that.
-        """
+        self._generation: int | None = None
+        """Of the history whose bytes are uploaded, if this process did that."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
@@ -70,14 +69,13 @@ class Uploads:
         return sum(part.size for part in self._files.get(name, ()))
 
     def forget_replaced(self, snapshot: Snapshot) -> None:
-        """Forgets the parts of files that were replaced, so that they are uploaded again as a
+        """Forgets the parts of a history that was replaced, so that it is uploaded again as a
         whole.
         """
-        for name, generation in snapshot.generations.items():
-            # An earlier attempt may have replaced what it had uploaded.
-            if self._generations.get(name) != generation:
-                self._files.pop(name, None)
-                self._generations[name] = generation
+        # An earlier attempt may have replaced what it had uploaded.
+        if self._generation != snapshot.generation:
+            self._files.pop(HISTORY, None)
+            self._generation = snapshot.generation
 
     def compact(self) -> None:
         """Forgets small parts where there are many of them, so that they are uploaded again as

@@ -23,7 +23,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
-from datatrove_ckpt.generation.named_answer import NamedAnswer
+from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
 from datatrove_ckpt.inference.servers.host import check_servers
@@ -147,9 +147,7 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
 def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
     if sample.first and runner.index == 1:
         first = decode(sample.first)
-        answer = NamedAnswer.of(runner.step)
-        if answer is not None:
-            answer.check(first)
+        check_answer(runner.step, first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
             asyncio.run(try_media(runner.step.rollout_fn, first))

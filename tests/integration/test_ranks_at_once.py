@@ -382,13 +382,13 @@ def test_a_signal_does_not_wait_for_a_rank_that_has_not_begun():
     slow = """
 import time
 import datatrove_ckpt.generation.rank as rank
-usual = rank.restore_from_mirror
-def restore(step, number, preemption):
-    if number == 1:
+usual = rank._Run.lead
+def lead(run):
+    if run.rank == 1:
         open("waits", "w").close()
         time.sleep(100)
-    usual(step, number, preemption)
-rank.restore_from_mirror = restore
+    usual(run)
+rank._Run.lead = lead
 """
     with FakeServer(hold_after=4) as server:
         with job(server, slow) as process:

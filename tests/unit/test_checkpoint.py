@@ -123,7 +123,7 @@ def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
         for index, journal in enumerate(journals):
             journal.append([finished(index + turn)])
     for index, journal in enumerate(journals):
-        journal.sync()
+        journal.file.sync()
         assert [line.ordinal for line in journal.read_in_order()] == [index, index + 1, index + 2]
 
 

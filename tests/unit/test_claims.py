@@ -16,15 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import (
-    LAUNCH,
-    Claims,
-    Mark,
-    claimants,
-    given_up,
-    new_owner,
-)
-from datatrove_ckpt.claims.stores import DiskClaims, ObjectClaims, open_reader
+from datatrove_ckpt.claims.claims import LAUNCH, Claims, claimants, given_up
+from datatrove_ckpt.claims.stores import DiskClaims, Mark, ObjectClaims, new_owner, open_reader
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 
 RANKS = 4
@@ -376,7 +369,7 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     tmp_path,
 ):
     job = Job(in_bucket(tmp_path))
-    code = "from datatrove_ckpt.claims.claims import new_owner; print(new_owner())"
+    code = "from datatrove_ckpt.claims.stores import new_owner; print(new_owner())"
     owner = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -11,14 +11,13 @@ from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
     Progress,
-    ServerEvent,
     Start,
+    Wait,
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from tests.histories import History, read_history
-from tests.rank_folders import failed
 
 
 def written(path, content):
@@ -29,7 +28,6 @@ def written(path, content):
 def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
     later = (
         b'{"k":"weather","at":1.0,"n":1}',
-        b'{"k":"end","at":1.0,"n":1,"why":"eaten"}',
         b'{"at":1.0}',
     )
     known = seal(b'{"k":"end","at":130.0,"n":2,"why":"done","mood":[1]}')
@@ -39,25 +37,12 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "bad", [b'"at":-1', b'"at":null', b'"n":"1"', b'"pid":-1', b'"host":7', b'"slot":true']
-)
-def test_values_of_other_types_are_no_record(tmp_path, bad):
-    # The last of two equal keys counts.
-    body = b'{"k":"start","at":1,"n":1,"host":"h","pid":1,%s}' % bad
-    (tmp_path / "history.jsonl").write_bytes(seal(body))
-    assert read_history(tmp_path / "history.jsonl").records == []
-
-
-def test_texts_of_a_file_cannot_speak_to_a_terminal(tmp_path):
-    event = ServerEvent(at=1.0, attempt=1, what="death", why="\x1b[2J\r" + "x" * 5000)
-    found = read_history(written(tmp_path / "history.jsonl", [event])).records[0]
-    assert found.why.isprintable()
-    assert len(found.why) == 4000
-    end = read_history(
-        written(tmp_path / "history.jsonl", [failed(1.0, "E: a\n  b\x1b[2J")])
-    ).records[0]
-    assert end.what == "E: a\n  b [2J", "a cause of several lines is kept as it is"
+def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
+    counts = WorkCounts(tiers={"flex\nall is well": 1})
+    line = Progress(at=1.0, attempt=1, own=counts, total=counts, wait=Wait(document="a\nb\x1b[2J"))
+    found = read_history(written(tmp_path / "history.jsonl", [line])).records[0]
+    assert found.wait.document == "a b [2J"
+    assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
 
 
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------

@@ -23,7 +23,10 @@ TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
     ],
 )
 def test_the_rule(durations, seconds):
-    assert TUNING.interval(durations) == pytest.approx(seconds)
+    interval = Interval("auto", TUNING)
+    for duration in durations:
+        interval.took(duration)
+    assert interval.seconds == pytest.approx(seconds)
 
 
 @given(st.lists(st.floats(0.002, 0.6), min_size=1, max_size=100))

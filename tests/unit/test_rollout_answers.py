@@ -13,7 +13,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.named_answer import NamedAnswer
+from datatrove_ckpt.generation.named_answer import put_answer
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.output.documents import PathResult
 from datatrove_ckpt.rollouts import (
@@ -263,7 +263,7 @@ def test_what_stands_under_the_name_of_the_answers(name, rollouts, tmp_path, ser
         tmp_path, server, rollout, answer="summary", config={"rollouts_per_document": rollouts}
     )
     one = document()
-    NamedAnswer.of(step).put(one, [result] * rollouts)
+    put_answer(step, one, [result] * rollouts)
     assert one.metadata["summary"] == (answer if rollouts == 1 else [answer] * 2)
 
 

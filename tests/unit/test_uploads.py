@@ -142,7 +142,7 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
             frozenset(),
             [],
             1,
-            {"history.jsonl": generation},
+            generation,
         )
 
     uploads = Uploads(Versions(str(tmp_path / "00000")))

@@ -9,8 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -38,32 +37,6 @@ def check_monitoring(config: MonitoringConfig) -> None:
         raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
-def open_exports(
-    runner: Step,
-    rank: int,
-    checkpoint: Checkpoint,
-    history: RankReporter,
-    shutdown: Shutdown,
-) -> Exports:
-    """Starts what the runner's ``monitoring`` asks for. Only after ``check_monitoring``."""
-    exports = Exports(checkpoint, history, shutdown)
-    config = runner.monitoring
-    if config.metrics_port is None:
-        return exports
-    from datatrove_ckpt.generation.export.prometheus import metrics_port
-
-    metrics = partial(exports.metrics, _name_of(runner), rank, time.time())
-    try:
-        port = metrics_port(config.metrics_host, config.metrics_port)
-        if port is not None:
-            exports.stack.enter_context(port.shows(metrics))
-    except Exception as error:  # such as too many open files
-        logger.warning(
-            f"monitoring: could not be started: {error_text(error)}. The run goes on without it."
-        )
-    return exports
-
-
 def _name_of(runner: Step) -> str:
     folder = runner.output_writer.output_folder.resolve_paths("")
     if runner.checkpoints_local_dir is not None:
@@ -76,13 +49,34 @@ def _name_of(runner: Step) -> str:
 
 @dataclass(eq=False)
 class Exports:
+    """What the step's ``monitoring`` asks for. Only after ``check_monitoring``."""
+
+    step: Step
+    rank: int
     checkpoint: Checkpoint
     history: RankReporter
     shutdown: Shutdown
-    stack: ExitStack = field(default_factory=ExitStack)
-    _end: str = ""
 
-    def metrics(self, run: str, rank: int, started_at: float) -> RankNow:
+    def __post_init__(self) -> None:
+        self._stack = ExitStack()
+        self._end = ""
+        self._started_at = time.time()
+        config = self.step.monitoring
+        if config.metrics_port is None:
+            return
+        from datatrove_ckpt.generation.export.prometheus import metrics_port
+
+        try:
+            port = metrics_port(config.metrics_host, config.metrics_port)
+            if port is not None:
+                self._stack.enter_context(port.shows(self._metrics))
+        except Exception as error:  # such as too many open files
+            logger.warning(
+                f"monitoring: could not be started: {error_text(error)}. The run goes on without "
+                "it."
+            )
+
+    def _metrics(self) -> RankNow:
         from datatrove_ckpt.generation.export.prometheus import RankNow
 
         progress = self.history.progress()
@@ -98,12 +92,21 @@ class Exports:
             state = "starting"
         spread = self.history.spread()
         host = socket.gethostname()
-        return RankNow(run, rank, host, job_id() or "", started_at, state, progress, spread)
+        job = job_id() or ""
+        return RankNow(
+            _name_of(self.step),
+            self.rank,
+            host,
+            job,
+            self._started_at,
+            state,
+            progress,
+            spread,
+        )
 
     @contextmanager
     def ending(self, completed: bool) -> Iterator[None]:
         """Wraps the end of the attempt, and closes the exports after it."""
-        self._end = ""
         try:
             yield
             if completed:
@@ -113,6 +116,6 @@ class Exports:
         finally:
             self._end = self._end or "failed"
             try:
-                self.stack.close()
+                self._stack.close()
             except Exception as error:
                 logger.warning(f"monitoring: could not be ended: {error_text(error)}.")

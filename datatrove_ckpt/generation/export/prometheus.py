@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from loguru import logger
 from prometheus_client import CollectorRegistry, start_http_server
@@ -32,12 +32,6 @@ from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread,
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
-
-_FAMILIES: dict[str, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -61,11 +55,12 @@ class Metric(NamedTuple):
     """A metric of one rank.
 
     Attributes:
+        kind: its class of prometheus-client.
         values: by the values of its own labels, or the only one. None: not known.
         labels: its own, besides ``RANK_LABELS``.
     """
 
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Any
     name: str
     help: str
     values: Callable[[RankNow], Values]
@@ -121,27 +116,27 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
 
 METRICS = (
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "rank_info",
         "Always 1; its labels tell where the task works.",
         lambda rank: {(__version__, rank.host, rank.job): 1.0},
         ("version", "host", "job"),
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "rank_state",
         f"1 for the state that the task is in, one of {', '.join(STATES)}.",
         lambda rank: {(state,): int(state == rank.state) for state in STATES},
         ("state",),
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "attempt_start_timestamp_seconds",
         "When this attempt of the task started, in Unix seconds.",
         lambda rank: rank.started_at,
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "rank_documents",
         "Documents that all attempts of the task have finished.",
         lambda rank: {
@@ -151,102 +146,102 @@ METRICS = (
         ("outcome",),
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "rank_tokens",
         "Tokens of the documents that all attempts of the task have finished.",
         lambda rank: _tokens(rank.progress.documents),
         ("type",),
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "input_done_ratio",
         "Part of the rank's input that is done, from 0 to 1; missing if not known.",
         lambda rank: rank.progress.position.share,
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "documents_total",
         "Documents that this attempt has finished.",
         lambda rank: rank.own.documents,
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "documents_in_progress",
         "Documents that rollouts work on now.",
         lambda rank: rank.progress.in_work,
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "requests_total",
         "Requests of this attempt that ended at a server.",
         lambda rank: {("answered",): rank.own.requests, ("failed",): rank.own.failed},
         ("outcome",),
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "requests_in_flight",
         "Requests that servers work on now.",
         lambda rank: rank.progress.in_flight,
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "requests_waiting",
         "Requests that wait for a server, a free slot or their next attempt now.",
         lambda rank: rank.progress.waiting,
     ),
     Metric(
-        "gauge",
+        GaugeMetricFamily,
         "unanswered_seconds",
         "For so long servers have answered no request, although some failed.",
         lambda rank: rank.progress.silence.seconds,
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "request_retries_total",
         "Requests sent again in this attempt: after an error, or because their server was lost.",
         lambda rank: {("error",): rank.own.retries, ("server_lost",): rank.own.resent},
         ("cause",),
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "request_errors_total",
         "Requests of this attempt that failed once, by kind of error.",
         lambda rank: {(kind,): count for kind, count in rank.own.errors.items()},
         ("kind",),
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "cache_hits_total",
         "Requests of this attempt that the request cache answered.",
         lambda rank: rank.own.cached,
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "tokens_total",
         "Tokens of this attempt's answers, as servers count them.",
         lambda rank: _tokens(rank.own),
         ("type",),
     ),
     Metric(
-        "counter",
+        CounterMetricFamily,
         "server_restarts_total",
         "Restarts of model servers in this attempt.",
         lambda rank: rank.own.restarts,
     ),
     Metric(
-        "histogram",
+        HistogramMetricFamily,
         "request_duration_seconds",
         "Time from sending a request to its answer.",
         lambda rank: _histogram(rank.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
     ),
     Metric(
-        "histogram",
+        HistogramMetricFamily,
         "request_prompt_tokens",
         "Prompt tokens of each answer.",
         lambda rank: _histogram(rank.spread.prompt_tokens, 18),
     ),
     Metric(
-        "histogram",
+        HistogramMetricFamily,
         "request_completion_tokens",
         "Completion tokens of each answer.",
         lambda rank: _histogram(rank.spread.completion_tokens, 18),
@@ -257,7 +252,7 @@ METRICS = (
 def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
     for kind, name, text, values_of, labels in METRICS:
-        family = _FAMILIES[kind](PREFIX + name, text, labels=(*RANK_LABELS, *labels))
+        family = kind(PREFIX + name, text, labels=(*RANK_LABELS, *labels))
         for rank in ranks:
             of_rank = (rank.run, str(rank.rank))
             values = values_of(rank)

@@ -37,7 +37,6 @@ from itertools import product
 from operator import index
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -199,15 +198,17 @@ class TrainingCheckpoints:
         self._copied = StepName(-1, 0)
         self._pause = 0.0
         self._write_seconds = 0.0
-        self._saved_at = time.monotonic()
+        self._begin_counting()
         self._has_looked = self._has_claimed = False
         self._last = StepName(0, 0)
-        self._look_after = 0
         self._longest_step = 0.0
-        self._stepped_at = time.monotonic()
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
         self._time_ends: float | None = None
         _not_left.add(self)
+
+    def _begin_counting(self) -> None:
+        self._look_after = 0
+        self._saved_at = self._stepped_at = time.monotonic()
 
     def _check_policy(self) -> None:
         """Raises ConfigError if ranks would wait for each other at different steps."""
@@ -246,12 +247,7 @@ class TrainingCheckpoints:
             self._time_ends = asyncio.run(slurm_deadline())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
@@ -276,13 +272,6 @@ class TrainingCheckpoints:
         self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
-
-    def _close_at_exit(self) -> None:
-        if self._writing.is_running or self._uploading.is_running:
-            logger.warning(
-                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
-            )
-            self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
         """Returns whether the copy under way has ended. A new signal ends the wait."""
@@ -731,7 +720,7 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_looked = True
-            chosen = self._choose(partial(self._matching, step))
+            chosen = self._choose(partial(self._matching, step, None))
             if chosen is None and step != "latest":
                 raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
@@ -748,13 +737,7 @@ class TrainingCheckpoints:
                 self._load_input(loader, name)
                 self._begin_counting()
                 seconds = time.monotonic() - began
-                self._history.note(
-                    "restored",
-                    name.step,
-                    rollbacks=name.rollbacks,
-                    seconds=seconds,
-                    passed_over=passed,
-                )
+                self._note("restored", name, seconds=seconds, passed_over=passed)
         finally:
             self._unlock_unless_claimed()  # after a fetch
         if self._ranks.rank == 0:
@@ -762,10 +745,14 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _matching(self, step: int | str, names: Iterable[StepName]) -> list[StepName]:
+    def _matching(
+        self, step: int | str | None, before: int | None, names: Iterable[StepName]
+    ) -> list[StepName]:
         """Returns the steps that may be meant; the wanted one last."""
         if step == "best":
             return self._ranks.together(self._best_last)[0]
+        if before is not None:
+            return [name for name in names if name.step < before]
         return [name for name in names if step in ("latest", name.step)]
 
     def _best_last(self) -> list[StepName]:
@@ -783,14 +770,9 @@ class TrainingCheckpoints:
         if not self._has_claimed:
             self._steps.unlock()
 
-    def _begin_counting(self) -> None:
-        self._look_after = 0
-        self._saved_at = self._stepped_at = time.monotonic()
-
     def _note(self, event: str, name: StepName, **others: object) -> None:
-        if self._steps.is_locked:
-            with suppress(Exception):
-                self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
+        with suppress(Exception):
+            self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
         self, choose: Callable[[Iterable[StepName]], list[StepName]]
@@ -991,12 +973,7 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        def matching(names: Iterable[StepName]) -> list[StepName]:
-            if to is not None:
-                return self._matching(to, names)
-            return [name for name in names if before is None or name.step < before]
-
-        chosen = self._choose(matching)
+        chosen = self._choose(partial(self._matching, to, before))
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -1058,7 +1035,11 @@ def _metrics(manifests: Mapping[StepName, Manifest]) -> Metrics:
 def _close_all() -> None:
     """Waits for the last saves, whose threads would end with the process."""
     for each in list(_not_left):
-        each._close_at_exit()
+        if each._writing.is_running or each._uploading.is_running:
+            logger.warning(
+                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
+            )
+            each.close(raises=False)
 
 
 def _check_names(states: Iterable[str]) -> None:

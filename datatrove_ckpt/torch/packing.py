@@ -202,10 +202,7 @@ class Packing(Iterator[dict[str, Tokens]]):
         taken = {name: self._joined(name)[self._start : stop] for name in self._names}
         self._start = stop
         self._count -= count
-        if not self._count:
-            self._start = 0
-            self._held = {name: [] for name in self._names}
-        elif self._count < self._pack.length:  # keeps only the rest in memory
+        if self._count < self._pack.length:  # keeps only the rest in memory
             self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
             self._start = 0
         return taken

@@ -29,13 +29,13 @@ _BOUNDARIES = (
 )
 
 
+@dataclass
 class _Splitter:
     """Splits a text at ``limit`` units, such as tokens. ``starts``: where each unit begins."""
 
-    def __init__(self, text: str, limit: int, starts: Sequence[int]) -> None:
-        self._text = text
-        self._limit = limit
-        self._starts = starts
+    _text: str
+    _limit: int
+    _starts: Sequence[int]
 
     def fits(self, start: int, end: int) -> bool:
         """Whether the part fits, without white space at its end."""

@@ -453,11 +453,11 @@ class BarTerminal:
         self._bar = ""
 
 
+@dataclass(eq=False)
 class Above:
-    def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
-        self.stream = stream
-        self._terminal = terminal
-        self._pending = ""
+    stream: TextIO
+    _terminal: BarTerminal
+    _pending: str = ""
 
     def write(self, text: str) -> int:
         """Prints whole lines; the rest waits for ``flush``."""
@@ -563,7 +563,6 @@ class Screen:
     def __post_init__(self) -> None:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
-        self._outer = _report
         # A rank that reports must not log the line as its own.
         self._context = contextvars.copy_context()
 

@@ -233,7 +233,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             documents = state["documents"]
             passed = self.skip
         found = state is not None
-        extent = InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
+        extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
         limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(
             total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress

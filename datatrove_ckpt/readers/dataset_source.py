@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from datatrove.io import DataFolder
@@ -327,14 +328,13 @@ def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iter
             start += batch.num_rows
 
 
+@dataclass(eq=False)
 class _Rows:
     num_shards = 1
-
-    def __init__(self, source: _BaseExamplesIterable, first: int, step: int, count: Count) -> None:
-        self._source = source
-        self._first = first
-        self._step = step
-        self._count = count
+    _source: _BaseExamplesIterable
+    _first: int
+    _step: int
+    _count: Count
 
     @property
     def iter_arrow(self) -> Callable[[], Iterator[Table]] | None:

@@ -93,6 +93,7 @@ class FileExtent:
         return max(0.0, min(float(self.size), inside))
 
 
+@dataclass(eq=False)
 class InputExtent:
     """The input of one reader in one rank.
 
@@ -101,16 +102,18 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
-        self.total: float | None = None
-        """In bytes; None: not known, or not yet: see ``measure``."""
-        self.measuring: threading.Thread | None = None
-        """Looks the sizes up; None: this was not needed yet, or took no thread."""
-        self._inputs = inputs
-        self._limit = limit
-        self._is_near = is_near
-        self._is_measured = False
-        self.tasks = inputs.tasks
+    _inputs: MeasuredInputs
+    _limit: int
+    _is_near: bool = True
+    total: float | None = None
+    """In bytes; None: not known, or not yet: see ``measure``."""
+    measuring: threading.Thread | None = None
+    """Looks the sizes up; None: this was not needed yet, or took no thread."""
+    _is_measured: bool = False
+
+    @property
+    def tasks(self) -> int | None:
+        return self._inputs.tasks
 
     def measure(self) -> None:
         """Looks the sizes up once, in a thread if that may take long."""

@@ -653,7 +653,7 @@ class CompletionClient:
             if failure.unreachable:
                 target.cooldown_until = time.monotonic() + _COOLDOWN
             if target.probe is not None and not failure.server_is_well:
-                await target.probe(started_at, not failure.server_is_busy)
+                await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
 
     def _check_reason(self, answer: Completion, target: Target) -> None:

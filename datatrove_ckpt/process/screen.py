@@ -189,11 +189,7 @@ class RunProgress:
 
         A rank that has not begun counts as large as the average of the others.
         """
-        begun = {
-            rank: one
-            for rank, one in self._last.items()
-            if rank < self._with_input and (one.has_begun or rank in self._done)
-        }
+        begun = self._reading
         complete = self._complete_elsewhere
         if not begun:
             return complete / self.ranks or None
@@ -220,11 +216,16 @@ class RunProgress:
 
     @property
     def is_estimated(self) -> bool:
-        begun = sum(
-            rank < self._with_input and (progress.has_begun or rank in self._done)
-            for rank, progress in self._last.items()
-        )
-        return begun < self._with_input - self._complete_elsewhere
+        return len(self._reading) < self._with_input - self._complete_elsewhere
+
+    @property
+    def _reading(self) -> dict[int, RankProgress]:
+        """The ranks of this command that have begun."""
+        return {
+            rank: one
+            for rank, one in self._last.items()
+            if rank < self._with_input and (one.has_begun or rank in self._done)
+        }
 
     @property
     def _complete_elsewhere(self) -> int:

@@ -151,8 +151,8 @@ def hub_refusal(error: BaseException) -> str | None:
 
 
 @contextmanager
-def naming_hub(setting: str) -> Iterator[None]:
-    """Puts the name of the setting before what the hub refuses.
+def naming_hub() -> Iterator[None]:
+    """Puts the name of the folder of the run before what the hub refuses.
 
     Raises:
         StorageFailed: in place of ``hub_refusal``.
@@ -162,7 +162,7 @@ def naming_hub(setting: str) -> Iterator[None]:
     except OSError as error:
         if (refused := hub_refusal(error)) is None:
             raise
-        raise StorageFailed(f"{written(setting)}: {refused}.") from error
+        raise StorageFailed(f"{written.logging_dir}: {refused}.") from error
 
 
 def library_line(error: BaseException) -> str:

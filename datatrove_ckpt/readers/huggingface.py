@@ -69,8 +69,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         ConfigError: an argument that cannot work, or a token among ``dataset_options``.
     """
 
-    format: ClassVar[str] = "datasets"
-    _order_options: ClassVar[tuple[str, ...]] = (
+    format = "datasets"
+    _order_options = (
         "skip",
         "dataset",
         "streaming",

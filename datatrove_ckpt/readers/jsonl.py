@@ -64,8 +64,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "jsonl"
-    _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "compression")
+    format = "jsonl"
+    _order_options = (*SeekingReader._order_options, "compression")
     _bad_line_advice: ClassVar[str] = (
         "Fix or remove the line, or set stop_on_bad_line to false to count such lines and continue."
     )

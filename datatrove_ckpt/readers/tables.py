@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -171,7 +171,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "parquet"
+    format = "parquet"
 
     def __init__(
         self,
@@ -253,8 +253,8 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "ipc"
-    _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "stream")
+    format = "ipc"
+    _order_options = (*SeekingReader._order_options, "stream")
 
     def __init__(
         self,

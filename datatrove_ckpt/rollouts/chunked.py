@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -123,8 +123,8 @@ class ChunkedRollout(ReadyMade):
     carry: Literal["conversation", "continue"] | None = None
     carried_parts: int = 1
 
-    _token_setting: ClassVar[str] = "max_tokens_per_part"
-    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
+    _token_setting = "max_tokens_per_part"
+    _unread = ("n", "tools")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from datatrove.data import Document
 
@@ -183,7 +183,7 @@ class CompletionRollout(OneRequest):
     prompt: str = "{text}"
     generation_params: Payload | None = None
 
-    uses_chat: ClassVar[bool | None] = False
+    uses_chat = False
 
     def __post_init__(self) -> None:
         check_template(self.prompt)

@@ -168,7 +168,7 @@ class WholeText(ReadyMade):
     # found by for_config
     prompt_tokens: int | None = field(default=None, init=False)
 
-    _token_setting: ClassVar[str] = "max_prompt_tokens"
+    _token_setting = "max_prompt_tokens"
 
     def __post_init__(self) -> None:
         limit = self.max_prompt_tokens

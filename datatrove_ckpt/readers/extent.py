@@ -102,7 +102,7 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    _inputs: MeasuredInputs
+    inputs: MeasuredInputs
     _limit: int
     _is_near: bool = True
     total: float | None = None
@@ -111,16 +111,12 @@ class InputExtent:
     """Looks the sizes up; None: this was not needed yet, or took no thread."""
     _is_measured: bool = False
 
-    @property
-    def tasks(self) -> int | None:
-        return self._inputs.tasks
-
     def measure(self) -> None:
         """Looks the sizes up once, in a thread if that may take long."""
         if self._is_measured:
             return
         self._is_measured = True
-        if self._is_near and len(self._inputs.names) <= _AT_ONCE:
+        if self._is_near and len(self.inputs.names) <= _AT_ONCE:
             self._measure()
         else:
             self.measuring = threading.Thread(
@@ -131,10 +127,10 @@ class InputExtent:
     def _measure(self) -> None:
         # The reader raises a better error when it comes to the file.
         with suppress(Exception):
-            count = len(self._inputs.names)
+            count = len(self.inputs.names)
             most = _MEASURED if self._is_near else _MEASURED_REMOTE
             chosen = range(0, count, max(1, -(-count // most)))
-            sizes = [self._inputs.size_for_people(index) for index in chosen]
+            sizes = [self.inputs.size_for_people(index) for index in chosen]
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
@@ -143,7 +139,7 @@ class InputExtent:
         done = file.reached(place)
         coarse = file.per is None and not file.starts
         total = self.total
-        if coarse and len(self._inputs.names) < _FINE:
+        if coarse and len(self.inputs.names) < _FINE:
             total = None
         if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
             return Reached(min(documents, self._limit), self._limit, "rows")

@@ -24,6 +24,7 @@ import heapq
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
@@ -54,6 +55,7 @@ class MustDivide(Exception):
     """A shared request makes no progress: its parts must be sent."""
 
 
+@dataclass(eq=False)
 class Death:
     """The end of one server process.
 
@@ -62,10 +64,9 @@ class Death:
         attributed: a request is known to have caused it.
     """
 
-    def __init__(self, cause: str, in_flight: int = 0) -> None:
-        self.cause = cause
-        self.in_flight = in_flight
-        self.attributed = False
+    cause: str
+    in_flight: int = 0
+    attributed: bool = False
 
 
 OnServer = Callable[[str, str, str | None, str], None]

@@ -408,6 +408,7 @@ class RetryPolicy:
             (sleep or self.sleep)(seconds)
 
 
+@dataclass(eq=False)
 class Attempts:
     """Calls of one kind in a row, of which some fail.
 
@@ -415,15 +416,11 @@ class Attempts:
         explain, meanwhile: what a log line says about an error, and about the time of a wait.
     """
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        explain: Callable[[BaseException], str] = failure_line,
-        meanwhile: str = "",
-    ) -> None:
-        self._policy = policy
-        self._explain = explain
-        self._meanwhile = meanwhile
+    _policy: RetryPolicy
+    _explain: Callable[[BaseException], str] = failure_line
+    _meanwhile: str = ""
+
+    def __post_init__(self) -> None:
         self.succeeded()
 
     def succeeded(self) -> None:

@@ -406,7 +406,12 @@ class TrainingCheckpoints:
         if loader is not None:
             stateful["loader"] = loader
         _check_states(stateful)
-        step = self._checked_step(step)
+        step = index(step)  # of a tensor, too
+        if step < self._last.step:
+            raise ConfigError(
+                f"save: step {step} comes after step {self._last.step}. Count on from what "
+                "restore returned; a training from the start takes a new folder."
+            )
         numbers = _numbers(metrics or {})
         self._writing.join()
         name = self._last = StepName(self._last.rollbacks, step)
@@ -466,15 +471,6 @@ class TrainingCheckpoints:
         generators, inputs, others, problems = (list(each) for each in zip(*gathered, strict=True))
         _check_alike(outlines, others, problems)
         return generators, inputs
-
-    def _checked_step(self, step: int) -> int:
-        step = index(step)  # of a tensor, too
-        if step < self._last.step:
-            raise ConfigError(
-                f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore returned; a training from the start takes a new folder."
-            )
-        return step
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         best = self._best

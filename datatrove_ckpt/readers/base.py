@@ -143,7 +143,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
         if data:
             yield from data
-        start = start_reader(self._take_state())
+        self._position = None
+        self._start_state = self._next_state
+        self._next_state = None
+        start = start_reader(self._start_state)
         if rank == 0 and world_size > 1 and self.limit != -1:
             logger.info(
                 f"limit={self.limit} applies to each of {world_size} tasks: up to "
@@ -201,12 +204,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._resolved[source_file] = self.data_folder.resolve_paths(source_file)
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
-
-    def _take_state(self) -> State | None:
-        self._position = None
-        self._start_state = self._next_state
-        self._next_state = None
-        return self._start_state
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names

@@ -91,22 +91,18 @@ class DatasetInputs(Inputs):
 
     def shard(self, rank: int, world_size: int) -> Inputs:
         chosen = copy.copy(self)
+        if len(self.names) <= 1:
+            chosen.row_shard = (rank, world_size)
+            return chosen
+        if rank >= len(self.names):
+            logger.warning(
+                f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} gets "
+                "none."
+            )
         chosen.names = self.names[rank::world_size]
         chosen.urls = self.urls[rank::world_size]
         chosen.shards = self.shards[rank::world_size]
         return chosen
-
-    def of_rank(self, rank: int, world_size: int) -> Inputs:
-        if len(self.names) > 1:
-            if rank >= len(self.names):
-                logger.warning(
-                    f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} "
-                    "gets none."
-                )
-            return self.shard(rank, world_size)
-        shared = copy.copy(self)
-        shared.row_shard = (rank, world_size)
-        return shared
 
     def info(self, index: int) -> JsonObject:
         if self.is_map:

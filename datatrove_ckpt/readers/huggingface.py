@@ -168,7 +168,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
+        return self.list_dataset((state or {}).get("commit")).shard(rank, world_size)
 
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]

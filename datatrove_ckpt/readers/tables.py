@@ -14,6 +14,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -116,10 +117,10 @@ _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+@dataclass(eq=False)
 class RetryingFile:
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        self._file = file
-        self._name = name
+    _file: IO[bytes]
+    _name: str
 
     def read(self, size: int = -1) -> bytes:
         return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))

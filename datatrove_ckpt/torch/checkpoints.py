@@ -31,6 +31,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable, isgenerator
 from itertools import product
@@ -1091,14 +1092,14 @@ def _check_alike(
                 )
 
 
+@dataclass(eq=False)
 class _Task:
     """At most one call at a time, in a thread that does not keep the process alive, or
     immediately.
     """
 
-    def __init__(self, asynchronous: bool) -> None:
-        self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
+    _asynchronous: bool
+    _thread: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:

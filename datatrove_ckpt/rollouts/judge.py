@@ -208,9 +208,7 @@ class JudgeRollout(PromptRollout):
 
 
 def _last_match(pattern: str, text: str) -> str:
-    found = None
-    for match in re.finditer(pattern, text):
-        found = match
-    if found is None:
+    found = list(re.finditer(pattern, text))
+    if not found:
         return ""
-    return found[min(1, found.re.groups)] or ""
+    return found[-1][min(1, found[-1].re.groups)] or ""

@@ -455,7 +455,7 @@ class TrainingCheckpoints:
             return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
-        self._writing.start(self._write, name, *copies, numbers, self._pause)
+        self._writing.start(self._write, name, *copies, numbers)
 
     def _gather(
         self, own_input: Contents | None, alike: Contents, parts: Contents
@@ -553,7 +553,6 @@ class TrainingCheckpoints:
         contents: Contents,
         parts: Contents,
         metrics: dict[str, float],
-        pause: float,
     ) -> None:
         began = time.monotonic()
         try:
@@ -571,7 +570,7 @@ class TrainingCheckpoints:
                 "saved",
                 name,
                 bytes=size_of(manifest),
-                pause_seconds=pause,
+                pause_seconds=self._pause,
                 write_seconds=self._write_seconds,
             )
             self._not_saved = None
